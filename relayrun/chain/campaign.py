@@ -10,6 +10,7 @@ is told of, and holds up no other.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from relayrun.rundir.evaluations import EvaluationDir, Result
 from relayrun.rundir.lineage import BEGINNING, Durable
 from relayrun.rundir.plan import Plan, fallback_name, job_name
 from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
+from relayrun.rundir.stop import is_stopped, stop_reason
 from relayrun.scheduler import history, together
 from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
@@ -35,8 +36,10 @@ from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError, T
 
 PATIENCE = 5.0
 """Seconds for which a controller that does not answer is asked again."""
-AGAIN_SECONDS = 600.0
-"""A member that Slurm has refused is tried again so long after that; it costs an order to Slurm each time."""
+REFUSED_SECONDS = 30.0
+"""So long after Slurm has refused a member it is tried again, and twice as long each time: a refusal may pass by, as
+where nodes are not back yet behind a restart of the controller."""
+REFUSED_CEILING = 600.0
 
 _REFUSED = "its first job is refused"
 _FOR_NOW = (NoAnswerError, NotInstalledError, TooManyJobsError)
@@ -58,7 +61,9 @@ class Readiness:
     why: str = ""
     """What it waits for."""
     stuck: bool = False
-    """It begins only if a person changes something."""
+    """It begins only if a person changes something, as far as one knows."""
+    again: float = 0.0
+    """When one that Slurm has refused is tried again, in seconds since 1970."""
     awaited: tuple[Run, EvaluationDir] | None = None
     """The evaluation that it waits for, and whose it is."""
     what: str = ""
@@ -81,7 +86,10 @@ def attend(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> Non
     `leaves`: this is the last job of the run's chain, also where no STOP says it. `patience`: seconds for which a
     controller that does not answer is asked again, and for which another one who begins runs is waited for.
     """
-    mend(campaign.folders_of([run]), leaving=run if leaves else None, patience=patience)
+    with contextlib.suppress(OSError):
+        leaves = leaves or is_stopped(run)
+    leaving = run if leaves else None
+    mend(campaign.folders_of([run]), leaving=leaving, patience=patience)
 
 
 def mend(
@@ -110,7 +118,8 @@ def begin_due(
     """Begin every member that may begin; return what was done, and who is stuck.
 
     `from_terminal`: this process runs the jobs of this machine, without whom nobody would. `leaving`: the run whose
-    last job this is. Raises RunDirError, SchedulerError and OSError; what was begun before is on record.
+    last job this is: perhaps nobody looks after it, and what Slurm has refused is tried at once. Raises RunDirError,
+    SchedulerError and OSError; what was begun before is on record.
     """
     if not campaign.is_campaign(folder):  # its submit was killed, or is under way
         return Look(stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"})
@@ -144,14 +153,18 @@ def _begin_due(folder: Path, whole: Campaign, judged: _Judged, leaving: Run | No
     for run, evaluation in {ready.awaited[1].path: ready.awaited for _, ready in judged if ready.awaited}.values():
         attend_awaited(run, evaluation)
     stuck |= _never_evaluated(whole, judged)
-    due = [(member, ready.base) for member, ready in judged if ready.base is not None]
+    now = time.time()
+    able = [(member, ready) for member, ready in judged if ready.base is not None]
+    due = [entry for entry in able if not entry[1].stuck]  # whom Slurm has refused stands behind all others
+    due += [entry for entry in able if entry[1].stuck and (leaving is not None or not now < entry[1].again)]
     limit = 1 if whole.scheduler == "local" else whole.at_once
     room = len(due) if limit is None or not due else limit - _living(folder, whole, leaving, patience)
-    for member, base in due:
+    for member, ready in due:
         if len(begun) >= room:
             break
         try:
-            begun.append(_begin(folder, member, base, patience))
+            begun.append(_begin(folder, member, ready.base or BEGINNING, patience))
+            stuck.pop(member.name, None)
         except CannotBeginError as error:
             stuck[member.name] = error.message
     return Look(begun=begun, stuck=stuck)
@@ -216,23 +229,31 @@ def _queue(folder: Path, member: Member, plan: Plan, base: Durable, scheduler: S
             return found[0].id
         if not isinstance(error, SchedulerError):
             raise CannotBeginError(f"{member.name} cannot begin: {_words(error)}") from None
-        Refused(reason=error.message, time=time.time()).write(campaign.refused_path(folder, member.name))
+        path = campaign.refused_path(folder, member.name)
+        before = Refused.read(path)
+        tries = 1 if before is None else before.tries + 1
+        Refused(reason=error.message, time=time.time(), tries=tries).write(path)
         raise CannotBeginError(f"{_REFUSED}: {error.message}") from None
 
 
 def judge(folder: Path, whole: Campaign, member: Member) -> Readiness | None:
-    """Whether a member may begin; None where it has begun, or a person stopped it before it could."""
+    """Whether a member may begin; None where it has begun, or a person stopped it before it could.
+
+    One that Slurm has refused is stuck, and has the checkpoint to begin with all the same.
+    """
     try:
         if campaign.begun_path(folder, member.name).exists():
             return None
         if stop_reason(member.run) is not None and member.run.newest_begun() is None:
             return None
         refused = Refused.read(campaign.refused_path(folder, member.name))
-        if refused is not None and 0 <= time.time() - refused.time < AGAIN_SECONDS:
-            return Readiness(base=None, why=f"{_REFUSED}: {refused.reason}", stuck=True)
     except _UNREADABLE as error:
         return Readiness(base=None, why=f"the records of {member.name} cannot be read: {_words(error)}", stuck=True)
-    return readiness(whole, member)
+    ready = readiness(whole, member)
+    if ready.base is None or refused is None:
+        return ready
+    again = refused.time + min(REFUSED_CEILING, REFUSED_SECONDS * 2 ** min(refused.tries - 1, 10))
+    return replace(ready, why=f"{_REFUSED}: {refused.reason}", stuck=True, again=again)
 
 
 def readiness(whole: Campaign, member: Member) -> Readiness:

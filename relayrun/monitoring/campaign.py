@@ -88,7 +88,7 @@ def _why_it_waits(folder: Path, whole: Campaign, member: Member) -> str:
     if stopped is not None:
         return f"nothing more begins: {stopped}"
     ready = judge(folder, whole, member)
-    return ready.why if ready is not None and ready.base is None else "waits for its turn"
+    return (ready.why if ready is not None else "") or "waits for its turn"
 
 
 def begins(member: Member) -> str:

@@ -107,6 +107,8 @@ class Refused(Record):
     reason: str
     time: float
     """Seconds since 1970."""
+    tries: int
+    """How often it was refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -507,6 +507,36 @@ def test_a_member_that_slurm_refuses_holds_up_no_other_and_is_tried_again_later(
     assert jobs_by_name(slurm) == ["01"]
 
 
+def test_a_refusal_that_passes_by_stops_no_sweep(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a restart of the controller nodes are not back yet. The last chain that ends tries at once."""
+    folder, slurm = make({}, {}, {}, at_once=2)
+    begin_due(folder)
+    refuse(monkeypatch, slurm, "campaign-03", "Requested node configuration is not available")
+    first, second = member_run(folder, "01"), member_run(folder, "02")
+    write_stop(first, "the last iteration, 20, is durable")
+    supervisor.attend(first, leaves=True)
+    monkeypatch.setattr("subprocess.run", lambda command, **more: slurm.run(command, more.get("input") or ""))
+    assert begin_due(folder).stuck == {"03": REFUSED}
+    write_stop(second, "the last iteration, 20, is durable")
+    supervisor.attend(second)
+    assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
+    assert begin_due(folder) == Look()
+
+
+REFUSED = "its first job is refused: sbatch: sbatch: error: Requested node configuration is not available"
+
+
+def test_who_is_refused_is_tried_later_each_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, slurm = make({})
+    refused = refuse(monkeypatch, slurm, "campaign-01", "Requested node configuration is not available")
+    tried = []
+    for now in range(0, 4000, 10):
+        monkeypatch.setattr(supervisor.time, "time", lambda now=now: 1e9 + now)
+        begin_due(folder)
+        tried += [now] * (len(refused) - len(tried))
+    assert tried == [0, 30, 90, 210, 450, 930, 1530, 2130, 2730, 3330, 3930]
+
+
 def test_where_slurm_takes_no_more_jobs_nobody_is_stuck(make: Make) -> None:
     folder, slurm = make({}, {}, {})
     slurm.limit = 2  # the first one and its fallback job
