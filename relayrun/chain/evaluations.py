@@ -7,7 +7,11 @@ jobs, should it come to that, the second finds the first one's claim and ends.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.chain.log import log
@@ -17,10 +21,72 @@ from relayrun.rundir.evaluations import EvaluationDir, Policy, Result, Submitted
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Scheduler
+from relayrun.scheduler.choose import for_plan
+
+PATIENCE = 5.0
+"""Seconds for which another one who attends the same evaluations is waited for."""
 
 
 def attend(run: Run, plan: Plan, scheduler: Scheduler) -> None:
     """Submit what is due, and record evaluations whose jobs went without a word. What fails is left for later."""
+    with _alone(run, patience=PATIENCE):  # also behind one that hangs: perhaps nobody attends them later
+        _attend_all(run, plan, scheduler)
+
+
+def attend_awaited(run: Run, folder: EvaluationDir) -> None:
+    """The same where a stage waits for one evaluation: the run's chain may have ended, so that nobody attends it.
+
+    It is due whatever the policy says, and a job that died is followed by another one.
+    """
+    with _alone(run, patience=0) as mine:
+        if not mine:
+            return
+        try:
+            plan = Plan.load(run)
+            scheduler = for_plan(plan, run, patience=0)
+            evaluations.want(run, folder)
+            _attend_all(run, plan, scheduler)
+            result = Result.read(folder.result)
+            if result is not None and evaluations.may_try_again(folder, result):
+                evaluations.try_again(folder)
+                evaluations.want(run, folder)
+                _attend_all(run, plan, scheduler)
+        except (RelayrunError, OSError) as error:
+            log(f"an evaluation is left for later: {getattr(error, 'message', error)}")
+
+
+@contextlib.contextmanager
+def _alone(run: Run, *, patience: float) -> Iterator[bool]:
+    """Hold the lock of a run's evaluations, which not only its own chain attends; yield whether it was to be had.
+
+    `patience`: seconds for which it is waited for. A file system without locks gives it to everybody: of two jobs the
+    second one finds the first one's claim.
+    """
+    try:
+        fd = os.open(run.evaluations / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # there are no evaluations; or a disk is full, which what is written next tells
+        yield True
+        return
+    try:
+        yield _locked(fd, time.monotonic() + patience)
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+        except OSError:
+            return True
+
+
+def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:
     try:
         waiting = evaluations.unsettled(run)
         for attempt, commit in waiting:
@@ -54,6 +120,7 @@ def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -
             time=time.time(),
             job_id=known.job_id,
             error=error,
+            died=job is None or job.state != "CANCELLED",  # what a person did stands
         ),
     )
     log(f"evaluation of iteration {folder.iteration} failed: {error}")

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from relayrun.chain import campaign as supervisor
 from relayrun.chain import successor
 from relayrun.cli import control
 from relayrun.config import campaign as config
-from relayrun.errors import RelayrunError, RunDirError, user_name
+from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
 from relayrun.monitoring import campaign as view
 from relayrun.monitoring import queue, unsent
 from relayrun.monitoring.follow import Follower
@@ -89,30 +89,62 @@ def go_on(folder: Path) -> int:
     whole = Campaign.load(folder)
     if whole.scheduler == "local":
         return run_here(folder, whole)
-    for words in supervisor.begin_due(folder):
+    look = supervisor.begin_due(folder)
+    for words in look.begun:
         print(words)
-    return 0
+    _say_stuck(folder, look.stuck)
+    return int(bool(look.stuck))
+
+
+def _say_stuck(folder: Path, stuck: Mapping[str, str]) -> None:
+    """Print what does not begin unless a person changes something."""
+    for words in supervisor.in_words(stuck):
+        print(f"{folder.name}: {words}", file=sys.stderr, flush=True)
 
 
 def run_here(folder: Path, whole: Campaign) -> int:
     """Run all members one after the other on this machine, as far as their conditions hold; return an exit code."""
     tried: set[str] = set()
+    stuck: dict[str, str] = {}
     while True:
-        for words in supervisor.begin_due(folder, from_terminal=True):
+        look = supervisor.begin_due(folder, from_terminal=True)
+        for words in look.begun:
             print(words, flush=True)
-        member = next((each for each in whole.members if each.name not in tried and _is_open(folder, each)), None)
+        _say_stuck(folder, {name: why for name, why in look.stuck.items() if stuck.get(name) != why})
+        stuck = look.stuck
+        left = [member for member in whole.members if member.name not in tried]
+        member = next((each for each in left if _is_open(folder, each)), None)
+        member = member or next((each for each in whole.members if _evaluates(each)), None)
         if member is None:
             break
-        tried.add(member.name)
-        _run_queue(member)
+        try:
+            if member in left and _is_open(folder, member):
+                tried.add(member.name)
+                _run_queue(member)
+            else:
+                LocalScheduler(member.run).run_queue(print_event)
+        except (RunDirError, OSError) as error:
+            print(f"{member.run.path.name}: it cannot be run: {error}", file=sys.stderr, flush=True)
     entries = view.gather(folder, now=time.time())
     show(view.table(entries))
     return int(any(entry.state != "done" for entry in entries))
 
 
+def _evaluates(member: Member) -> bool:
+    """Whether a chain has ended, and an evaluation waits that no terminal runs: a stage may wait for it."""
+    try:
+        ended = stop_reason(member.run) is not None
+        return ended and any(job.auxiliary and job.state == "PENDING" for job in LocalScheduler(member.run).every_job())
+    except (RelayrunError, OSError, ValueError):
+        return False
+
+
 def _is_open(folder: Path, member: Member) -> bool:
-    """Whether a member has begun, and its chain has not ended."""
-    return campaign.has_begun(folder, member) and stop_reason(member.run) is None
+    """Whether a member has begun, and its chain has not ended; of one whose records are torn that is not known."""
+    try:
+        return campaign.has_begun(folder, member) and stop_reason(member.run) is None
+    except (RelayrunError, OSError, ValueError):
+        return True
 
 
 def _run_queue(member: Member) -> None:
@@ -127,37 +159,48 @@ def _run_queue(member: Member) -> None:
 
 def status(folder: Path, *, as_json: bool) -> int:
     """Begin what may begin, and print where every run stands."""
-    try:
-        for words in supervisor.begin_due(folder):
-            print(words, file=sys.stderr)
-    except (RelayrunError, OSError) as error:
-        print(f"left for later: {getattr(error, 'message', error)}", file=sys.stderr)
+    look = supervisor.mend([folder], say=lambda words: print(words, file=sys.stderr))[folder]
     entries = view.gather(folder, now=time.time())
     if as_json:
         print(dump([asdict(entry) for entry in entries]))
     else:
         show(view.table(entries))
+        _say_stuck(folder, look.stuck)
     return 0
 
 
 def stop(folder: Path) -> int:
     """Begin nothing more, and stop the runs that are under way, each after a checkpoint."""
     whole, user = Campaign.load(folder), user_name(os.geteuid())
+    failed = False
     try:
         with campaign.alone(folder) as mine:  # nobody is between two runs
             if not mine:
                 raise RunDirError("somebody begins runs of it right now", where=folder, hint="try again")
             campaign.write_stop(folder, f"stopped by {user}")
+            try:
+                supervisor.write_down(folder, whole, patience=supervisor.PATIENCE)
+            except SchedulerError as error:
+                failed = True
+                print(
+                    f"it is not known whether a job was queued that nobody wrote down ({error.message}): call it again",
+                    file=sys.stderr,
+                    flush=True,
+                )
     except PermissionError:
         hint = f"let {user_name(whole.owner)} stop it; `relayrun stop` asks the runs that are under way"
         raise RunDirError("you may not write here", where=folder, hint=hint) from None
     print(f"nothing more of {whole.name} begins")
     for member in whole.members:
-        if _is_open(folder, member):
-            words = control.stop(member.run, queue.scheduler(member.run), user=user)
-            print(f"{member.run.path.name}: {words}")
-            unsent.send_in_background(member.run)
-    return 0
+        try:
+            if _is_open(folder, member):
+                words = control.stop(member.run, queue.scheduler(member.run), user=user)
+                print(f"{member.run.path.name}: {words}")
+                unsent.send_in_background(member.run)
+        except (RelayrunError, OSError, ValueError) as error:
+            failed = True
+            print(f"{member.run.path.name}: it could not be stopped: {error}", file=sys.stderr, flush=True)
+    return int(failed)
 
 
 def resume(folder: Path) -> int:
@@ -166,6 +209,8 @@ def resume(folder: Path) -> int:
     if whole.owner != os.geteuid():
         raise RunDirError(f"these runs are {user_name(whole.owner)}'s", where=folder, hint="submit runs of your own")
     campaign.stop_path(folder).unlink(missing_ok=True)
+    for member in whole.members:  # a person asks: what Slurm refused is tried at once
+        campaign.refused_path(folder, member.name).unlink(missing_ok=True)
     code = go_on(folder)
     for entry in view.gather(folder, now=time.time()):
         if entry.state in ("stopped", "broken"):

@@ -18,7 +18,7 @@ from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.standing_view import duration
 from relayrun.monitoring.terminal import show
 from relayrun.monitoring.watcher import Watcher
-from relayrun.rundir import find
+from relayrun.rundir import campaign, find
 from relayrun.rundir.find import find_run, runs_below
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -189,4 +189,16 @@ def _refuse_living(run: Run) -> None:
             f"the chain is {state}: a job writes into its directory, or may begin to",
             where=run.path,
             hint=f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}",
+        )
+    if state == "waiting":
+        raise InputError(
+            "its sweep, or the stage before it, begins this run later, and looks for it here",
+            where=run.path,
+            hint=f"let it begin, or give it up: relayrun stop {run.path}",
+        )
+    if later := campaign.yet_to_begin_with(run):
+        raise InputError(
+            f"stages look for this run here, and have no checkpoint of their own yet: {', '.join(later)}",
+            where=run.path,
+            hint="move it when they have, or give them up: relayrun stop",
         )

@@ -6,10 +6,12 @@ import argparse
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from relayrun.errors import RelayrunError
 from relayrun.monitoring import sentinel
+from relayrun.rundir.sentinel import may_complain
 
 LIMIT = 240
 """Seconds that a look may take: a file system or a command that hangs would keep all later ones from looking."""
@@ -31,19 +33,31 @@ def run(options: argparse.Namespace) -> int:
     failed = False
     try:
         for folder in options.folders:
-            signal.alarm(LIMIT)
-            try:
-                for line in sentinel.look(folder.expanduser().absolute(), now=time.time()):
-                    print(line)
-            except (RelayrunError, _TakesTooLongError) as error:
+            lines, error = _look(folder.expanduser().absolute())
+            for line in lines:
+                print(line)
+            if error:
                 failed = True
-                words = error if isinstance(error, RelayrunError) else f"{folder}: no end of this look in {LIMIT} s"
-                print(f"error: {words}", file=sys.stderr)
-            finally:
-                signal.alarm(0)
+                if may_complain(folder.expanduser().absolute(), now=time.time()):
+                    print(f"error: {error}", file=sys.stderr)
     finally:
         signal.signal(signal.SIGALRM, before)
     return int(failed)
+
+
+def _look(folder: Path) -> tuple[list[str], str]:
+    """The lines of one look, and why it failed; a defect in one look keeps no other folder from being looked at."""
+    signal.alarm(LIMIT)
+    try:
+        return sentinel.look(folder, now=time.time()), ""
+    except RelayrunError as error:
+        return [], str(error)
+    except _TakesTooLongError:
+        return [], f"{folder}: no end of this look in {LIMIT} s"
+    except Exception:
+        return [], f"{folder}: this look failed, which is a defect of relayrun\n{traceback.format_exc()}"
+    finally:
+        signal.alarm(0)
 
 
 def _too_long(_number: int, _frame: object) -> None:

@@ -49,16 +49,17 @@ def run(options: argparse.Namespace) -> int:
         from relayrun.monitoring.terminal import show
 
         run = find.find_run(options.name)
-        _mend([run])
+        stuck = _mend([run])
         facts = run_status.gather(run, queue.ask(run), now=now)
         if options.json:
             print(run_status_view.dump(run_status_view.as_json(facts)))
         else:
             show(run_status_view.one(facts, now=now))
+            print("".join(f"{line}\n" for line in stuck), end="")
         unsent.send_in_background(run)
         return 0
     runs = find.every_run()
-    _mend(runs)
+    stuck = _mend(runs)
     if options.json:
         from relayrun.monitoring import run_status_view
 
@@ -67,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         standing_view.show_many(found)
         for line in standing_view.sentinels(found, now=now):
             print(line)
+        print("".join(f"{line}\n" for line in stuck), end="")
     else:
         print(f"no runs below {find.runs()}")
     for run in runs:
@@ -74,12 +76,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _mend(runs: Sequence[Run]) -> None:
-    """Begin what is due of the campaigns that runs belong to."""
-    if folders := folders_of(runs):
-        from relayrun.chain import campaign
+def _mend(runs: Sequence[Run]) -> list[str]:
+    """Begin what is due of the campaigns that runs belong to; return a line for each trouble that holds some up."""
+    folders = folders_of(runs)
+    if not folders:
+        return []
+    from relayrun.chain import campaign
 
-        campaign.mend(folders)
+    looks = campaign.mend(folders)
+    return [
+        f"stuck: {folder.parent.name}/{folder.name}: {words}"
+        for folder, look in looks.items()
+        for words in campaign.in_words(look.stuck)
+    ]
 
 
 def follow(name: str | None, interval: float) -> int:

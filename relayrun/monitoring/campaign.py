@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.chain import decide
-from relayrun.chain.campaign import readiness
+from relayrun.chain.campaign import judge
 from relayrun.config import yamlfile
 from relayrun.errors import RelayrunError
 from relayrun.monitoring.goodput.account import account
@@ -87,11 +87,8 @@ def _why_it_waits(folder: Path, whole: Campaign, member: Member) -> str:
     stopped = campaign.stop_reason(folder)
     if stopped is not None:
         return f"nothing more begins: {stopped}"
-    try:
-        ready = readiness(whole, member)
-    except (RelayrunError, OSError) as error:
-        return f"it cannot be seen whether it may begin: {getattr(error, 'message', error)}"
-    return ready.why if ready.base is None else "waits for its turn"
+    ready = judge(folder, whole, member)
+    return (ready.why if ready is not None else "") or "waits for its turn"
 
 
 def begins(member: Member) -> str:

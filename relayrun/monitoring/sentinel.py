@@ -10,12 +10,11 @@ library only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,18 @@ from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.monitoring import unsent
 from relayrun.monitoring.run_status import RunStatus
 from relayrun.monitoring.standing import Damaged
-from relayrun.monitoring.symptoms import Symptom, is_at_work, purged_soon, running_job, symptoms, unwritable
+from relayrun.monitoring.symptoms import (
+    Symptom,
+    is_at_work,
+    never_begins,
+    purged_soon,
+    running_job,
+    symptoms,
+    unwritable,
+)
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import notices, purge, sentinel
-from relayrun.rundir.campaign import folders_of
+from relayrun.rundir.campaign import folders_of, read_membership
 from relayrun.rundir.find import runs_below
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.notices import QUIET_SECONDS, Notice
@@ -71,23 +78,27 @@ class Sentinel:
         self._lines: list[str] = []
         self._user = user_name(os.geteuid())
         self._first = False
+        """Whether no look before this one knew of jobs."""
         self._settle = SETTLE_SECONDS
         self._running: dict[str, dict[str, Any]] = {}
         self._before = Memory(time=0.0, host="", user="")
         self._said: dict[str, float] = {}
+        self._stuck: dict[str, dict[str, str]] = {}
+        """By campaign and member, why a run does not begin; what a run of this look tells is taken out."""
 
     def look(self) -> list[str]:
         """Look once; return the lines to print. Raises RelayrunError where the folder cannot be looked into."""
-        with _alone(sentinel.lock_path(self._folder, self._user)) as (fd, mine):
+        with sentinel.alone(sentinel.lock_path(self._folder, self._user)) as (fd, mine):
             if mine:
                 return self._look(fd)
             memory = self._remembered()[0]
             stuck = memory is not None and self._now - memory.time > LATE_SECONDS
-            return self._once_an_hour(fd, [f"{self._folder}: a look that began long ago has not ended"] * stuck)
+            said = stuck and sentinel.once_an_hour(fd, now=self._now)
+            return [f"{self._folder}: a look that began long ago has not ended"] * said
 
     def _look(self, lock: int) -> list[str]:
         before, complaint = self._remembered()
-        self._first = before is None
+        self._first = before is None or not before.jobs_known
         self._before = before or self._before
         self._said = {key: when for key, when in self._before.said.items() if self._now - when < QUIET_SECONDS}
         if complaint:
@@ -109,6 +120,7 @@ class Sentinel:
             },
             running=self._running,
             said=self._said,
+            jobs_known=not self._first or SLURM not in seen,
         )
         try:
             sentinel.write_memory(self._folder, memory)
@@ -116,7 +128,8 @@ class Sentinel:
             path = sentinel.memory_path(self._folder, self._user)
             self._lines.append(f"{path} cannot be written: {error.strerror or error}")
             kept = False
-        return self._lines if kept else self._once_an_hour(lock, self._lines)
+        may = kept or not self._lines or sentinel.once_an_hour(lock, now=self._now)
+        return self._lines if may else []
 
     def _remembered(self) -> tuple[Memory | None, str]:
         """The last look, None where none is known; and why it cannot be read."""
@@ -124,13 +137,6 @@ class Sentinel:
             return sentinel.read_memory(self._folder, self._user), ""
         except RunDirError as error:
             return None, f"what the last look saw is lost: {error.message}"
-
-    def _once_an_hour(self, lock: int, lines: list[str]) -> list[str]:
-        """Return the lines, unless some were returned within the hour; the lock's time remembers it on a full disk."""
-        if not lines or self._now - os.fstat(lock).st_mtime < QUIET_SECONDS:
-            return []
-        os.utime(lock, (self._now, self._now))
-        return lines
 
     def _runs(self) -> dict[str, list[_Seen]]:
         """Look at every run of this user's; return what is wrong with each, by its path below the folder."""
@@ -152,7 +158,8 @@ class Sentinel:
             with contextlib.suppress(Exception):  # it has ended, and `relayrun status` says what is not told
                 seen[self._name(run)] = self._purged(run, plan)
                 self._tell(run, plan, seen[self._name(run)], at_work=False)
-        mend(folders_of(run for run, _ in [*ended, *living.values()]), say=lambda words: None)  # cron would mail it
+        looks = mend(folders_of(run for run, _ in [*ended, *living.values()]), say=lambda words: None)
+        self._stuck = {str(folder): dict(look.stuck) for folder, look in looks.items()}
         gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
         found = Watcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
         states = {entry.path: entry for entry in found}
@@ -213,7 +220,20 @@ class Sentinel:
             with contextlib.suppress(OSError):  # a full disk is told as such
                 quota.measure(run, plan, now=self._now)
         found = symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
+        if status.state == "waiting":
+            found += self._never_begins(run)
         return [self._seen(name, symptom) for symptom in found]
+
+    def _never_begins(self, run: Run) -> list[Symptom]:
+        """Why a run that waits does not begin; of runs with the same trouble the first one tells it."""
+        membership = read_membership(run)
+        stuck = {} if membership is None else self._stuck.get(membership.folder, {})
+        why = stuck.get(membership.member, stuck.get("")) if membership is not None else None
+        if membership is None or why is None:
+            return []
+        alike = [name for name, reason in stuck.items() if reason == why]
+        self._stuck[membership.folder] = {name: reason for name, reason in stuck.items() if reason != why}
+        return [never_begins(run, why, whole="" in alike, others=len(alike) - 1)]
 
     def _running_since(self, name: str) -> float | None:
         """From which look on the run's job was seen running in each; None where none runs."""
@@ -247,7 +267,7 @@ class Sentinel:
 
     def _tell(self, run: Run, plan: Plan, entries: Sequence[_Seen], *, at_work: bool) -> None:
         """Have the run's notices tell what is due; a line tells what they cannot."""
-        due = [entry for entry in entries if self._is_due(entry, self._settle)]
+        due = [entry for entry in entries if self._is_due(entry, max(self._settle, entry.symptom.patience))]
         name = self._name(run)
         try:
             policy = notices.read_policy(run)
@@ -317,27 +337,6 @@ def look(folder: Path, *, now: float) -> list[str]:
             where=error.filename or folder,
             hint="the sentinel keeps what it saw in the folder that it looks after",
         ) from None
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[tuple[int, bool]]:
-    """Hold a lock: its open file, and whether it is this process's now."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        os.utime(fd, (0, 0))  # nothing was said yet
-    except FileExistsError:
-        fd = os.open(path, os.O_RDWR)
-    try:
-        mine = True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mine = False
-        except OSError:  # a file system without locks: two looks at once tell the same, by notices of the same names
-            pass
-        yield fd, mine
-    finally:
-        os.close(fd)
 
 
 def _is_gone(cause: str, known: Mapping[str, Any]) -> bool:

@@ -5,8 +5,10 @@
 | gone | stopped | the chain has not ended, and nothing that would go on with it is queued or runs |
 | held | stopped | a job is held, or waits for what never comes |
 | budget | stopped | a job waits until its account has more time to spend |
+| stuck-... | stopped | a run of a sweep, or a stage, waits for what never comes |
 | silent | hang | a job runs, and its ranks have given no sign of life for longer than its supervisor allows |
 | unbegun | hang | a job runs, and no attempt has begun in it |
+| completing-..., suspended-... | hang | a job has neither run nor ended for an hour |
 | saves | stalled | training is several saves beyond the newest checkpoint |
 | stalled-... | stalled | no checkpoint for six hours of jobs, where nobody is told by notices |
 | unwritable | disk | nothing can be written: the disk or a quota is full, or the file system is broken |
@@ -21,6 +23,7 @@ One look proves little: who asks decides how long a symptom must be seen. Standa
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -56,6 +59,10 @@ CHECKPOINTS = 2
 """The disk should have room for so many more checkpoints, where a run has no `notify` that says it."""
 NOT_COPIED_SECONDS = 21600.0
 """For so long may a checkpoint wait for its copy while a job is at work that could make it."""
+BETWEEN_SECONDS = 3600.0
+"""For so long may a job neither run nor end: nodes are cleaned up within minutes."""
+BETWEEN = ("COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
+"""States in which a job has its nodes, and nothing of it runs."""
 NO_PROGRESS_SECONDS = 21600.0
 """For so long may jobs run without a new checkpoint, where a run has no `notify` that says it."""
 
@@ -74,6 +81,8 @@ class Symptom:
     """The command that mends it, where it is one."""
     notice: str | None = None
     """The id of the notice, where a job of the chain may have written it as well."""
+    patience: float = 0.0
+    """Seconds for which it must be seen before it counts, where that is longer than who asks waits anyway."""
 
 
 def symptoms(
@@ -86,7 +95,7 @@ def symptoms(
         running_since: from when on the job that runs now was seen running at each look; None where none does.
         policy: who is told of what; what a job at work tells is left to the notices that it writes. None: nobody.
     """
-    found = [*_gone(run, status), *_waiting(status), *purged_soon(status.purges, now=now)]
+    found = [*_gone(run, status), *_waiting(status), *_between(status), *purged_soon(status.purges, now=now)]
     found += _full_soon(status, now)
     full = _unwritable(run, status)
     found += full
@@ -135,6 +144,14 @@ def purged_soon(purges: Sequence[Purge], *, now: float) -> Iterator[Symptom]:
             yield Symptom(event="disk", cause=cause, reason=words)
 
 
+def never_begins(run: Run, why: str, *, whole: bool, others: int) -> Symptom:
+    """What holds up a run of a campaign for good. `whole`: all that wait; `others`: so many besides, by the same."""
+    words = f"nothing more of its campaign begins: {why}" if whole else f"it does not begin: {why}"
+    words += f" ({others} more of its campaign do not either)" if others else ""
+    cause = f"stuck-{hashlib.sha256(why.encode()).hexdigest()[:8]}"
+    return Symptom(event="stopped", cause=cause, reason=words, go_on=f"relayrun status {run.path}")
+
+
 def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:
     for each in status.quotas:
         if status.state in ("running", "queued") and each.is_soon(now):
@@ -163,6 +180,14 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
         elif history.out_of_budget(reason):
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
             yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=f"scontrol show job {job.id}")
+
+
+def _between(status: RunStatus) -> Iterator[Symptom]:
+    for job in status.jobs:
+        if job.state in BETWEEN:
+            words = f"job {job.id} has been {job.state} for more than an hour, and nothing goes on with the chain"
+            cause, go_on = f"{job.state.lower()}-{job.id}", f"scontrol show job {job.id}"
+            yield Symptom(event="hang", cause=cause, reason=words, go_on=go_on, patience=BETWEEN_SECONDS)
 
 
 def _unwritable(run: Run, status: RunStatus) -> list[Symptom]:

@@ -4,6 +4,7 @@ logs/runs/<project>/<name>/          of the campaign; its runs lie beside it, as
     campaign.json                      its members in order, written once; without it nothing was queued
     lock                               held by whoever begins runs
     members/<member>/begun.json        the first job of a run, by who queued it
+    members/<member>/refused.json      that Slurm refused that job, by who tried
     STOP                               nothing more of it begins
 <run>/membership.json                to which campaign a run belongs
 
@@ -23,7 +24,7 @@ from typing import Any, Literal
 
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, write_atomic, write_json
-from relayrun.rundir import lineage
+from relayrun.rundir import lineage, stop
 from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
@@ -100,6 +101,17 @@ class Begun(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Refused(Record):
+    """`refused.json`: Slurm would not have the first job of a member."""
+
+    reason: str
+    time: float
+    """Seconds since 1970."""
+    tries: int
+    """How often it was refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Membership(Record):
     """`membership.json` of a run."""
 
@@ -137,6 +149,10 @@ def begun_path(folder: Path, member: str) -> Path:
     return folder / "members" / member / "begun.json"
 
 
+def refused_path(folder: Path, member: str) -> Path:
+    return folder / "members" / member / "refused.json"
+
+
 def has_begun(folder: Path, member: Member) -> bool:
     """Whether the first job of a member was queued, or has begun: a person may have submitted it by hand."""
     return begun_path(folder, member.name).exists() or member.run.newest_begun() is not None
@@ -150,20 +166,42 @@ def waits(run: Run) -> bool:
     return not begun_path(Path(membership.folder), membership.member).exists() and run.newest_begun() is None
 
 
+def yet_to_begin_with(run: Run) -> list[str]:
+    """Names of the members that need a run where it lies: they wait for it, or have no checkpoint of their own yet.
+
+    Raises RunDirError and OSError where that cannot be read.
+    """
+    membership = read_membership(run)
+    if membership is None or not is_campaign(folder := Path(membership.folder)):
+        return []
+    found = []
+    for member in Campaign.load(folder).members:
+        if membership.member not in (member.source, member.after) or stop.is_stopped(member.run):
+            continue
+        own = lineage.is_own(member.run, lineage.durable(member.run)) if member.source else has_begun(folder, member)
+        found += [] if own else [member.name]
+    return found
+
+
 def held(run: Run) -> set[int]:
     """Iterations whose checkpoints must stay, since members have yet to begin with them.
 
-    Raises RunDirError where that cannot be read: then nothing is removed.
+    One of a member that cannot be read stays. Raises RunDirError where the campaign cannot be read: then nothing is
+    removed.
     """
     membership = read_membership(run)
     if membership is None or not is_campaign(folder := Path(membership.folder)):
         return set()
-    later = [member for member in Campaign.load(folder).members if member.source == membership.member]
-    return {
-        member.iteration
-        for member in later
-        if member.iteration is not None and not lineage.is_own(member.run, lineage.durable(member.run))
-    }
+    found = set()
+    for member in Campaign.load(folder).members:
+        if member.source != membership.member or member.iteration is None:
+            continue
+        try:
+            own = lineage.is_own(member.run, lineage.durable(member.run))
+        except (RunDirError, OSError):
+            own = False
+        found |= set() if own else {member.iteration}
+    return found
 
 
 def stop_path(folder: Path) -> Path:

@@ -3,12 +3,14 @@
 evaluations/policy.json          which checkpoints, by the newest submit
 evaluations/settled.json         up to which commit all have a result, by the supervisor
 evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by who submits the job (mkdir)
+    wanted                         a stage waits for it, whatever the policy says
     submitted.json                 its job, by the supervisor
     claim.json                     by the job, which ends if another one has written it (O_EXCL)
     exported                       the checkpoint is not needed any more
     model/                         the exported folder, while it is needed, or for good
     scores.json                    what a command of the user's own has written (`evaluation.command`)
     result.json                    by the job; by the supervisor where the job went without a word
+evaluations/.tried-...           one whose job died, and that was begun again
 evaluations.jsonl                a line per result
 """
 
@@ -29,6 +31,9 @@ from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import lineage
 from relayrun.rundir.records import Commit, Record
 from relayrun.rundir.run import Run
+
+MOST_TRIES = 3
+"""Jobs of one evaluation that a stage waits for, where each dies."""
 
 Results = dict[str, dict[str, float]]
 """By task, or by validation set: metric and value."""
@@ -97,6 +102,8 @@ class Result(Record):
     """What they depend on: program and version, few-shot examples, limit."""
     model: str | None = None
     """The exported folder, where it is kept."""
+    died: bool = False
+    """Its job has gone and left nothing, and nobody cancelled it: its node, for example, was lost."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,10 @@ class EvaluationDir:
     @property
     def attempt(self) -> int:
         return int(self.path.name.rpartition("-")[2])
+
+    @property
+    def wanted(self) -> Path:
+        return self.path / "wanted"
 
     @property
     def submitted(self) -> Path:
@@ -152,9 +163,11 @@ def _due_backwards(run: Run) -> Iterator[tuple[int, Commit]]:
     policy = Policy.read(run.evaluation_policy)
     if policy is None:
         return
+    wanted = {(folder.iteration, folder.attempt) for folder in every(run) if folder.wanted.exists()}
     for counted in lineage.Lineage(run).backwards():
         iteration = counted.commit.iteration
-        if counted.published and (iteration % policy.interval == 0 or iteration == policy.total_steps):
+        due = iteration % policy.interval == 0 or iteration == policy.total_steps
+        if counted.published and (due or (iteration, counted.attempt) in wanted):
             yield counted.attempt, counted.commit
 
 
@@ -204,6 +217,36 @@ def _read_settled(run: Run) -> Settled | None:
         return Settled.read(_settled(run))
     except RunDirError:  # it saves time alone: without it everything is looked at
         return None
+
+
+def of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
+    """Where a checkpoint of the run is evaluated, whether it is or not; None where the run has not published it."""
+    for counted in lineage.Lineage(run).backwards():
+        if counted.published and counted.commit.path == path:
+            return directory(run, counted.commit.iteration, counted.attempt)
+    return None
+
+
+def want(run: Run, folder: EvaluationDir) -> None:
+    """Have a checkpoint evaluated, whatever the policy says, and whatever has been settled."""
+    if not folder.wanted.exists():
+        folder.path.mkdir(parents=True, exist_ok=True)
+        _settled(run).unlink(missing_ok=True)
+        folder.wanted.touch()
+
+
+def may_try_again(folder: EvaluationDir, result: Result) -> bool:
+    """Whether an evaluation failed since its job died, and not too often."""
+    return result.died and len(_tried(folder)) < MOST_TRIES - 1
+
+
+def try_again(folder: EvaluationDir) -> None:
+    """Put aside what a job left that died: the checkpoint is as if nobody had evaluated it."""
+    os.rename(folder.path, folder.path.with_name(f".tried-{folder.path.name}-{len(_tried(folder)) + 1}"))
+
+
+def _tried(folder: EvaluationDir) -> list[Path]:
+    return list(folder.path.parent.glob(f".tried-{folder.path.name}-*"))
 
 
 def held(run: Run) -> set[int]:

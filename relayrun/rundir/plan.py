@@ -142,7 +142,7 @@ class Plan(Record):
     @property
     def fallback_job_name(self) -> str:
         """Slurm's name for the fallback job; another one than the chain's, whose singletons it must not hold up."""
-        return f"{self.job_name}-fallback"
+        return fallback_name(self.job_name)
 
     @property
     def end_iteration(self) -> int | None:
@@ -171,6 +171,11 @@ class Plan(Record):
 def job_name(project: str, name: str, run: Path) -> str:
     """A job name that no other run has: another project, name or directory gives another one."""
     return f"{project}-{name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+
+
+def fallback_name(name: str) -> str:
+    """The name of the fallback job of a chain whose jobs have this name."""
+    return f"{name}-fallback"
 
 
 def read_format(run: Run) -> tuple[dict[str, Any], int] | None:

@@ -8,14 +8,18 @@ USER is whose runs it looks after; others have their own in the same folder. Sta
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from relayrun.errors import RunDirError, user_name
 from relayrun.files import RealPath
+from relayrun.rundir.notices import QUIET_SECONDS
 from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
@@ -44,6 +48,8 @@ class Memory(Record):
     """By run: the `job` that runs, and `since`, from which look on it was seen running in each."""
     said: dict[str, float] = field(default_factory=dict)
     """When something was last printed, by run and cause."""
+    jobs_known: bool = True
+    """Whether a look, this one or one before it, had an answer of Slurm's; one without knows nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +77,54 @@ def _memory_name(user: str) -> str:
 
 def lock_path(folder: Path, user: str) -> Path:
     return folder / f".sentinel-{user}.lock"
+
+
+def may_complain(folder: Path, *, now: float) -> bool:
+    """Whether a look that failed is to be told: at most once an hour, by the time of the lock, which is set then."""
+    try:
+        fd = _open(lock_path(folder, user_name(os.geteuid())))
+    except OSError:  # where nothing can be remembered, it is told each time
+        return True
+    try:
+        return once_an_hour(fd, now=now)
+    finally:
+        os.close(fd)
+
+
+def once_an_hour(lock: int, *, now: float) -> bool:
+    """Whether nothing was said within the hour, by the time of the lock, which remembers it from now on."""
+    if now - os.fstat(lock).st_mtime < QUIET_SECONDS:
+        return False
+    with contextlib.suppress(OSError):
+        os.utime(lock, (now, now))
+    return True
+
+
+def _open(path: Path) -> int:
+    """The lock, open; made where it was not there."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        os.utime(fd, (0, 0))  # nothing was said yet
+    except FileExistsError:
+        fd = os.open(path, os.O_RDWR)
+    return fd
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[tuple[int, bool]]:
+    """Hold a lock: its open file, and whether it is this process's now."""
+    fd = _open(path)
+    try:
+        mine = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mine = False
+        except OSError:  # a file system without locks: two looks at once tell the same, by notices of the same names
+            pass
+        yield fd, mine
+    finally:
+        os.close(fd)
 
 
 def read_memory(folder: Path, user: str) -> Memory | None:

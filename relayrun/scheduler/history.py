@@ -72,9 +72,10 @@ def out_of_budget(reason: str | None) -> bool:
 _FOR_EVER = (
     r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
     r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit"  # what one job may have: it asks for more
     r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
 )
-_OUT_OF_BUDGET = r"(Assoc|QOS)(Grp(?!\w*Run)\w+Minutes|Max\w+MinutesPerJob)(Limit)?"
+_OUT_OF_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
 
 
 def others_are_hidden() -> bool:

@@ -23,6 +23,10 @@ class TimedOutError(NoAnswerError):
     """The command took longer than it may."""
 
 
+class TooManyJobsError(SchedulerError):
+    """So many jobs are there that Slurm takes no more now."""
+
+
 _NO_ANSWER = re.compile(
     r"Unable to contact|Connection (refused|reset)|timed out|Zero Bytes|Transport endpoint|backup|authentication"
     r"|munge|temporarily|try again|Socket|No route|Unable to establish|Cannot allocate",
@@ -30,12 +34,15 @@ _NO_ANSWER = re.compile(
 )
 """What an order that did not reach the controller, or whose answer was lost, is known to say."""
 
+_TOO_MANY = re.compile(r"(Max|Grp)Submit")
+"""What sbatch says where the number of jobs is the trouble, and not the job."""
+
 
 def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, words: bool = False) -> str:
     """Run one command, for at most so many seconds; return what it printed.
 
     `lines`: orders for its standard input. `words`: return what it said on standard error, too. Raises
-    NotInstalledError, TimedOutError, NoAnswerError, or a plain SchedulerError where Slurm refused.
+    NotInstalledError, TimedOutError, NoAnswerError, TooManyJobsError, or a plain SchedulerError where Slurm refused.
     """
     try:
         done = subprocess.run(
@@ -60,5 +67,7 @@ def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, wo
     if done.returncode == 0 and not (lines and done.stderr):  # it says of the last order alone how it went
         return done.stdout + done.stderr if words else done.stdout
     message = done.stderr.strip() or f"exit code {done.returncode}"
-    kind = NoAnswerError if done.returncode < 0 or _NO_ANSWER.search(message) else SchedulerError
+    if done.returncode < 0 or _NO_ANSWER.search(message):
+        raise NoAnswerError(f"{command[0]}: {message}")
+    kind = TooManyJobsError if _TOO_MANY.search(message) else SchedulerError
     raise kind(f"{command[0]}: {message}")

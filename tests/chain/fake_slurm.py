@@ -123,7 +123,8 @@ class FakeSlurm:
             ]
             form = options["format"]
             values = [
-                {"%i": key, "%j": job["name"], "%T": job["state"], "%k": job["comment"], "%r": "None"}
+                {"%i": key, "%j": job["name"], "%T": job["state"], "%k": job["comment"]}
+                | {"%r": job.get("reason", "None")}
                 for key, job in rows
             ]
             return "".join("|".join(value[field] for field in form.split("|")) + "\n" for value in values)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relayrun.chain import campaign as supervisor
-from relayrun.chain.campaign import begin_due, readiness
+from relayrun.chain.campaign import Look, begin_due, readiness
+from relayrun.chain.evaluations import attend as attend_evaluations
+from relayrun.cli import main
 from relayrun.rundir import campaign, evaluations
 from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
-from relayrun.rundir.evaluations import Result
+from relayrun.rundir.evaluations import Policy, Result, Submitted
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
-from relayrun.rundir.stop import write_stop
+from relayrun.rundir.stop import stop_reason, write_stop
+from relayrun.scheduler.choose import for_plan
+from relayrun.scheduler.slurm_command import TooManyJobsError
+from tests.campaigns import ROOT
 from tests.history import began
 
 from .conftest import MakeRun
@@ -78,17 +85,17 @@ def jobs(folder: Path, slurm: FakeSlurm) -> dict[str, list[str]]:
 
 def test_no_more_than_the_limit_and_the_next_one_when_a_chain_ends(make: Make) -> None:
     folder, slurm = make({}, {}, {}, {}, at_once=2)
-    assert len(begin_due(folder)) == 2
+    assert len(begin_due(folder).begun) == 2
     assert sorted(jobs(folder, slurm)) == ["01", "02"]
-    assert begin_due(folder) == []
+    assert begin_due(folder).begun == []
     write_stop(member_run(folder, "02"), "the last iteration, 20, is durable")
     supervisor.attend(member_run(folder, "02"))
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
     slurm.set(jobs(folder, slurm)["01"][0], state="FAILED")  # its fallback job goes on with it
-    assert begin_due(folder) == []
+    assert begin_due(folder).begun == []
     for job_id in slurm.fallback_jobs():
         slurm.set(job_id, state="CANCELLED")  # nobody does: a broken chain holds up no other
-    assert len(begin_due(folder)) == 1
+    assert len(begin_due(folder).begun) == 1
     assert {name: len(found) for name, found in jobs(folder, slurm).items()} == dict.fromkeys(
         ["01", "02", "03", "04"], 1
     )
@@ -100,17 +107,17 @@ def test_nothing_begins_without_its_record_behind_a_stop_and_for_another_user(
     folder, slurm = make({}, {})
     record = folder / "campaign.json"
     record.rename(folder / "aside")
-    assert begin_due(folder) == []  # the submit was killed
+    assert begin_due(folder).begun == []  # the submit was killed
     assert campaign.waits(Run(folder.with_name("campaign-01")))
     (folder / "aside").rename(record)
     campaign.write_stop(folder, "stopped by ada")
-    assert begin_due(folder) == []
+    assert begin_due(folder).begun == []
     campaign.stop_path(folder).unlink()
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
-        assert begin_due(folder) == []
+        assert begin_due(folder).begun == []
     assert not slurm.jobs()
-    assert len(begin_due(folder)) == 2
+    assert len(begin_due(folder).begun) == 2
 
 
 def test_who_cannot_ask_for_jobs_begins_none_beyond_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +126,7 @@ def test_who_cannot_ask_for_jobs_begins_none_beyond_the_limit(make: Make, monkey
     slurm.set("1", state="FAILED")
     down = subprocess.CompletedProcess([], 1, "", "slurm_load_jobs error: Unable to contact slurm controller")
     monkeypatch.setattr(slurm, "run", lambda *_: down)
-    assert begin_due(folder, patience=0) == []
+    assert begin_due(folder, patience=0).begun == []
 
 
 def test_eight_who_look_at_once_begin_each_run_once(make: Make) -> None:
@@ -160,7 +167,10 @@ def test_killed_or_failing_at_any_call_each_run_begins_once(make: Make, tmp_path
             found = jobs(folder, slurm)
             records = {name: Begun.read(campaign.begun_path(folder, name)) for name in ("01", "02", "03")}
             told = {name: [record.job_id] for name, record in records.items() if record is not None}
-            if done.code or sorted(found) != ["01", "02"] or told != found:
+            # after an error who could not be read was passed over, and waits for its turn
+            right = sorted(found) == ["01", "02"] or (fault is not KILL and len(found) == 2)
+            once = all(len(ids) == 1 for ids in found.values())
+            if done.code or not right or not once or told != found:
                 wrong.append(f"{fault} at {number} {call}: {found}, on record {told}: {done.output}")
     assert count
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
@@ -183,7 +193,7 @@ def test_a_stage_begins_when_its_iteration_is_durable_and_that_checkpoint_stays_
     begin_due(folder)
     stable, decay = member_run(folder, "stable"), member_run(folder, "decay")
     saved(stable, 4)
-    assert begin_due(folder) == []
+    assert begin_due(folder).begun == []
     whole = Campaign.load(folder)
     assert readiness(whole, whole.member("decay")).why == "waits for iteration 8 of stable"
     assert campaign.held(stable) == {8}
@@ -198,40 +208,458 @@ def test_a_stage_begins_when_its_iteration_is_durable_and_that_checkpoint_stays_
     assert campaign.held(stable) == set()
 
 
+def evaluates(run: Run) -> None:
+    """Let the run evaluate its last iteration, which its program alone knows."""
+    run.evaluations.mkdir()
+    Policy(interval=1000, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
+    run.evaluation_script.write_text("#!/bin/bash\n")
+
+
+def evaluation_jobs(run: Run, slurm: FakeSlurm) -> list[str]:
+    """Ids of all jobs that were ever queued for evaluations of a run."""
+    name = f"{Plan.load(run).job_name}-iter_"
+    return [job_id for job_id, job in slurm.jobs().items() if job["name"].startswith(name)]
+
+
+AFTER = {"name": "long", "source": "stable", "evaluated": True, "counts_from_zero": True}
+
+
 def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make: Make) -> None:
-    after = {"name": "long", "source": "stable", "evaluated": True, "counts_from_zero": True}
-    folder, slurm = make({"name": "stable"}, after, {"name": "last", "after": "long"})
+    folder, slurm = make({"name": "stable"}, dict(AFTER), {"name": "last", "after": "long"})
     begin_due(folder)
     stable, whole = member_run(folder, "stable"), Campaign.load(folder)
     saved(stable, 20)
+    evaluates(stable)
 
-    def why(name: str = "long") -> str:
-        assert begin_due(folder) == []
+    def why(name: str = "long", *, stuck: bool = False) -> str:
+        look = begin_due(folder)
+        assert look.begun == []
+        assert (name in look.stuck) == stuck
         return readiness(whole, whole.member(name)).why
 
     assert why() == "waits for the end of stable"
     write_stop(stable, "stopped by ada")
-    assert why() == "waits for stable, which ended: stopped by ada"
+    assert why(stuck=True) == "waits for stable, which ended: stopped by ada"
     stable.stop.unlink()
     write_stop(stable, "the last iteration, 20, is durable")
     assert why() == "waits for the evaluation of stable:20, which has no result yet"
-    evaluations.directory(stable, 20, 1).path.mkdir(parents=True)
-    evaluations.finish(stable, Result(iteration=20, attempt=1, status="failed", time=0.0))
-    assert why() == "waits for the evaluation of stable:20, which failed"
+    evaluations.finish(stable, Result(iteration=20, attempt=1, status="failed", time=0.0, error="no"))
+    at = stable.evaluations / "iter_0000020-0001"
+    failed = f"waits for the evaluation of stable:20, which failed: no; to have it tried again, remove {at}"
+    assert why(stuck=True) == failed
+    shutil.rmtree(at)
+    assert why() == "waits for the evaluation of stable:20, which has no result yet"
     evaluations.finish(stable, Result(iteration=20, attempt=1, status="done", time=0.0))
-    assert len(begin_due(folder)) == 1
+    assert len(begin_due(folder).begun) == 1
     assert why("last") == "waits for the end of long"
     plan = Plan.load(member_run(folder, "long"))
     assert (plan.load_iteration, plan.load_path) == (0, str(stable.checkpoint(20)))
     assert sorted(jobs(folder, slurm)) == ["long", "stable"]
     write_stop(member_run(folder, "long"), "the last iteration, 40, is durable")
-    assert len(begin_due(folder)) == 1
+    assert len(begin_due(folder).begun) == 1
     assert Plan.load(member_run(folder, "last")).load_path is None
+
+
+def ended_unevaluated(folder: Path, *, ended: str) -> Run:
+    """The chain of the first stage has ended, and nobody of it queued the evaluation."""
+    begin_due(folder)
+    stable = member_run(folder, "stable")
+    saved(stable, 20)
+    evaluates(stable)
+    write_stop(stable, ended)
+    return stable
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        "the last iteration, 20, is durable",
+        "iteration 20 is durable, and training.stop_after ends the run there",
+        "the program ended by itself, with exit code 0",
+    ],
+)
+def test_an_evaluation_that_a_stage_waits_for_is_attended_when_the_chain_is_over(make: Make, ended: str) -> None:
+    """Also of a checkpoint at which the source ends, but is not to be evaluated by its interval."""
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended=ended)
+    for _ in range(3):
+        assert begin_due(folder) == Look()
+    (job,) = evaluation_jobs(stable, slurm)
+    assert [commit.iteration for _, commit in evaluations.due(stable)] == [20]  # its job will find it so
+    slurm.set(job, state="COMPLETED")
+    evaluations.finish(stable, Result(iteration=20, attempt=1, status="done", time=0.0))
+    assert len(begin_due(folder).begun) == 1
+
+
+def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make) -> None:
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    for number in (1, 2, 3):
+        assert begin_due(folder) == Look()
+        found = evaluation_jobs(stable, slurm)
+        assert len(found) == number
+        evaluations.claim(evaluations.directory(stable, 20, 1), found[-1], "n1")
+        slurm.set(found[-1], state="NODE_FAIL")
+    for _ in range(3):
+        look = begin_due(folder)
+    assert len(evaluation_jobs(stable, slurm)) == 3
+    assert look.stuck["long"].startswith("waits for the evaluation of stable:20, which failed: job ")
+
+
+def test_an_evaluation_whose_job_never_starts_is_told(make: Make) -> None:
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    begin_due(folder)
+    (job,) = evaluation_jobs(stable, slurm)
+    slurm.set(job, reason="Priority")
+    assert begin_due(folder) == Look()
+    slurm.set(job, reason="QOSMaxCpuPerJobLimit")
+    words = f"waits for the evaluation of stable:20, whose job {job} never starts: QOSMaxCpuPerJobLimit"
+    assert begin_due(folder).stuck == {"long": words}
+
+
+def test_an_evaluation_that_a_person_cancelled_is_not_replaced(make: Make) -> None:
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    begin_due(folder)
+    slurm.set(evaluation_jobs(stable, slurm)[0], state="CANCELLED")
+    for _ in range(2):
+        look = begin_due(folder)
+    assert len(evaluation_jobs(stable, slurm)) == 1
+    assert "which failed: job" in look.stuck["long"]
+
+
+def test_a_member_that_cannot_be_read_holds_its_own_checkpoint_alone(make: Make) -> None:
+    branches = [{"name": f"b{number}", "source": "stable", "iteration": number} for number in (8, 12)]
+    folder, _ = make({"name": "stable"}, *branches)
+    torn = member_run(folder, "b8")
+    began(torn, 1)
+    torn.attempt(1).begin.write_text("{")
+    saved(member_run(folder, "b12"), 14)
+    assert campaign.held(member_run(folder, "stable")) == {8}
+
+
+def test_a_log_folder_that_cannot_be_made_holds_up_no_other(make: Make) -> None:
+    folder, slurm = make({}, {})
+    run = member_run(folder, "01")
+    (run.path / "file").touch()
+    replace(Plan.load(run), log_folder=str(run.path / "file/logs")).write(run.plan)
+    look = begin_due(folder)
+    assert jobs_by_name(slurm) == ["02"]
+    assert look.stuck["01"].startswith("01 cannot begin: ")
+
+
+@pytest.mark.parametrize("trouble", ["no section", "another run's"])
+def test_an_evaluation_that_cannot_come_is_told(make: Make, trouble: str) -> None:
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    words = "has no section `evaluation` any more"
+    if trouble == "no section":
+        stable.evaluation_policy.unlink()
+    else:
+        words = "is another run's checkpoint"
+        stable.attempt(1).commits.unlink()
+        other = stable.path.with_name("other") / "checkpoints/iter_0000020"
+        other.mkdir(parents=True)
+        began(stable, 1, base=20, base_path=str(other))
+    assert begin_due(folder).stuck == {"long": f"waits for the evaluation of stable:20, which {words}"}
+    assert evaluation_jobs(stable, slurm) == []
+
+
+def test_two_who_attend_at_once_queue_one_evaluation(make: Make) -> None:
+    """The chain of a run, and whoever looks after the stage that waits: a second job would end without a result."""
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    threads = [threading.Thread(target=begin_due, args=(folder,)) for _ in range(4)]
+    evaluations.want(stable, evaluations.directory(stable, 20, 1))
+    plan = Plan.load(stable)
+    threads += [
+        threading.Thread(target=attend_evaluations, args=(stable, plan, for_plan(plan, stable, patience=0)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(evaluation_jobs(stable, slurm)) == 1
+
+
+@pytest.mark.slow
+@EVERYTHING
+def test_killed_or_failing_at_any_call_an_evaluation_is_queued_once(
+    make: Make, tmp_path: Path, everything: bool
+) -> None:
+    """Who looks after a stage is killed, or meets an error, around the evaluation that the stage waits for."""
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    work, template, queued = folder.parent, tmp_path / "template", slurm.jobs()
+    shutil.copytree(work, template)
+
+    def look() -> int:
+        begin_due(folder)
+        return 0
+
+    undisturbed = run_child(look, work, slurm)
+    assert undisturbed.code == 0, undisturbed.output
+    assert len(evaluation_jobs(stable, slurm)) == 1
+    wrong, count = [], 0
+    for number, call in enumerate(undisturbed.calls):
+        for index, fault in enumerate((KILL, *FAULTS)):
+            if not everything and (number + index) % 10 != todays(10):
+                continue
+            count += 1
+            shutil.rmtree(work)
+            shutil.copytree(template, work)
+            slurm.write(queued)
+            run_child(look, work, slurm, at=number, fault=fault)
+            done = run_child(look, work, slurm)
+            found = evaluation_jobs(stable, slurm)
+            record = Submitted.read(evaluations.directory(stable, 20, 1).submitted)
+            if done.code or len(found) != 1 or record is None or [record.job_id] != found:
+                wrong.append(f"{fault} at {number} {call}: {found}, on record {record}: {done.output}")
+    assert count
+    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm, name: str, words: str) -> list[str]:
+    """Let Slurm refuse the jobs whose script lies in a folder of this name; return the list of what was refused."""
+    refused: list[str] = []
+
+    def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        if command[0] == "sbatch" and name in Path(command[-1]).parent.name:
+            refused.append(command[-1])
+            return subprocess.CompletedProcess(command, 1, "", f"sbatch: error: {words}")
+        return slurm.run(command, more.get("input") or "")
+
+    monkeypatch.setattr("subprocess.run", run)
+    return refused
+
+
+@pytest.mark.parametrize("damage", ["torn plan", "no run", "torn begin", "a folder", "an odd record"])
+def test_a_member_that_cannot_be_read_holds_up_no_other(make: Make, damage: str) -> None:
+    folder, slurm = make({}, {}, {})
+    run = member_run(folder, "02")
+    if damage == "torn plan":
+        run.plan.write_text('{"format": ')
+    elif damage == "no run":
+        run.path.rename(run.path.with_name("moved"))
+    elif damage == "a folder":
+        run.plan.unlink()
+        run.plan.mkdir()
+    elif damage == "an odd record":
+        run.plan.write_text('["a list"]')
+    else:
+        began(run, 1)
+        run.attempt(1).begin.write_text("{")
+    look = begin_due(folder)
+    assert sorted(jobs_by_name(slurm)) == ["01", "03"]
+    assert len(look.begun) == 2
+    assert list(look.stuck) == ["02"]
+    assert look.stuck["02"].startswith("the plan of 02 cannot be read: ")
+    assert begin_due(folder).stuck == look.stuck
+
+
+def jobs_by_name(slurm: FakeSlurm) -> list[str]:
+    """The members that have jobs, by the names of the jobs."""
+    return [job["name"].split("-")[1] for job in slurm.jobs().values() if "fallback" not in job["name"]]
+
+
+@pytest.mark.parametrize("damage", ["moved", "torn commits", "torn stop"])
+def test_a_source_that_cannot_be_read_is_told_and_holds_up_no_other(make: Make, damage: str) -> None:
+    folder, slurm = make({"name": "a"}, {"name": "b"}, {"name": "c", "source": "a", "iteration": 8}, {"name": "d"})
+    begin_due(folder)
+    campaign.begun_path(folder, "d").unlink()  # as if it had to begin yet
+    slurm.write({})
+    source = member_run(folder, "a")
+    saved(source, 8)
+    if damage == "moved":
+        source.path.rename(source.path.with_name("moved"))
+        words = f"waits for a, which is not at {source.path} any more"
+    elif damage == "torn commits":
+        source.attempt(1).begin.write_text("{")
+        words = "waits for a, whose records cannot be read: "
+    else:
+        source.stop.write_bytes(b"\xff\xfe")
+        words = "waits for a, whose records cannot be read: "
+    look = begin_due(folder)
+    assert jobs_by_name(slurm) == ["d"]
+    assert look.stuck["c"].startswith(words)
+
+
+def test_a_member_that_slurm_refuses_holds_up_no_other_and_is_tried_again_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, slurm = make({}, {}, {}, at_once=1)
+    refused = refuse(monkeypatch, slurm, "campaign-01", "Batch job submission failed: Invalid partition")
+    look = begin_due(folder)
+    assert jobs_by_name(slurm) == ["02"]
+    words = "its first job is refused: sbatch: sbatch: error: Batch job submission failed: Invalid partition"
+    assert look.stuck == {"01": words}
+    write_stop(member_run(folder, "02"), "the last iteration, 20, is durable")
+    slurm.write({})
+    assert len(begin_due(folder).begun) == 1
+    assert jobs_by_name(slurm) == ["03"]
+    assert len(refused) == 1  # an order to Slurm is not given at every look
+    monkeypatch.setattr(supervisor.time, "time", lambda: 4e9)
+    monkeypatch.setattr("subprocess.run", lambda command, **more: slurm.run(command, more.get("input") or ""))
+    slurm.write({})
+    assert begin_due(folder).stuck == {}
+    assert jobs_by_name(slurm) == ["01"]
+
+
+def test_a_refusal_that_passes_by_stops_no_sweep(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a restart of the controller nodes are not back yet. The last chain that ends tries at once."""
+    folder, slurm = make({}, {}, {}, at_once=2)
+    begin_due(folder)
+    refuse(monkeypatch, slurm, "campaign-03", "Requested node configuration is not available")
+    first, second = member_run(folder, "01"), member_run(folder, "02")
+    write_stop(first, "the last iteration, 20, is durable")
+    supervisor.attend(first, leaves=True)
+    monkeypatch.setattr("subprocess.run", lambda command, **more: slurm.run(command, more.get("input") or ""))
+    assert begin_due(folder).stuck == {"03": REFUSED}
+    write_stop(second, "the last iteration, 20, is durable")
+    supervisor.attend(second)
+    assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
+    assert begin_due(folder) == Look()
+
+
+REFUSED = "its first job is refused: sbatch: sbatch: error: Requested node configuration is not available"
+
+
+def test_who_is_refused_is_tried_later_each_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, slurm = make({})
+    refused = refuse(monkeypatch, slurm, "campaign-01", "Requested node configuration is not available")
+    tried = []
+    for now in range(0, 4000, 10):
+        monkeypatch.setattr(supervisor.time, "time", lambda now=now: 1e9 + now)
+        begin_due(folder)
+        tried += [now] * (len(refused) - len(tried))
+    assert tried == [0, 30, 90, 210, 450, 930, 1530, 2130, 2730, 3330, 3930]
+
+
+def test_where_slurm_takes_no_more_jobs_nobody_is_stuck(make: Make) -> None:
+    folder, slurm = make({}, {}, {})
+    slurm.limit = 2  # the first one and its fallback job
+    with pytest.raises(TooManyJobsError):
+        begin_due(folder)
+    assert supervisor.mend([folder]) == {folder: Look()}
+    slurm.limit = 99
+    assert len(begin_due(folder).begun) == 2
+
+
+def test_a_member_that_has_begun_and_cannot_be_read_counts_as_long_as_its_jobs_are_there(make: Make) -> None:
+    folder, slurm = make({}, {}, {}, at_once=1)
+    run = member_run(folder, "01")
+    plan = Plan.load(run)
+    named = job_name("tests", "c-01", run.path)
+    replace(plan, job_name=named).write(run.plan)
+    assert len(begin_due(folder).begun) == 1
+    run.plan.write_text("{")
+    assert begin_due(folder).begun == []
+    for job_id in slurm.jobs():
+        slurm.set(job_id, state="FAILED")
+    assert len(begin_due(folder).begun) == 1
+
+
+def test_a_begun_member_that_was_moved_holds_up_no_other(make: Make) -> None:
+    folder, slurm = make({}, {}, at_once=1)
+    assert len(begin_due(folder).begun) == 1
+    run = member_run(folder, "01")
+    slurm.write({})
+    run.path.rename(run.path.with_name("moved"))
+    assert len(begin_due(folder).begun) == 1
+
+
+def test_what_no_look_can_mend_is_returned_by_folder(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = make({})
+    text = (folder / "campaign.json").read_text()
+    (folder / "campaign.json").write_text("{")
+    (look,) = supervisor.mend([folder]).values()
+    assert look.stuck[""].startswith(f"{folder}/campaign.json: unreadable record: ")
+    assert "is left for later" in capsys.readouterr().err
+    (folder / "campaign.json").write_text(text)
+    campaign.stop_path(folder).write_bytes(b"\xff")  # a torn file
+    (look,) = supervisor.mend([folder]).values()
+    assert "UnicodeDecodeError" in look.stuck[""]
+    (folder / "campaign.json").unlink()
+    (look,) = supervisor.mend([folder]).values()
+    assert look.stuck[""].startswith("there is no campaign.json")
+
+
+def test_a_stop_passes_over_a_member_that_cannot_be_read_and_says_so(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = make({}, {}, {})
+    begin_due(folder)
+    member_run(folder, "01").plan.write_text("{")
+    assert main(["sweep", "stop", str(folder)]) == 1
+    said = capsys.readouterr()
+    assert "campaign-01: it could not be stopped: " in said.err
+    assert stop_reason(member_run(folder, "02")) is not None
+    assert stop_reason(member_run(folder, "03")) is not None
+
+
+def test_a_stop_finds_the_job_of_who_was_killed_before_it_was_written_down(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, slurm = make({}, {})
+    job = slurm.add(Plan.load(member_run(folder, "01")).job_name)
+    assert main(["sweep", "stop", str(folder)]) == 0
+    assert slurm.jobs()[job]["state"] == "CANCELLED"
+    assert stop_reason(member_run(folder, "01")) is not None
+    record = Begun.read(campaign.begun_path(folder, "01"))
+    assert record is not None
+    assert record.job_id == job
+    assert stop_reason(member_run(folder, "02")) is None  # it waits, for `resume`
+    assert not campaign.begun_path(folder, "02").exists()
+
+
+def test_a_stop_that_cannot_ask_says_that_a_job_may_be_left(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = make({}, {})
+    down = subprocess.CompletedProcess([], 1, "", "slurm_load_jobs error: Unable to contact slurm controller")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: down)
+    monkeypatch.setattr(supervisor, "PATIENCE", 0.0)
+    assert main(["sweep", "stop", str(folder)]) == 1
+    assert "it is not known whether a job was queued" in capsys.readouterr().err
+    assert campaign.stop_reason(folder) is not None
+
+
+def test_what_slurm_refused_is_tried_at_once_where_a_person_asks(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, slurm = make({}, {})
+    refused = refuse(monkeypatch, slurm, "campaign-01", "Batch job submission failed: Invalid account")
+    begin_due(folder)
+    assert main(["sweep", "resume", str(folder)]) == 1
+    assert len(refused) == 2
+    assert "campaign: 01: its first job is refused: sbatch: sbatch: error: Batch job" in capsys.readouterr().err
+
+
+def test_status_says_who_is_stuck_as_the_page_shows(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, slurm = make({}, {}, {})
+    refuse(monkeypatch, slurm, "campaign-03", "Batch job submission failed: Invalid account")
+    wanted = re.findall(r"^stuck: .*$", (ROOT / "docs/sweeps.md").read_text(encoding="utf-8"), re.M)
+    assert main(["status", str(member_run(folder, "01").path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [shown[-1]] == [line.replace("my-project/my-sweep", "work/campaign") for line in wanted]
+    assert main(["sweep", "status", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "its first job is refused" in " ".join(said.out.split())
+    assert "campaign: 03: its first job is refused: sbatch" in said.err
+
+
+def test_trouble_of_many_members_is_one_line() -> None:
+    stuck = {"b": "waits for a, which ended: x", "c": "waits for a, which ended: x", "d": "no"}
+    assert supervisor.in_words(stuck) == ["b, c: waits for a, which ended: x", "d: no"]
 
 
 def test_a_run_that_a_person_submitted_by_hand_is_not_begun_again(make: Make) -> None:
     folder, slurm = make({}, {})
     run = member_run(folder, "01")
     slurm.add(Plan.load(run).job_name)
-    assert begin_due(folder)[0].endswith("was queued, job 1")
+    assert begin_due(folder).begun[0].endswith("was queued, job 1")
     assert {name: len(found) for name, found in jobs(folder, slurm).items()} == {"01": 1, "02": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,16 @@ def test_multiples_of_the_interval_and_the_last_iteration_once_over_all_attempts
     assert attend(prepared, queue) == [*first, "--iteration=8 --attempt=2", "--iteration=11 --attempt=3"]
     names = [name for name, _ in queue.submitted]
     assert len({*names, plan.job_name}) == 4, "jobs of their own, not of the chain's singleton"
+
+
+def test_who_ends_a_chain_attends_also_behind_one_that_hangs(
+    prepared: tuple[Run, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "PATIENCE", 0.2)
+    attempt(prepared[0], 1, iterations=[4])
+    with open(prepared[0].evaluations / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert attend(prepared, Queue()) == ["--iteration=4 --attempt=1"]
 
 
 def test_another_checkpoint_of_the_same_iteration_is_evaluated_too(prepared: tuple[Run, Plan]) -> None:

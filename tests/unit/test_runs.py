@@ -17,6 +17,8 @@ import pytest
 from relayrun import places
 from relayrun.cli import main
 from relayrun.errors import InputError, RunDirError
+from relayrun.rundir import campaign
+from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -251,6 +253,34 @@ def test_a_run_that_lives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
             assert main(["runs", *command]) == 1
             assert "the chain is running" in capsys.readouterr().err
     assert run.plan.exists()
+
+
+def test_a_run_that_a_stage_begins_with_or_that_waits_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its campaign looks for both where they are."""
+    first, second = (make_history(tmp_path / f"c-{name}", lines=30, attempts=3) for name in ("a", "b"))
+    shutil.rmtree(second.attempts)
+    for run in (first, second):
+        shutil.rmtree(run.path / "local")
+    first.stop.write_text("stopped by ada\n")
+    folder = tmp_path / "c"
+    (folder / "members/a").mkdir(parents=True)
+    members = [Member(name="a", run_dir=str(first.path)), Member(name="b", run_dir=str(second.path), source="a")]
+    for member in members:
+        Membership(folder=str(folder), member=member.name).write(campaign.membership_path(member.run))
+    Campaign(kind="stages", name="p/c", owner=os.geteuid(), scheduler="local", at_once=None, members=members).save(
+        folder
+    )
+    Begun(job_id="1", time=0.0).write(campaign.begun_path(folder, "a"))
+    assert main(["runs", "move", str(first.path), "elsewhere"]) == 1
+    assert "stages look for this run here, and have no checkpoint of their own yet: b" in capsys.readouterr().err
+    assert main(["runs", "move", str(second.path), "elsewhere"]) == 1
+    assert "the stage before it, begins this run later, and looks for it here" in capsys.readouterr().err
+    assert first.plan.exists()
+    assert second.plan.exists()
+    second.stop.write_text("stopped by ada\n")
+    assert main(["runs", "move", str(first.path), str(tmp_path / "elsewhere")]) == 0
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -18,13 +18,14 @@ import pytest
 
 from relayrun.chain import quota
 from relayrun.cli import main
-from relayrun.errors import SchedulerError, user_name
+from relayrun.errors import InputError, SchedulerError, user_name
 from relayrun.monitoring import queue as asking
 from relayrun.monitoring import run_status, sentinel, standing_view, symptoms, unsent
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.run_status import RunStatus
-from relayrun.rundir import find, mirror, notices
+from relayrun.rundir import campaign, find, mirror, notices
 from relayrun.rundir import sentinel as records
+from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.mirror import LastPass, MirrorPolicy
 from relayrun.rundir.notices import EVENTS, NoticePolicy, Target
@@ -325,6 +326,94 @@ def test_a_folder_that_cannot_be_written_is_found() -> None:
     assert isinstance(symptoms.unwritable(Path("/proc/self")), OSError)
 
 
+@pytest.mark.parametrize("state", ["COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING"])
+def test_a_job_that_neither_runs_nor_ends_is_told_after_an_hour(world: World, state: str) -> None:
+    """A node that does not let go of its processes, a person who went away: the next job waits for it."""
+    train(world)
+    world.queue(("7", state, ""), ("8", "PENDING", "Dependency"))
+    for _ in range(6):
+        assert world.look(after=HOUR / 6) == []
+    assert world.notices() == []
+    assert world.look(after=HOUR / 6) == []
+    ((notice, _),) = notices.pending(world.run)
+    assert notice.id.startswith(f"hang-{state.lower()}-7-")
+    assert notice.reason == f"job 7 has been {state} for more than an hour, and nothing goes on with the chain"
+    assert notice.go_on == "scontrol show job 7"
+    for _ in range(12):
+        assert world.look(after=HOUR / 6) == []
+    assert len(world.notices()) == 1
+    train_on(world)
+    world.look()
+    world.queue(("7", state, ""), ("8", "PENDING", "Dependency"))
+    for _ in range(6):  # it counts from the first look on, again
+        assert world.look(after=HOUR / 6) == []
+    assert len(world.notices()) == 1
+
+
+def member_of(world: World, make: MakeRun, *, ended: str | None) -> Path:
+    """Let the run be the second stage of a campaign, behind one that has ended so; return the campaign's folder."""
+    folder = world.folder / "mine/c"
+    (folder / "members/a").mkdir(parents=True)
+    before, _ = make(folder="runs/mine/c-a", scheduler="slurm", owner=os.geteuid())
+    if ended is not None:
+        write_stop(before, ended)
+    members = [Member(name="a", run_dir=str(before.path)), Member(name="b", run_dir=str(world.run.path), source="a")]
+    for member in members:
+        Membership(folder=str(folder), member=member.name).write(campaign.membership_path(member.run))
+    Begun(job_id="6", time=world.now).write(campaign.begun_path(folder, "a"))
+    Campaign(kind="stages", name="mine/c", owner=os.geteuid(), scheduler="slurm", at_once=None, members=members).save(
+        folder
+    )
+    return folder
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["notices", "a line for cron"])
+@pytest.mark.parametrize("trouble", ["ended", "unreadable", "gone"])
+def test_a_stage_that_never_begins_is_told_once(
+    make_world: MakeWorld,
+    make_run: MakeRun,  # noqa: F811
+    told: bool,
+    trouble: str,
+) -> None:
+    world = make_world(told=told)
+    folder = member_of(world, make_run, ended="stopped by ada")
+    words = "it does not begin: waits for a, which ended: stopped by ada"
+    if trouble == "unreadable":
+        (folder / "campaign.json").write_text("{")
+        words = f"nothing more of its campaign begins: {folder}/campaign.json: unreadable record: "
+    elif trouble == "gone":
+        shutil.rmtree(folder)
+        words = "nothing more of its campaign begins: there is no campaign.json"
+    assert world.look() == []
+    assert world.notices() == []
+    said = world.look()
+    if told:
+        assert said == []
+        ((notice, _),) = notices.pending(world.run)
+        assert notice.id.startswith("stopped-stuck-")
+        assert words in notice.reason
+        assert notice.go_on == f"relayrun status {world.run.path}"
+    else:
+        (line,) = said
+        assert f"mine/run: {words}" in line
+        assert line.endswith(f"\n  -> relayrun status {world.run.path}")
+    for _ in range(5):
+        assert world.look() == []
+    assert len(world.notices()) == int(told)
+
+
+def test_a_stage_that_waits_as_planned_is_not_told(world: World, make_run: MakeRun) -> None:  # noqa: F811
+    folder = member_of(world, make_run, ended=None)
+    campaign.write_stop(folder, "stopped by ada")
+    for _ in range(4):
+        world.look()
+    assert world.notices() == []
+    campaign.stop_path(folder).unlink()
+    for _ in range(4):
+        world.look()
+    assert world.notices() == []
+
+
 # nothing that passes by is told
 
 
@@ -520,6 +609,19 @@ def test_chains_that_died_long_ago_are_counted_when_it_is_set_up(world: World) -
     assert world.notices() == []
 
 
+def test_a_look_that_knew_no_jobs_is_not_the_first_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentinel is set up while the controller is away: what died long ago is counted when it is back."""
+    monkeypatch.setattr(sentinel.shutil, "which", lambda _: "/usr/bin/squeue")
+    os.utime(world.run.plan, (1e9, 1e9))
+    world.error = SchedulerError("squeue: Unable to contact slurm controller")
+    assert [world.look() for _ in range(3)] == [[], [], []]
+    world.error = None
+    (line,) = world.look()
+    assert "1 chains died more than a day ago" in line
+    assert [world.look() for _ in range(3)] == [[], [], []]
+    assert world.notices() == []
+
+
 def test_slurm_is_not_asked_again_and_again_about_a_dead_chain(world: World) -> None:
     train(world)
     no_job(world)
@@ -669,6 +771,36 @@ def test_a_look_that_hangs_ends(
     assert "no end of this look in 1 s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["hangs", "a defect", "refused"])
+def test_a_look_that_fails_says_so_once_an_hour(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Cron would mail it every two minutes; another folder is looked at all the same, and the exit code says it."""
+    from relayrun.cli import sentinel as command
+
+    other = world.folder.parent / "others"
+    other.mkdir()
+
+    def fail(folder: Path, **_: object) -> list[str]:
+        if folder == other:
+            return ["the other one"]
+        if kind == "a defect":
+            raise KeyError("a defect")
+        raise command._TakesTooLongError if kind == "hangs" else InputError("refused", where=folder)
+
+    monkeypatch.setattr(sentinel, "look", fail)
+    said = []
+    for number in range(12):
+        monkeypatch.setattr(command.time, "time", lambda number=number: world.start + number * HOUR / 6)
+        assert main(["sentinel", str(world.folder), str(other)]) == 1
+        found = capsys.readouterr()
+        assert found.out == "the other one\n"
+        said.append(found.err)
+    words = {"hangs": "no end of this look in 240 s", "a defect": "KeyError: 'a defect'", "refused": "refused"}[kind]
+    assert [words in text for text in said] == [number % 6 == 0 for number in range(12)]
+    assert [bool(text) for text in said] == [number % 6 == 0 for number in range(12)]
+
+
 def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # noqa: F811
     for name in ("runs/a/one", "runs/a/one/checkpoints/inner", "runs/.hidden/x", "runs/1/2/3/4", "runs/1/2/3/4b/5"):
         make_run(folder=name)
@@ -688,6 +820,18 @@ def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # 
         ("job_requeued_in_held_state", True, False),
         ("JobHoldMaxRequeue", True, False),
         ("AccountNotAllowed", True, False),
+        ("QOSMaxCpuPerJobLimit", True, False),  # what one job may have: no other job's end lets it start
+        ("QOSMaxCpuMinutesPerJobLimit", True, False),
+        ("QOSMaxMemoryPerJob", True, False),
+        ("QOSMaxWallDurationPerJobLimit", True, False),
+        ("QOSMaxGRESPerNode", True, False),
+        ("AssocMaxNodePerJobLimit", True, False),
+        ("AssocMaxWallDurationPerJobLimit", True, False),
+        ("AssocMaxCpuMinutesPerJobLimit", True, False),
+        ("MaxMemPerLimit", True, False),
+        ("QOSMaxNodePerUserLimit", False, False),  # jobs that run now end some day
+        ("QOSMaxJobsPerUserLimit", False, False),
+        ("AssocMaxJobsLimit", False, False),
         ("AssocGrpCPUMinutesLimit", False, True),
         ("QOSGrpBillingMinutes", False, True),
         ("AssocGrpCPURunMinutesLimit", False, False),  # jobs that run now end some day

@@ -1,0 +1,55 @@
+"""What holds up a run of a campaign on a real Slurm: it holds up no other, and an evaluation that dies comes again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun.files import read_lines
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
+from tests.campaigns import attempts, iterations, write_config, write_evaluated_stages
+
+from .cluster import ROOT, TestCluster
+from .test_campaign_slurm import SITE
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def test_a_run_that_slurm_refuses_holds_up_no_other(cluster: TestCluster, tmp_path: Path) -> None:
+    axes = [{"job.constraint": "nowhere"}, {"job.cpus_per_task": 1}, {"job.cpus_per_task": 2}]
+    config = write_config(tmp_path, cluster=SITE, sweep={"list": axes, "at_once": 1})
+    command = [sys.executable, "-m", "relayrun.cli", "sweep"]
+    done = cluster.run([*command, "submit", config], cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "tiny: 01: its first job is refused: sbatch: " in done.stderr
+    runs = [Run(tmp_path / f"tiny-{number:02}") for number in (2, 3)]
+    cluster.wait_until(lambda: all(stop_reason(run) for run in runs), timeout=400, what="both others are done")
+    cluster.wait_until(lambda: not cluster.queue(), timeout=120, interval=0.5, what="their jobs have ended")
+    assert [iterations(run) for run in runs] == [[1, 2, 3, 4]] * 2
+    assert attempts(Run(tmp_path / "tiny-01")) == []
+    shown = cluster.run([*command, "status", tmp_path / "tiny"], cwd=ROOT)
+    assert "its first job is refused: sbatch: " in shown.stderr
+
+
+def test_an_evaluation_that_dies_comes_again_and_the_stage_begins(cluster: TestCluster, tmp_path: Path) -> None:
+    """Nobody of the chain before is there any more; here the sentinel looks, in the place of cron."""
+    config = write_evaluated_stages(tmp_path, cluster=SITE)
+    cluster.run([sys.executable, "-m", "relayrun.cli", "stages", "submit", config], cwd=ROOT)
+    stable, long = Run(tmp_path / "plan-stable"), Run(tmp_path / "plan-long")
+    cluster.wait_until(lambda: stop_reason(stable), timeout=300, what="the first stage is done")
+
+    def looked() -> bool:
+        cluster.run([sys.executable, "-m", "relayrun.cli", "sentinel", tmp_path], cwd=ROOT)
+        return stop_reason(long) is not None
+
+    cluster.wait_until(looked, timeout=400, interval=3, what="the second stage is done")
+    cluster.wait_until(lambda: not cluster.queue(), timeout=120, interval=0.5, what="nothing is queued")
+    (result,) = read_lines(stable.evaluations_view)
+    assert (result["iteration"], result["status"]) == (4, "done")
+    assert len(list(stable.evaluations.glob(".tried-*"))) == 1
+    (begin,) = attempts(long)
+    assert begin.base_path == str(stable.checkpoints / "step-4")
+    assert iterations(long) == [5, 6]
