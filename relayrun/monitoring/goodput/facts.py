@@ -83,6 +83,8 @@ class Stay:
     """The scheduler's word for the job, where no attempt began in it."""
     spare_nodes: int = 0
     """How many of its nodes did not train at first."""
+    resized: Sequence[tuple[float, int]] = ()
+    """When Slurm took nodes from the job, and how many it had from then on, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,7 @@ def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: P
             source=entry.source,
             facts=None,
             state=entry.state,
+            resized=entry.resized,
         )
         for at, entry in enumerate(known)
         if at not in taken
@@ -167,7 +170,7 @@ def _stay(
         end = min(now, limit)
     asked = int(begin.options.get("nodes", plan.nodes_of_job))
     nodes = asked if entry is None else entry.nodes
-    if plan.outlives_nodes:  # Slurm tells of the nodes that such a job has left
+    if plan.outlives_nodes:  # without accounting Slurm tells of the nodes that such a job has left
         nodes = max(nodes, asked)
     return Stay(
         job_id=begin.job_id,
@@ -181,6 +184,7 @@ def _stay(
         source="the chain" if entry is None else entry.source,
         facts=each,
         spare_nodes=max(0, nodes - plan.training_nodes(nodes)),
+        resized=() if entry is None else entry.resized,
     )
 
 
