@@ -19,8 +19,9 @@ from relayrun.cli import main
 from relayrun.files import append_line
 from relayrun.monitoring.goodput import view
 from relayrun.monitoring.goodput.account import Account, account
-from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, book
+from relayrun.monitoring.goodput.book import NEEDED, Booked, book
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay, stays
+from relayrun.monitoring.goodput.ledger import SECOND
 from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import NAMES, PARTS
 from relayrun.monitoring.page.document import as_json
@@ -403,14 +404,9 @@ def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Pat
 
 
 def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) -> None:
-    """Of four nodes one is lost, two go on: what the lost one and the one that is left over do is no training."""
-    line = step(2, 24.0, 2.0, mfu=0.5, tokens_per_second=10.0)
-    lines = [
-        step(1, 12.0, 2.0, mfu=0.5, tokens_per_second=20.0),
-        step(2, 14.0, 2.0),
-        {"iteration": 1, "round": 2},
-        line,
-    ]
+    """One node of four is lost and two go on: neither the lost one nor the one that is left over trains."""
+    before, after = step(1, 12.0, 2.0, mfu=0.5), step(2, 24.0, 2.0, mfu=0.5)
+    lines = [before, step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, after]
     outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, Counts, Round, Sink, Work, book, microseconds
+from relayrun.monitoring.goodput.book import NEEDED, Booked, Counts, Work, book
 from relayrun.monitoring.goodput.facts import RunFacts, Stay, gather
+from relayrun.monitoring.goodput.ledger import SECOND, Round, Sink, microseconds
 from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import LOST, NAMES, START
 from relayrun.rundir.rounds import FailedRound
