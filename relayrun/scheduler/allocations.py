@@ -14,11 +14,9 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler import history
 from relayrun.scheduler.base import LIVE_STATES
+from relayrun.scheduler.history import RESIZING
 from relayrun.scheduler.job_text import timestamp
 from relayrun.scheduler.local_queue import LocalQueue
-
-RESIZING = "RESIZING"
-"""Slurm's word for a job in a row of its accounting that ended with the loss of a node."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,6 +136,23 @@ def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothin
     assert [each["job_id"] for each in page["jobs_without_attempt"]] == ["41"]
 
 
+def test_jobs_before_the_first_attempt_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job had nodes for an hour and began nothing; hours later somebody submitted the run again."""
+    at = "T0{}:00:00".format
+    lost = f"40|FAILED|2|2026-11-20{at(2)}|2026-11-20{at(2)}|2026-11-20{at(3)}|2026-11-20{at(4)}"
+    script = 'case "$*" in *--starttime=2026-11-20T0[01]*) echo "$LOST";; esac\n' + by_name(accounted.SACCT)
+    install(tmp_path / "bin", monkeypatch, sacct=script)
+    monkeypatch.setenv("LOST", lost)
+    run = make_accounted(tmp_path / "run")
+    run.config.mkdir(exist_ok=True)
+    for revision, moment in ((1, T - 6 * 3600), (2, T)):
+        run.config_revision(revision).touch()
+        os.utime(run.config_revision(revision), (moment, moment))
+    found = account(run)
+    assert [(each.stay.job_id, each.attempt) for each in found.stays] == [("40", None), ("41", 1), ("42", 2)]
+    assert seconds(found.parts)["no attempt"] == 2 * 3600
+
+
 def test_the_commands_of_the_page_and_what_it_shows(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,14 +106,25 @@ def gather(run: Run, *, now: float | None = None) -> RunFacts:
     if not found:
         hint = f"relayrun status {run.path} says what it waits for"
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=hint)
-    first = min(each.begin.job_start_time or each.begin.start_time for each in found)
-    known = allocations(plan, run, since=first - 3600, job_ids=list(dict.fromkeys(each.begin.job_id for each in found)))
+    job_ids = list(dict.fromkeys(each.begin.job_id for each in found))
+    known = allocations(plan, run, since=_first_submit(run, found) - 3600, job_ids=job_ids)
     return RunFacts(
         run=run,
         plan=plan,
         stays=stays(found, known, plan=plan, now=time.time() if now is None else now),
         evaluated_outside=Policy.read(run.evaluation_policy) is not None,
     )
+
+
+def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
+    """When the run was first submitted; jobs may have had nodes since, long before the first attempt began.
+
+    A copied directory has newer files than its first attempt.
+    """
+    times = [each.begin.job_start_time or each.begin.start_time for each in found]
+    with contextlib.suppress(OSError):
+        times += [run.config_revision(number).stat().st_mtime for number in run.revisions()[:1]]
+    return min(times)
 
 
 def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float) -> list[Stay]:
