@@ -86,7 +86,7 @@ def test_a_job_that_goes_on_with_fewer_nodes_is_booked_as_slurm_books_it(
 ) -> None:
     """Its accounting has a row for each number of nodes; the lost one is given up until Slurm notices."""
     cluster = make_cluster(nodes=2, accounting=True, node_timeout=10)
-    run, _ = without_n1(cluster, workspace, "fewer", elastic=True)
+    run, _ = without_n1(cluster, workspace, "fewer", elastic=True, step_seconds=5)  # Slurm needs up to 40 s
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
     asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={begin.job_id}"]

@@ -56,7 +56,7 @@ def sync(run: Run, *, verify: bool = False, pace: Pace | None = None) -> Done:
             hint="set checkpoint.mirror in its config and submit it again",
         )
     mirror.folder(run).mkdir(exist_ok=True)
-    with _alone(run):
+    with alone(run):
         rate = policy.megabytes_per_second
         work = _Pass(run, policy, pace or Pace(None if rate is None else rate * 1e6))
         try:
@@ -244,7 +244,8 @@ def _is_mirrored(run: Run, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(run: Run) -> Iterator[None]:
+def alone(run: Run) -> Iterator[None]:
+    """Keep other processes from copying or restoring checkpoints of the run. Raises RunDirError where one does."""
     with open(mirror.folder(run) / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
