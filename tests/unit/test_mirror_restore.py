@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -138,6 +139,43 @@ def test_a_damaged_copy_names_the_one_before_it(mirrored: Mirrored, tmp_path: Pa
     with pytest.raises(NotCopied, match="it has 2999 bytes, not 3000"):
         restore.restore(mirrored.run, None)
     assert not list(mirrored.run.checkpoints.glob("iter_*"))
+
+
+def test_a_place_that_cannot_be_written_costs_no_newer_copy(
+    mirrored: Mirrored,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not the copy's fault: an older one is not taken for it."""
+    mirrored.sync()
+    mirrored.lose()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fadvise", full)
+        for bring in (
+            lambda: restore.restore(mirrored.run, None),
+            lambda: restore.fetch(str(mirrored.place), None, tmp_path / "back"),
+        ):
+            with pytest.raises(RunDirError, match="iteration 30 cannot be put there: the file: No space left") as error:
+                bring()
+            assert "the same command goes on" in (error.value.hint or "")
+    assert restore.restore(mirrored.run, None)[0].startswith("restored iteration 30: ")
+
+
+def test_checkpoints_behind_a_link_that_leads_nowhere_are_told(mirrored: Mirrored, tmp_path: Path) -> None:  # noqa: F811
+    """Scratch was purged, or is not mounted."""
+    mirrored.sync()
+    shutil.rmtree(mirrored.run.checkpoints)
+    mirrored.run.checkpoints.symlink_to(tmp_path / "scratch/of/run")
+    with pytest.raises(RunDirError, match="this is a link to a folder that is not there") as error:
+        restore.restore(mirrored.run, None)
+    assert f"mkdir -p {tmp_path}/scratch/of/run" in (error.value.hint or "")
+    (tmp_path / "scratch/of/run").mkdir(parents=True)
+    assert restore.restore(mirrored.run, None)[0].startswith("restored iteration 30: ")
+    assert digest(tmp_path / "scratch/of/run/iter_0000030") == mirrored.known[30]
 
 
 def test_two_do_not_restore_at_once(mirrored: Mirrored, tmp_path: Path) -> None:  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,13 @@ def restore(run: Run, iteration: int | None, *, pace: Pace | None = None) -> lis
         raise RunDirError("this run has no second place", where=run.path, hint="see checkpoint.mirror")
     place = place_of(policy, pace or Pace(None))
     check_owner(run, policy, place)
+    if run.checkpoints.is_symlink() and not run.checkpoints.exists():
+        away = os.path.realpath(run.checkpoints)
+        raise RunDirError(
+            f"this is a link to a folder that is not there: {away}",
+            where=run.checkpoints,
+            hint=f"mount it, or: {shlex.join(['mkdir', '-p', away])}",
+        )
     with alone(run):
         return _restore(run, iteration, place)
 
@@ -149,9 +157,10 @@ def _fetch_one(place: Place, chosen: Sequence[Copy], copied: Sequence[Copy], tar
 
 
 def _fetch(place: Place, copy: Copy, commit: Commit, staged: Path) -> None:
-    """Bring a copy into a folder, on from where an earlier try has stopped, and verify it. Raises NotCopied.
+    """Bring a copy into a folder, on from where an earlier try has stopped, and verify it.
 
-    What an earlier try has left may be torn itself: then all is brought once more before the copy is blamed.
+    What an earlier try has left may be torn itself: then all is brought once more before the copy is blamed. Raises
+    NotCopied where the copy is at fault, RunDirError where the folder cannot be written: no other copy helps then.
     """
     source = place.files(copy)
     goes_on = mirror.exists(staged)
@@ -164,7 +173,9 @@ def _fetch(place: Place, copy: Copy, commit: Commit, staged: Path) -> None:
             stage_files(source, copy.as_commit(place.where), staged, Pace(None))
             found, _ = faults(LocalFiles(staged), commit, hashes=copy.hashes)
     except OSError as error:
-        raise NotCopied(f"the copy cannot be put back: {error.strerror or error}", where=source.where) from None
+        why = f"{error.filename or staged}: {error.strerror or error}"
+        hint = "make room, or mend it; the same command goes on where it was"
+        raise RunDirError(f"iteration {copy.iteration} cannot be put there: {why}", where=staged, hint=hint) from None
     if found:
         remove_tree(staged)
         _marker(staged).unlink(missing_ok=True)
