@@ -6,15 +6,18 @@ file system itself. A command that hangs, as it does where a server is away, hol
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import re
 import shutil
+import stat
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from relayrun.chain.quota_table import limits, parse
 from relayrun.errors import RelayrunError
 from relayrun.rundir import quota
 from relayrun.rundir.lineage import Lineage
@@ -24,8 +27,6 @@ from relayrun.rundir.run import Run
 
 SECONDS = 10.0
 """How long a question for a quota may take."""
-BLOCK = 1024
-"""Bytes of a block, as `quota` and `lfs quota` count."""
 EVERY_SECONDS = 3600.0
 """Between two measures."""
 SAVED_SECONDS = 600.0
@@ -107,7 +108,7 @@ def measure(run: Run, plan: Plan, *, now: float) -> None:
 
 
 def quotas(place: Path, command: Sequence[str] = ()) -> list[Limit]:
-    """Return the quotas of this user on the file system of a path.
+    """Return the quotas that hold for what this user writes at a path: the user's, a group's and a project's.
 
     `command`: the site's own, instead of `lfs quota` and `quota`; `{path}` and `{user}` in it are filled in. Where
     `lfs` and `quota` are not there, or answer in a form that is not known, there are no quotas. Raises RelayrunError
@@ -117,18 +118,38 @@ def quotas(place: Path, command: Sequence[str] = ()) -> list[Limit]:
     if command:
         filled = [word.replace("{path}", str(place)).replace("{user}", user) for word in command]
         return _of_site(filled)
-    usual = (
-        ["lfs", "quota", "-q", "-u", user, str(place)],
-        ["quota", "--no-wrap", "--raw-grace", "-f", str(place)],
-    )
     found: list[Limit] = []
-    for words in usual:
-        if shutil.which(words[0]) is not None:
-            try:
-                found += parse(" ".join(words[:1] if words[0] == "quota" else words[:2]), _output(words)) or []
-            except (subprocess.TimeoutExpired, OSError):
-                continue
+    if shutil.which("lfs") is not None:
+        asked = [("", "-u", user), (" of group ", "-g", _group(place)), (" of project ", "-p", _project(place))]
+        for of, option, who in asked:
+            if who:
+                source = f"lfs quota{of}{who}" if of else "lfs quota"
+                found += parse(source, _answer(["lfs", "quota", "-q", option, who, str(place)])) or []
+    if shutil.which("quota") is not None:
+        command = ["quota", "--no-wrap", "--raw-grace", "--nfs-all", "-f", str(_mount_point(place))]
+        found += parse("quota", _answer(command)) or []
     return found
+
+
+def _group(place: Path) -> str:
+    """The group of files that this user makes at a path."""
+    with contextlib.suppress(OSError):
+        info = place.stat()
+        if info.st_mode & stat.S_ISGID:
+            return str(info.st_gid)
+    return str(os.getgid())
+
+
+def _project(place: Path) -> str:
+    """The project of files that are made at a path, as Lustre says: `1042 P /lustre/ada`; empty where there is none."""
+    found = re.match(r"\s*(\d+)", _answer(["lfs", "project", "-d", str(place)]))
+    return "" if found is None or int(found[1]) == 0 else found[1]
+
+
+def _mount_point(place: Path) -> Path:
+    """Where the file system of a path is mounted: `quota` knows it by no other path."""
+    real = Path(os.path.realpath(place))
+    return next(folder for folder in (real, *real.parents) if os.path.ismount(folder))
 
 
 def _of_site(command: list[str]) -> list[Limit]:
@@ -147,6 +168,14 @@ def _of_site(command: list[str]) -> list[Limit]:
     return found
 
 
+def _answer(command: list[str]) -> str:
+    """What a usual program says; nothing where it hangs or cannot be run."""
+    try:
+        return _output(command)
+    except (subprocess.TimeoutExpired, OSError):
+        return ""
+
+
 def _output(command: list[str]) -> str:
     return subprocess.run(
         command,
@@ -160,40 +189,11 @@ def _output(command: list[str]) -> str:
     ).stdout
 
 
-def parse(source: str, text: str) -> list[Limit] | None:
-    """Read `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None: it is neither.
-
-    The table is `file system, blocks, quota, limit, grace, files, quota, limit, grace`. A block is 1,024 bytes, a `*`
-    behind a number says that it is over its quota, a limit of 0 is none.
-    """
-    try:
-        value = json.loads(text)
-        used, limit = int(value["used"]), int(value["limit"])
-        files, most = int(value.get("used_files", 0)), int(value.get("limit_files", 0))
-        return _limits(source, used, limit, files, most)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    for line in text.splitlines():
-        words = line.split()
-        numbers = [word.rstrip("*") for word in words[1:9]]
-        if len(numbers) < 7 or not all(number.isdecimal() for number in (*numbers[:3], *numbers[4:7])):
-            continue
-        used, soft, hard = (int(number) * BLOCK for number in numbers[:3])
-        files, soft_files, hard_files = (int(number) for number in numbers[4:7])
-        return _limits(source, used, hard or soft, files, hard_files or soft_files)
-    return None
-
-
-def _limits(source: str, used: int, limit: int, files: int, most_files: int) -> list[Limit]:
-    found = [Limit(source=source, kind="bytes", used=used, limit=limit)] if limit else []
-    return found + ([Limit(source=source, kind="files", used=files, limit=most_files)] if most_files else [])
-
-
 def of_file_system(place: Path) -> list[Limit]:
     """Return what `df` says, of what this user may write: blocks that are kept for root count as none."""
     found = os.statvfs(place)
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
-    return _limits(
+    return limits(
         FILE_SYSTEM,
         used,
         used + found.f_bavail * found.f_frsize,

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, RunDirError
 from relayrun.monitoring import queue, run_status
 from relayrun.rundir import lineage
 from relayrun.rundir.find import find_run, split_iteration
@@ -96,7 +96,11 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
         for line in restore.fetch(named, iteration, Path(options.to).expanduser().absolute()):
             print(line)
         return 0
-    run = find_run(named)
+    try:
+        run = find_run(named)
+    except RunDirError as error:
+        lost = "where the run directory itself is lost: relayrun checkpoint restore PLACE/PROJECT/NAME --to FOLDER"
+        raise RunDirError(error.message, where=error.where, hint="; ".join(filter(None, [error.hint, lost]))) from None
     state = run_status.gather(run, queue.ask(run), now=time.time()).state
     if state in ("running", "queued", "unknown"):
         raise InputError(

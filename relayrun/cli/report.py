@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import whole_file
+from relayrun.rundir import find
 from relayrun.rundir.find import find_run
 from relayrun.rundir.run import Run
 
@@ -91,6 +92,8 @@ def _serve(options: argparse.Namespace) -> int:
         raise InputError("--serve shows one folder, and writes nothing", hint="relayrun report FOLDER --serve")
     port = PORT if options.port is None else options.port
     folder = Path(options.names[0]).expanduser().absolute()
+    if not folder.is_dir() and (find.runs() / options.names[0]).is_dir():
+        folder = find.runs() / options.names[0]  # project/name, or a project
     with serving(folder, port=port) as (address, server), contextlib.suppress(KeyboardInterrupt):
         port = server.server_address[1]
         print(address)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from relayrun.rundir import campaign, find
 from relayrun.rundir.find import find_run, runs_below
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.scheduler.base import LIVE_STATES
 from relayrun.submit import relocate
 
 DEPTH = 4
@@ -158,23 +161,31 @@ def move_run(options: argparse.Namespace) -> int:
 
 
 def _place_of(name: str) -> Path:
-    """The directory that a name means, also where a killed call has renamed it already."""
+    """The directory that a name means, also where a killed call has renamed it already; a link to it stays one."""
     try:
         return find_run(name).path
     except RunDirError:
         path = Path(name).expanduser().absolute()
-        return next((each for each in (path, find.runs() / name) if relocate.renamed(each).is_dir()), path)
+        known = (each for each in (path, find.runs() / name) if relocate.renamed(_real(each)).is_dir())
+        return next(known, path)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _move(name: str, target: Path) -> None:
-    source = _place_of(name)
+    named = _place_of(name)
+    source = _real(named)
     done = relocate.finish(source, target)
     if not done:
         run = find_run(name)
         _refuse_living(run)
-        done = relocate.relocate(run, target)
+        relocate.relocate(run, target)
     for line in done:
         print(line)
+    if named.is_symlink() and not named.exists():
+        print(f"{named} is a link to where it was: {shlex.join(['ln', '-sfn', str(target), str(named)])}")
 
 
 def _refuse_living(run: Run) -> None:
@@ -183,7 +194,16 @@ def _refuse_living(run: Run) -> None:
     if plan.owner is not None and signs.is_anothers(plan):
         name = user_name(plan.owner)
         raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
-    state = run_status.gather(run, queue.ask(run), now=time.time()).state
+    asked = queue.ask(run)
+    if jobs := {job: state for job, state in asked.evaluations.items() if state.upper() in LIVE_STATES}:
+        told = ", ".join(f"{job} ({state})" for job, state in jobs.items())
+        end = "" if plan.scheduler == "local" else f", or end them: scancel {' '.join(jobs)}"
+        raise InputError(
+            f"jobs that evaluate its checkpoints write into its directory: {told}",
+            where=run.path,
+            hint=f"wait for them{end}",
+        )
+    state = run_status.gather(run, asked, now=time.time()).state
     if state in LIVING:
         raise InputError(
             f"the chain is {state}: a job writes into its directory, or may begin to",

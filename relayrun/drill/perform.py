@@ -24,7 +24,7 @@ from relayrun.drill.site import REFERENCE, Site
 from relayrun.drill.stage import DidNotHappen, Stage
 from relayrun.errors import ConfigError, RelayrunError, RunDirError, SchedulerError
 from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.goodput.book import SECOND
+from relayrun.monitoring.goodput.ledger import SECOND
 from relayrun.monitoring.goodput.parts import LOST, START
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run

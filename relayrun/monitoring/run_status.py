@@ -165,7 +165,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         quota_complaint=quota_complaint,
         unsent_notices=late,
         unsent_reason=why_late,
-        mirror=_last_pass(run),
+        mirror=_last_pass(run, durable=durable is not None and durable.path is not None),
     )
 
 
@@ -185,9 +185,15 @@ def _quotas(run: Run, now: float) -> tuple[list[Foreseen], str | None]:
         return [], error.message
 
 
-def _last_pass(run: Run) -> LastPass | None:
+def _last_pass(run: Run, *, durable: bool) -> LastPass | None:
+    """How the copies stood; where checkpoints wait for their first pass, that there was none."""
     try:
-        return mirror.read_last(run)
+        last = mirror.read_last(run)
+        if last is not None or mirror.read_policy(run) is None or not durable:
+            return last
+        since = mirror.policy_path(run).stat().st_mtime
+        words = f"no pass has ended since the submit; {mirror.folder(run)}/log may say why"
+        return LastPass(time=since, iteration=None, behind=0, complaint=words, seen=False)
     except RunDirError as error:  # it must not hide where the run stands
         return LastPass(time=0.0, iteration=None, behind=0, complaint=error.message)
 

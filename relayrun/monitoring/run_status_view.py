@@ -127,11 +127,17 @@ def _mirror(status: RunStatus, now: float) -> str:
     last = status.mirror
     if last is None:
         return ""
-    what = "no copy yet" if last.iteration is None else f"iteration {last.iteration} is copied and verified"
+    known = f"iteration {last.iteration} {'is' if last.seen else 'was'} copied and verified"
+    what = "no copy yet" if last.iteration is None else known
     newest = status.durable_iteration or 0
     behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
     why = f": {last.complaint}" if last.complaint else ""
-    return f"{what}{behind}{why} (looked {duration(now - last.time)} ago)"
+    looked = f"looked {duration(now - last.time)} ago"
+    if last.complaint and last.good_time is None:
+        looked += "; never was all well"
+    elif last.complaint and last.good_time is not None:
+        looked += f"; all was well {duration(now - last.good_time)} ago"
+    return f"{what}{behind}{why} ({looked})"
 
 
 def _quotas(status: RunStatus, now: float) -> list[str]:

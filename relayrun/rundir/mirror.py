@@ -142,10 +142,16 @@ class LastPass(Record):
 
     time: float
     iteration: int | None
-    """The newest one that is copied; None: none is."""
+    """The newest one that counts and whose copy is whole; None: there is none."""
     behind: int
     """Checkpoints that should be there and are not."""
     complaint: str | None = None
+    good_time: float | None = None
+    """When a pass last ended without a complaint; None: none has."""
+    seen: bool = True
+    """Whether the place could be looked at; else `iteration` and `copies` are of the pass before."""
+    copies: int = 0
+    """How many copies were claimed there, those too that do not count any more."""
 
 
 def folder(run: Run) -> Path:

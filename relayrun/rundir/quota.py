@@ -9,6 +9,7 @@ meet a save that is under way, so growth is told without the size of one checkpo
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -130,7 +131,7 @@ class Foreseen:
     @property
     def name(self) -> str:
         """What tells it from others, for the name of a notice."""
-        return f"{self.source.replace(' ', '-')}-{self.kind}"
+        return f"{re.sub(r'[^A-Za-z0-9_.]+', '-', self.source)}-{self.kind}"
 
 
 def path(run: Run) -> Path:

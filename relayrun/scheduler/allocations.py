@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler import history
 from relayrun.scheduler.base import LIVE_STATES
+from relayrun.scheduler.history import RESIZING
 from relayrun.scheduler.job_text import timestamp
 from relayrun.scheduler.local_queue import LocalQueue
 
@@ -24,6 +25,7 @@ class Allocation:
 
     job_id: str
     nodes: int
+    """At its start."""
     submit: float | None
     """When it was queued, or queued again; None where nobody says."""
     eligible: float | None
@@ -35,6 +37,8 @@ class Allocation:
     """Who says so: sacct, squeue or the local queue."""
     state: str = ""
     """How the job was, or has ended, in the scheduler's word."""
+    resized: Sequence[tuple[float, int]] = ()
+    """When nodes were taken from it, and how many it had from then on, oldest first."""
 
 
 def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
@@ -87,7 +91,28 @@ def _accounted(which: Sequence[str], since: float) -> list[Allocation]:
     )
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 7]
     found = [_row(row, source="sacct") for row in rows]
-    return [each for each in found if each is not None]
+    return joined([each for each in found if each is not None])
+
+
+def joined(rows: Sequence[Allocation]) -> list[Allocation]:
+    """Make one allocation of the rows of a job that lost nodes and went on: accounting begins another one each time.
+
+    To it such a job is RESIZING in all rows but the last, and queued anew when the one before it ended.
+    """
+    found: list[Allocation] = []
+    for each in sorted(rows, key=lambda row: row.start):
+        at = next((at for at, before in enumerate(found) if _goes_on(before, each)), None)
+        if at is None:
+            found.append(each)
+        else:
+            before = found[at]
+            resized = [*before.resized, (each.start, each.nodes)]
+            found[at] = replace(before, end=each.end, state=each.state, resized=resized)
+    return [replace(each, end=None) if each.state == RESIZING else each for each in found]
+
+
+def _goes_on(before: Allocation, row: Allocation) -> bool:
+    return before.state == RESIZING and before.job_id == row.job_id and before.end == row.start
 
 
 def _remembered(plan: Plan) -> list[Allocation]:

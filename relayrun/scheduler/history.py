@@ -22,6 +22,9 @@ from relayrun.scheduler.local_queue import LocalJob, LocalQueue
 SECONDS = 10.0
 """For one command."""
 
+RESIZING = "RESIZING"
+"""Slurm's word for a job in a row of its accounting that ended with the loss of a node: the job went on."""
+
 SILENT: set[str] = set()
 """Commands that did not answer in that time: this process does not wait for them again."""
 
@@ -120,7 +123,7 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
         ]
     )
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
-    ended = [row for row in rows if row[1] not in LIVE_STATES]
+    ended = [row for row in rows if row[1] not in (*LIVE_STATES, RESIZING)]
     if not ended:
         return None
     row = _newest([row for row in ended if timestamp(row[4]) is not None] or ended)

@@ -114,7 +114,9 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
 
 
 def timestamp(text: str) -> float | None:
-    """Seconds since 1970 of one of Slurm's times; None where it is none."""
+    """Seconds since 1970 of one of Slurm's times, which are such seconds or local ones; None where it is none."""
+    if text.isdecimal():
+        return float(text)
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:

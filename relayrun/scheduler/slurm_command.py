@@ -27,6 +27,11 @@ class TooManyJobsError(SchedulerError):
     """So many jobs are there that Slurm takes no more now."""
 
 
+TELL_TIMES = ("sacct", "scontrol", "squeue")
+"""Commands whose times a program reads; those of `sbatch --test-only` are for people."""
+EPOCH = {"SLURM_TIME_FORMAT": "%s"}
+"""Times are seconds since 1970: local ones come twice in the night in which summer time ends."""
+
 _NO_ANSWER = re.compile(
     r"Unable to contact|Connection (refused|reset)|timed out|Zero Bytes|Transport endpoint|backup|authentication"
     r"|munge|temporarily|try again|Socket|No route|Unable to establish|Cannot allocate",
@@ -50,7 +55,7 @@ def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, wo
             input="".join(f"{line}\n" for line in lines),
             capture_output=True,
             text=True,
-            env=clean_environment(os.environ),
+            env=clean_environment(os.environ) | (EPOCH if command[0] in TELL_TIMES else {}),
             check=False,
             timeout=seconds,
             errors="replace",

@@ -94,20 +94,21 @@ def entries(top: Path, *, on_error: Callable[[OSError], None] | None = None) -> 
     return found
 
 
-def relocate(run: Run, target: Path) -> list[str]:
-    """Move the directory of a run that has no job; return what was done, in words.
+def relocate(run: Run, target: Path, *, say: Callable[[str], object] = print) -> None:
+    """Move the directory of a run that has no job.
 
     Args:
         run: whoever calls has made sure that its chain does not live.
         target: its new place, which is not there yet. What another call has copied there is gone on with.
+        say: is told in words what was done, as it is: that the copy is whole before anything is removed.
 
     Raises InputError where the target cannot be one, RunDirError where the run changes meanwhile, or for whatever else
-    keeps it from being moved. The original is there as before then.
+    keeps it from being moved. The original is there as before then, or the error says that the copy is whole.
     """
     source = Path(os.path.realpath(run.path))
     target = Path(os.path.realpath(target.parent)) / target.name
     try:
-        return _relocate(source, target)
+        _relocate(source, target, say)
     except OSError as error:
         raise RunDirError(
             f"it is not moved: {error.filename or target}: {error.strerror or error}",
@@ -122,15 +123,11 @@ def finish(source: Path, target: Path) -> list[str]:
     left = [path for path in (rest, staging) if path.is_dir()]
     if os.path.lexists(source) or not left or not (target / "plan.json").is_file() or not _is_of(staging, source):
         return []
-    try:
-        for path in left:
-            shutil.rmtree(path)
-    except OSError as error:
-        raise RunDirError(f"it cannot be removed: {error.strerror or error}", where=error.filename or rest) from None
+    _remove(left, target)
     return [f"removed what was left of {source}; the run is in {target}"]
 
 
-def _relocate(source: Path, target: Path) -> list[str]:
+def _relocate(source: Path, target: Path, say: Callable[[str], object]) -> None:
     staging = _staging(target)
     published = _is_published(staging, source) and (target / "plan.json").is_file()
     if target == source or source in target.parents:
@@ -140,45 +137,79 @@ def _relocate(source: Path, target: Path) -> list[str]:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _no_submit(source):
         if not published:
+            found = entries(source)
+            _refuse_links(source, found, target)
             if not staging.exists():
                 try:
                     os.rename(source, target)
                     fsync_directory(target.parent)
                     fsync_directory(source.parent)
-                    return [f"renamed to {target}: it is the same file system"]
+                    say(f"renamed to {target}: it is the same file system")
+                    _tell_links(found, source, say)
+                    return
                 except OSError as error:
                     if error.errno != errno.EXDEV:
                         raise
-            _copy(source, target, staging)
-        proven = _proven(staging)
-        _unchanged(source, proven)
+            _copy(source, target, staging, found)
+        try:
+            _unchanged(source, _proven(staging))
+        except RunDirError as error:
+            hint = f"{target} holds the run as it was: keep one of the two"
+            raise RunDirError(error.message, where=source, hint=hint) from None
+        found = entries(target)
+        files = [entry.size for entry in found.values() if entry.kind == "file"]
+        say(f"{len(files):,} files, {sum(files):,} bytes are in {target}, each read back: the copy is whole")
         aside = renamed(source)
         if aside.exists():  # of an earlier run of this name, which was proven, too
             shutil.rmtree(aside)
         os.rename(source, aside)
         fsync_directory(source.parent)
-    shutil.rmtree(aside)
-    shutil.rmtree(staging)
-    found = entries(target)
-    files = [entry.size for entry in found.values() if entry.kind == "file"]
-    elsewhere = [name for name, entry in found.items() if os.path.isabs(entry.target)]
-    return [
-        f"{len(files):,} files, {sum(files):,} bytes are in {target}, each read back; {source} is removed",
-        *(f"{name} is a link, as it was: what it leads to is not copied" for name in elsewhere),
-    ]
+    _remove([aside, staging], target)
+    say(f"{source} is removed")
+    _tell_links(found, source, say)
 
 
-def _copy(source: Path, target: Path, staging: Path) -> None:
-    """Copy all files that are not proven yet, prove them, and give the copy its name."""
-    found = entries(source)
+def _remove(paths: list[Path], target: Path) -> None:
+    """Remove what is left of an original. Raises RunDirError, which says that the copy is whole."""
+    for path in paths:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            why = error.strerror or error
+            raise RunDirError(
+                f"the run is whole in {target}; what is left of the original cannot be removed: {why}",
+                where=error.filename or path,
+                hint="the same command goes on with that",
+            ) from None
+
+
+def _refuse_links(source: Path, found: dict[str, Entry], target: Path) -> None:
+    """Raise RunDirError where a relative link would lead elsewhere from the target."""
+    if target.parent == source.parent:
+        return
     for name, entry in found.items():
-        away = os.path.normpath(os.path.join(os.path.dirname(name), entry.target)).startswith("..")
-        if entry.kind == "link" and not os.path.isabs(entry.target) and away:
+        if entry.kind != "link" or os.path.isabs(entry.target):
+            continue
+        if Path(os.path.normpath(os.path.join(os.path.dirname(name), entry.target))).parts[:1] == ("..",):
             raise RunDirError(
                 f"a relative link leads out of the run directory: {name} -> {entry.target}",
                 where=source,
                 hint="make it an absolute one: ln -sfn",
             )
+
+
+def _tell_links(found: dict[str, Entry], source: Path, say: Callable[[str], object]) -> None:
+    """Say which links are absolute ones, and lead where they led."""
+    for name, entry in found.items():
+        if os.path.isabs(entry.target):
+            if source in (Path(entry.target), *Path(entry.target).parents):
+                say(f"{name} is a link into {source}, where nothing is any more: {entry.target}")
+            else:
+                say(f"{name} is a link, as it was: what it leads to is not copied")
+
+
+def _copy(source: Path, target: Path, staging: Path, found: dict[str, Entry]) -> None:
+    """Copy all files that are not proven yet, prove them, and give the copy its name."""
     _begin(staging, source)
     proven = _proven(staging)
     todo = {

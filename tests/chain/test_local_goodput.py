@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.goodput.book import SECOND
+from relayrun.monitoring.goodput.ledger import SECOND
 from relayrun.rundir.run import Run
 from relayrun.scheduler.local_queue import LocalQueue
 from tests.workspace import Workspace, ends

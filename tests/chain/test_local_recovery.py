@@ -16,7 +16,7 @@ from relayrun.data.audit import audit, ledger
 from relayrun.drill.kills.ranks import signal_one
 from relayrun.files import read_lines
 from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.goodput.book import SECOND
+from relayrun.monitoring.goodput.ledger import SECOND
 from relayrun.rundir import rounds
 from relayrun.rundir.run import Run
 from tests.checkpoints import assert_same_bytes

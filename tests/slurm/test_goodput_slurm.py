@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from relayrun.monitoring.goodput.account import Account, account
-from relayrun.monitoring.goodput.book import SECOND
+from relayrun.monitoring.goodput.ledger import SECOND
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.workspace import Workspace
 
 from .cluster import TestCluster
 from .conftest import MakeCluster
 from .test_chain import SLURM, ends, hurry, logs, start, wait_for_end, wait_for_iteration
 from .test_law_slurm import program
+from .test_spare_nodes_slurm import without_n1, workspace  # noqa: F401 - the last one is a fixture
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
@@ -75,6 +77,35 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
         assert stay.parts["prolog"] >= 2 * 3 * SECOND, stay.parts
         assert stay.parts["launch"] >= 2 * 2 * SECOND, stay.parts
     assert [(loss.cause, loss.times) for loss in found.losses if loss.lost] == [("failed", 1)]
+
+
+@pytest.mark.usefixtures("accounting")
+def test_a_job_that_goes_on_with_fewer_nodes_is_booked_as_slurm_books_it(
+    make_cluster: MakeCluster,
+    workspace: Workspace,  # noqa: F811
+) -> None:
+    """Its accounting has a row for each number of nodes; the lost one is given up until Slurm notices."""
+    cluster = make_cluster(nodes=2, accounting=True, node_timeout=10)
+    run, _ = without_n1(cluster, workspace, "fewer", elastic=True, step_seconds=5)  # Slurm needs up to 40 s
+    begin = AttemptStart.read(run.attempt(1).begin)
+    assert begin is not None
+    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={begin.job_id}"]
+    asked.append("--format=State,ElapsedRaw,NNodes,End")
+
+    def closed() -> list[list[str]]:
+        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
+        return rows if not any(row[3] == "Unknown" for row in rows) else []
+
+    rows = cluster.wait_until(closed, what="sacct knows the end")
+    assert [(row[0], row[2]) for row in rows] == [("RESIZING", "2"), ("COMPLETED", "1")]
+    found = accounted(cluster, run)
+    (stay,) = found.stays
+    assert stay.allocated == found.allocated == sum(int(row[1]) * int(row[2]) for row in rows) * SECOND
+    assert 0 < stay.parts["given up"] < 40 * SECOND
+    first, second = stay.rounds
+    assert "given up" not in first.parts
+    assert stay.parts["step"] == first.parts["step"] + second.parts["step"]
+    assert stay.stepped == first.parts["step"] / 2 + second.parts["step"]
 
 
 PROLOG = 25.0

@@ -45,9 +45,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def config(
-    workspace: Workspace, folder: str, *, memory_interval: int = 0, elastic: bool = False, **chain: object
+    workspace: Workspace,
+    folder: str,
+    *,
+    memory_interval: int = 0,
+    elastic: bool = False,
+    step_seconds: int = 1,
+    **chain: object,
 ) -> Path:
-    hook = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=6:1"}}
+    hook = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": f"slow-after=6:{step_seconds}"}}
     sections = SETTINGS | {
         "training": SETTINGS["training"] | {"hooks": [hook], "elastic": elastic},
         "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": memory_interval},

@@ -19,8 +19,9 @@ from relayrun.cli import main
 from relayrun.files import append_line
 from relayrun.monitoring.goodput import view
 from relayrun.monitoring.goodput.account import Account, account
-from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, book
+from relayrun.monitoring.goodput.book import NEEDED, Booked, book
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay, stays
+from relayrun.monitoring.goodput.ledger import SECOND
 from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import NAMES, PARTS
 from relayrun.monitoring.page.document import as_json
@@ -32,7 +33,7 @@ from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.rundir.ways_back import went_back
 from relayrun.scheduler import history
-from relayrun.scheduler.allocations import Allocation
+from relayrun.scheduler.allocations import Allocation, joined
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
 
@@ -133,6 +134,23 @@ def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothin
     page = as_json(read_page(run))
     assert [each["attempt"] for each in page["attempts"]] == [1, 2]
     assert [each["job_id"] for each in page["jobs_without_attempt"]] == ["41"]
+
+
+def test_jobs_before_the_first_attempt_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job had nodes for an hour and began nothing; hours later somebody submitted the run again."""
+    at = "T0{}:00:00".format
+    lost = f"40|FAILED|2|2026-11-20{at(2)}|2026-11-20{at(2)}|2026-11-20{at(3)}|2026-11-20{at(4)}"
+    script = 'case "$*" in *--starttime=2026-11-20T0[01]*) echo "$LOST";; esac\n' + by_name(accounted.SACCT)
+    install(tmp_path / "bin", monkeypatch, sacct=script)
+    monkeypatch.setenv("LOST", lost)
+    run = make_accounted(tmp_path / "run")
+    run.config.mkdir(exist_ok=True)
+    for revision, moment in ((1, T - 6 * 3600), (2, T)):
+        run.config_revision(revision).touch()
+        os.utime(run.config_revision(revision), (moment, moment))
+    found = account(run)
+    assert [(each.stay.job_id, each.attempt) for each in found.stays] == [("40", None), ("41", 1), ("42", 2)]
+    assert seconds(found.parts)["no attempt"] == 2 * 3600
 
 
 def test_the_commands_of_the_page_and_what_it_shows(
@@ -402,6 +420,77 @@ def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Pat
     assert sum(found.parts.values()) == 4 * 25 * SECOND
 
 
+def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) -> None:
+    """One node of four is lost and two go on: neither the lost one nor the one that is left over trains."""
+    before, after = step(1, 12.0, 2.0, mfu=0.5), step(2, 24.0, 2.0, mfu=0.5)
+    lines = [before, step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, after]
+    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
+    rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
+    place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=4)
+    found = book(place, written(tmp_path, lines))
+    assert by_round(found) == [
+        {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 12.0, "load": 8.0}
+        | {"step": 8.0, "redone": 12.0},
+        {"recovery": 14.0, "step": 4.0, "end": 4.0, "spare": 9.0, "given up": 9.0},
+    ]
+    assert sum(found.parts.values()) == 4 * 25 * SECOND
+    assert found.stepped == 4 * SECOND  # whatever number of nodes computed them
+    assert found.work.mfu_seconds == pytest.approx(0.5 * (2.0 * 4 + 2.0 * 2))
+
+
+def test_nodes_that_slurm_has_taken_back_are_booked_no_more(tmp_path: Path) -> None:
+    """It notices the loss of a node some seconds behind the agents, or before them."""
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
+    rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=1)]
+    place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
+    told: list[tuple[str, int, int, int]] = []
+    found = book(place, written(tmp_path, lines), sink=lambda *each: told.append(each))
+    assert by_round(found)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0, "given up": 5.0}
+    assert sum(found.parts.values()) == sum(each[1] for each in told) == (2 * 20 + 5) * SECOND
+    early = book(replace(place, resized=[(13.0, 1)]), written(tmp_path, lines))
+    assert by_round(early)[0] == {part: 2 * amount for part, amount in START.items()} | {
+        "step": 4.0,
+        "redone": 2.0 + 1.0 + 1.0,
+    }
+    assert by_round(early)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0}
+    assert sum(early.parts.values()) == (2 * 13 + 12) * SECOND
+    one_block = book(replace(place, facts=facts(**done), resized=[(13.0, 1)]), written(tmp_path, lines[:2]))
+    assert by_round(one_block)[0]["step"] == 2 * 2.0 + 2.0 + 1.0
+
+
+def test_a_job_that_slurm_has_made_smaller_is_one_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its accounting then has a row for each number of nodes."""
+    second = accounted.SACCT.splitlines()[1]
+    row = "41|{}|{}|2026-11-20T08:0{}|2026-11-20T08:0{}|2026-11-20T08:0{}|2026-11-20T08:{}"
+    rows = [
+        row.format("RESIZING", 3, "0:00", "0:00", "1:00", "02:00"),
+        row.format("RESIZING", 2, "2:00", "2:00", "2:00", "02:30"),
+        row.format("FAILED", 1, "2:30", "2:30", "2:30", "02:51"),
+    ]
+    install(tmp_path / "bin", monkeypatch, sacct=by_name("\n".join([*rows, second])))
+    run = make_accounted(tmp_path / "run")
+    replace(Plan.load(run), elastic_nodes=[1]).write(run.plan)
+    found = account(Run(run.path))
+    assert [(each.attempt, each.nodes) for each in found.stays] == [(1, 3), (2, 2)]
+    assert found.stays[0].allocated == (60 * 3 + 30 * 2 + 21 * 1) * SECOND
+    assert sum(found.parts.values()) == found.allocated
+    assert found.waited["queued"] == (60 + 74) * SECOND
+
+
+def test_a_job_that_was_made_smaller_and_runs_on_has_not_ended() -> None:
+    """The row of what it has left comes some seconds later."""
+    values = {"job_id": "1", "submit": 0.0, "eligible": 0.0, "source": "sacct"}
+    first = Allocation(nodes=3, start=1.0, end=5.0, state="RESIZING", **values)
+    assert joined([first]) == [replace(first, end=None)]
+    other = Allocation(nodes=2, start=9.0, end=None, state="RUNNING", **values)  # queued again under its id
+    assert joined([other, first]) == [replace(first, end=None), other]
+    on = replace(other, start=5.0)
+    assert joined([on, first]) == [replace(first, end=None, state="RUNNING", resized=[(5.0, 2)])]
+
+
 def test_a_run_that_goes_on_is_booked_up_to_its_newest_sign(tmp_path: Path) -> None:
     place = stay(facts=facts(last_sign=26.0), ended=False)
     found = book(place, written(tmp_path, [step(1, 25.0, 15.0)]))
@@ -456,6 +545,7 @@ LINES = st.lists(
     there=st.lists(st.booleans(), min_size=6, max_size=6),
     code=st.sampled_from([0, 1, decide.UNKNOWN]),
     limit=st.sampled_from([0.0, 4.0, float("inf")]),
+    losses=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 3)), max_size=3),
 )
 def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     tmp_path_factory: pytest.TempPathFactory,
@@ -464,6 +554,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     there: list[bool],
     code: int,
     limit: float,
+    losses: list[tuple[float, float, int]],
 ) -> None:
     started = Started(process=times[0], imported=times[1], initialised=times[2], loaded=times[3])
     found = facts(
@@ -476,16 +567,19 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
         last_sign=times[11],
         limit=limit,
         went_back=[entry["iteration"] for entry in lines if "rewind" in entry],
+        rounds=[failed(number, at, lost={"n": ""}, nodes=left) for number, (at, _, left) in enumerate(losses, 1)],
     )
     folder = tmp_path_factory.mktemp("lines")
     told: list[tuple[str, int, int, int]] = []
-    place = stay(facts=found, ended=there[5], end_known=code != decide.UNKNOWN)
+    resized = [(at, 4 - number) for number, at in enumerate(sorted(at for _, at, _ in losses), 1)]
+    place = stay(facts=found, ended=there[5], end_known=code != decide.UNKNOWN, nodes=4, resized=resized)
     whole: Booked = book(place, written(folder, lines), sink=lambda *each: told.append(each), grain=7 * SECOND)
-    assert sum(whole.parts.values()) == whole.end - whole.start
+    each_node = [whole.end] + [min(whole.end, round(at * SECOND)) for at, _ in resized] + 3 * [whole.end]
+    assert sum(whole.parts.values()) == sum(each_node[:4]) - 4 * whole.start
     assert all(amount >= 0 for amount in whole.parts.values())
     assert set(whole.parts) <= set(NAMES)
     assert whole.end == 100 * SECOND or not there[5]
-    assert sum(each[1] for each in told) == whole.end - whole.start
+    assert sum(each[1] for each in told) == sum(whole.parts.values())
     assert all(each[2] <= each[3] for each in told)
     assert book(place, written(folder, lines)).parts == whole.parts
 

@@ -22,8 +22,6 @@ from relayrun.cli import checkpoint as command
 from relayrun.cli import main
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import sizes
-from relayrun.monitoring import run_status, run_status_view
-from relayrun.monitoring.queue import Queue
 from relayrun.rundir import mirror as records
 from relayrun.rundir.lineage import commit_of, durable
 from relayrun.rundir.records import Commit
@@ -447,18 +445,6 @@ def test_two_do_not_copy_at_once(mirrored: Mirrored) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunDirError, match="another process copies"):
             sync.sync(mirrored.run)
-
-
-def test_status_says_how_it_stands(mirrored: Mirrored) -> None:
-    assert run_status.gather(mirrored.run, Queue(), now=time.time()).mirror is None
-    mirrored.sync()
-    found = run_status.gather(mirrored.run, Queue(), now=time.time())
-    lines = dict(run_status_view._lines(found, time.time()))
-    assert lines["mirror"].startswith("iteration 30 is copied and verified (looked ")
-    mirrored.save(40)
-    found = run_status.gather(mirrored.run, Queue(), now=time.time())
-    words = "iteration 30 is copied and verified; iteration 40 is not copied yet (looked "
-    assert dict(run_status_view._lines(found, time.time()))["mirror"].startswith(words)
 
 
 def test_a_run_without_a_second_place_says_so(mirrored: Mirrored) -> None:

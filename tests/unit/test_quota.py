@@ -14,7 +14,8 @@ import pytest
 
 from relayrun.chain import quota as measuring
 from relayrun.chain.notices import note
-from relayrun.chain.quota import QuotaWatch, measure, parse, quotas
+from relayrun.chain.quota import QuotaWatch, measure, quotas
+from relayrun.chain.quota_table import parse
 from relayrun.cli import main
 from relayrun.errors import RelayrunError
 from relayrun.monitoring import run_status, run_status_view, symptoms
@@ -70,7 +71,7 @@ class Site:
         used = self.others + ONE * min(self.saved, 2)
         row = f"/scratch {used // 1024} 0 {self.limit // 1024} - {self.files} 0 {self.most_files} -"
         program = self.programs / self.program
-        program.write_text(f'#!/bin/sh\n[ "$1" = quota ] || exit 1\necho "{row}"\n')
+        program.write_text(f'#!/bin/sh\n[ "$1$3" = quota-u ] || exit 1\necho "{row}"\n')
         program.chmod(0o755)
         measure(self.run, self.plan, now=self.now)
         return [each for each in quota.foreseen(quota.read(self.run), now=self.now) if each.source != FILE_SYSTEM]

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 
 from relayrun import places
 from relayrun.cli import main
+from relayrun.cli import runs as command
 from relayrun.errors import InputError, RunDirError
+from relayrun.monitoring.queue import Queue
 from relayrun.rundir import campaign
 from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
 from relayrun.rundir.lineage import durable
@@ -101,7 +104,7 @@ def test_the_commands_of_the_page_about_runs(run: Run, capsys: pytest.CaptureFix
     for line in lines:
         assert main([word.replace("/archive", str(place)) for word in line[1:]]) == 0
     out = capsys.readouterr().out
-    assert f"are in {place}/my-project/my-run, each read back; {run.path} is removed" in out
+    assert f"are in {place}/my-project/my-run, each read back: the copy is whole\n{run.path} is removed\n" in out
     assert "big is a link, as it was: what it leads to is not copied" in out
     assert "go on: relayrun resume " in out
     moved = Run(Path("logs/runs/my-project/my-run").absolute())
@@ -168,7 +171,7 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path: Path, run: Run) -> None:
         assert whole, (number, steps)
         assert not target.exists() or target in whole  # nothing half-copied has the name
         if not done:
-            assert relocate.finish(run.path, target) or relocate.relocate(run, target), (number, steps)
+            assert relocate.finish(run.path, target) or relocate.relocate(run, target) is None, (number, steps)
         assert held(target) == before
         assert [path.name for path in run.path.parent.iterdir()] == []
         assert [path.name for path in target.parent.iterdir()] == ["my-run"]
@@ -336,6 +339,114 @@ def test_a_moved_run_goes_on(submitted: Run, tmp_path: Path, monkeypatch: pytest
     assert main(["resume", str(moved.path)]) == 0
     assert str(moved.path) in moved.job_script.read_text()
     assert Plan.load(moved).total_steps == 33
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_before_the_original_is_removed_the_copy_is_said_to_be_whole(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever sees it end there knows which of the two is the run."""
+    before = held(run.path)
+    target = Path("archive/my-project/my-run").absolute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: raise_error(path))
+        assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 1
+    said = capsys.readouterr()
+    assert re.search(rf"files, [\d,]+ bytes are in {target}, each read back: the copy is whole", said.out)
+    assert f"the run is whole in {target}; what is left of the original cannot be removed: No space" in said.err
+    assert "the original is whole" not in said.err
+    assert held(target) == before
+    assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 0
+    assert f"the run is in {target}" in capsys.readouterr().out
+    assert os.listdir(run.path.parent) == []
+
+
+def raise_error(path: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_original_that_changed_behind_its_copy_is_told_from_one_that_changes(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relocate, "_unchanged", unchanged_once(relocate._unchanged))
+        with pytest.raises(Cut):
+            main(["runs", "archive", str(run.path), "--to", "archive"])
+    run.stop.write_text("done: all, and more\n")
+    for _ in range(2):
+        assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 1
+        said = capsys.readouterr().err
+        assert "it changed since it was copied: STOP" in said
+        assert "holds the run as it was: keep one of the two" in said
+    assert run.stop.read_text() == "done: all, and more\n"
+
+
+def unchanged_once(real: Callable[..., None]) -> Callable[..., None]:
+    """Cut behind the name of the copy."""
+    calls: list[Path] = []
+
+    def look(source: Path, proven: Any) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise Cut
+        real(source, proven)
+
+    return look
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_run_behind_a_link_is_the_one_that_the_link_leads_to(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = tmp_path / "scratch/123"
+    real.parent.mkdir()
+    run.path.rename(real)
+    run.path.symlink_to(real)
+    before = held(real)
+    target = tmp_path / "archive/my-project/my-run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: raise_error(path))
+        assert main(["runs", "archive", "my-project/my-run", "--to", "archive"]) == 1
+    assert not real.exists()
+    assert main(["runs", "archive", "my-project/my-run", "--to", "archive"]) == 0
+    assert held(target) == before
+    assert os.listdir(real.parent) == []
+    assert f"{run.path} is a link to where it was: ln -sfn {target} {run.path}" in capsys.readouterr().out
+
+
+def test_links_are_looked_at_where_it_is_a_rename_too(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.path / "..data").mkdir()
+    (run.path / "inside").symlink_to("..data")
+    (run.path / "own").symlink_to(run.path / "checkpoints")
+    (run.path / "out").symlink_to("../../x")
+    assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 1
+    assert "a relative link leads out of the run directory: out -> ../../x" in capsys.readouterr().err
+    assert run.plan.exists()
+    beside = run.path.with_name("renamed")
+    assert main(["runs", "move", str(run.path), str(beside)]) == 0  # there it leads where it led
+    said = capsys.readouterr().out
+    assert f"own is a link into {run.path}, where nothing is any more" in said
+    assert "big is a link, as it was: what it leads to is not copied" in said
+    (beside / "out").unlink()
+    assert main(["runs", "move", str(beside), str(tmp_path / "archive/x")]) == 0
+
+
+def test_a_run_with_queued_evaluations_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their jobs write into its directory."""
+    queue = Queue(evaluations={"7": "pending", "8": "running", "9": "gone"})
+    plan = run.plan.read_text()
+    replace(Plan.load(run), scheduler="slurm").write(run.plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.queue, "ask", lambda _: queue)
+        assert main(["runs", "move", str(run.path), str(tmp_path / "x")]) == 1
+    said = capsys.readouterr().err
+    assert "jobs that evaluate its checkpoints write into its directory: 7 (pending), 8 (running)" in said
+    assert "wait for them, or end them: scancel 7 8" in said
+    run.plan.write_text(plan)
+    assert main(["runs", "move", str(run.path), str(tmp_path / "x")]) == 0
 
 
 def test_errors_say_where(run: Run, tmp_path: Path) -> None:

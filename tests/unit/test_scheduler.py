@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
-from relayrun.scheduler import tasks
+from relayrun.scheduler import slurm_command, tasks
 from relayrun.scheduler.base import clean_environment
-from relayrun.scheduler.job_text import is_ambiguous, parse_job
+from relayrun.scheduler.job_text import is_ambiguous, parse_job, timestamp
 from relayrun.scheduler.local_queue import LocalJob
 from relayrun.scheduler.slurm import Slurm
 
@@ -71,6 +72,27 @@ def test_when_a_job_was_queued_started_and_ended() -> None:
     assert parse_job(unlimited.replace("JobState=RUNNING", "JobState=COMPLETED")).end_time == job.end_time
     old = parse_job(LINE)
     assert (old.submit_time, old.eligible_time) == (None, None)
+
+
+def test_slurm_is_asked_for_times_that_are_told_apart_when_summer_time_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In that night 02:30 comes twice; and the person's own way to see times must not reach the parser."""
+    monkeypatch.setenv("TZ", "Europe/Zurich")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    time.tzset()
+    try:
+        shown = 'case "$SLURM_TIME_FORMAT" in %s) echo "$1";; *) date -d "@$1" +%Y-%m-%dT%H:%M:%S;; esac'
+        for program in ("squeue", "scontrol", "sacct"):
+            (tmp_path / program).write_text(f"#!/bin/sh\n{shown}\n")
+            (tmp_path / program).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
+        for program in ("squeue", "scontrol", "sacct"):
+            for moment in (1792888200, 1792891800):  # 2026-10-25 02:30, in summer time and an hour later
+                assert timestamp(slurm_command.run([program, str(moment)], seconds=30).strip()) == moment
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_typed_gpus_and_newer_slurm_are_read() -> None:

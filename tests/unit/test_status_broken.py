@@ -204,6 +204,20 @@ def test_accounting_says_how_the_last_job_died(
     assert len((tmp_path / "bin/called").read_text().splitlines()) == 2  # squeue, sacct
 
 
+def test_a_job_that_lost_a_node_on_its_way_ended_once(
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Accounting has a row for each number of nodes that it had."""
+    made, _plan = make_run(scheduler="slurm")
+    sacct = f"echo '41|RESIZING|0:0|n[1-2]|2026-11-22T09:00:00|2026-11-22T10:00:00'\n{SACCT}"
+    commands(tmp_path / "bin", monkeypatch, sacct=sacct, squeue=SQUEUE, scontrol=SCONTROL)
+    found = status(made, queue.ask(made)).last_job
+    assert found is not None
+    assert (found.id, found.state, found.nodes) == ("41", "FAILED", "n1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sacct", [None, "echo Slurm accounting storage is disabled >&2; exit 1", "sleep 100"])
 def test_without_accounting_the_controller_says_it(

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, Counts, Round, Sink, Work, book, microseconds
+from relayrun.monitoring.goodput.book import NEEDED, Booked, Counts, Work, book
 from relayrun.monitoring.goodput.facts import RunFacts, Stay, gather
+from relayrun.monitoring.goodput.ledger import SECOND, Round, Sink, microseconds
 from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import LOST, NAMES, START
 from relayrun.rundir.rounds import FailedRound
@@ -25,6 +26,8 @@ class StayAccount:
     work: Work
     rounds: Sequence[Round]
     """The same by round of its ranks, oldest first; one where they were not started again."""
+    stepped: int
+    """Microseconds in which steps were computed that count, on however many nodes."""
     waited: dict[str, int]
     """Before it: microseconds `queued`, in `back-off` after a failure, and `stopped`, when nothing was asked for."""
 
@@ -35,11 +38,6 @@ class StayAccount:
     @property
     def nodes(self) -> int:
         return self.stay.nodes
-
-    @property
-    def training_nodes(self) -> int:
-        """Its nodes without spare ones."""
-        return self.stay.nodes - self.stay.spare_nodes
 
     @property
     def failed_rounds(self) -> Sequence[FailedRound]:
@@ -129,8 +127,7 @@ class Account:
     @property
     def effective_training_time(self) -> float:
         """Share of the time since the first submission in which steps were computed that count; the queue is in it."""
-        stepped = sum(each.parts.get("step", 0) / each.training_nodes for each in self.stays)
-        return stepped / self.elapsed if self.elapsed else 0.0
+        return sum(each.stepped for each in self.stays) / self.elapsed if self.elapsed else 0.0
 
     @property
     def node_hours(self) -> float:
@@ -144,15 +141,14 @@ class Account:
     @property
     def mfu(self) -> float | None:
         """Model FLOP utilisation over all allocated time; None where it is not measured."""
-        return self._of_allocated(lambda work: work.mfu_seconds)
+        return self._of_allocated(self.work.mfu_seconds)
 
     @property
     def tflops(self) -> float | None:
         """Model TFLOP/s of a GPU over all allocated time; None where it is not measured."""
-        return self._of_allocated(lambda work: work.tflop_seconds)
+        return self._of_allocated(self.work.tflop_seconds)
 
-    def _of_allocated(self, sum_of: Callable[[Work], float]) -> float | None:
-        total = sum(sum_of(each.work) * each.training_nodes for each in self.stays)
+    def _of_allocated(self, total: float) -> float | None:
         return total / (self.allocated / SECOND) if total and self.allocated else None
 
 
@@ -202,6 +198,7 @@ def _account(stay: Stay, booked: Booked, before: Sequence[StayAccount]) -> StayA
         end=booked.end / SECOND,
         parts=booked.parts,
         rounds=booked.rounds,
+        stepped=booked.stepped,
         work=booked.work,
         waited=waits(stay, before[-1].stay if before else None),
     )

@@ -15,12 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
+from relayrun.monitoring.goodput.ledger import SECOND, Ledger, Round, Sink, microseconds
 from relayrun.monitoring.goodput.metrics import Block, Column
-from relayrun.monitoring.goodput.parts import ALL_NODES
 from relayrun.rundir.ways_back import goes_back
-
-SECOND = 1_000_000
-"""Microseconds."""
 
 FOREVER = 1e9
 """Seconds that no step takes."""
@@ -49,14 +46,6 @@ Amounts = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
 Counts = npt.NDArray[np.bool_]
 
-Sink = Callable[[str, int, int, int], None]
-"""Is told of a part, its microseconds of all nodes, and between which two times (microseconds since 1970) they lie."""
-
-
-def microseconds(seconds: float) -> int:
-    """Seconds as whole microseconds."""
-    return round(seconds * SECOND)
-
 
 @dataclass(kw_only=True)
 class Work:
@@ -66,31 +55,23 @@ class Work:
     tokens: float = 0.0
     step_seconds: float = 0.0
     mfu_seconds: float = 0.0
-    """Sum over steps of model FLOP utilisation times seconds; 0 where none is measured."""
+    """Sum over steps of model FLOP utilisation times seconds times the nodes that trained; 0 where none is measured."""
     tflop_seconds: float = 0.0
-    """Sum over steps of model TFLOP/s of a GPU times seconds."""
+    """Sum over steps of model TFLOP/s of a GPU times seconds times the nodes that trained."""
     redone_iterations: int = 0
     redone_tokens: float = 0.0
 
 
 @dataclass(kw_only=True)
-class Round:
-    """What the nodes of a stay did in one round of its ranks; see `Booked`."""
-
-    parts: dict[str, int] = field(default_factory=dict)
-    iterations: int = 0
-    """Steps that count."""
-    redone_iterations: int = 0
-
-
-@dataclass(kw_only=True)
 class Booked:
-    """The parts of a stay, in microseconds of all its nodes; they sum to `end` - `start` times its nodes."""
+    """The parts of a stay, in microseconds of all its nodes; they sum to what each had from `start` to `end`."""
 
     start: int
     end: int
     rounds: Sequence[Round]
     """Its rounds, oldest first: one, where ranks were not started again."""
+    stepped: int = 0
+    """Microseconds in which steps were computed that count, on however many nodes."""
     work: Work = field(default_factory=Work)
 
     @property
@@ -101,50 +82,6 @@ class Booked:
             for part, amount in each.parts.items():
                 found[part] = found.get(part, 0) + amount
         return found
-
-
-class Ledger:
-    """The cursor, and what has been booked up to it, for all nodes of a stay."""
-
-    def __init__(self, stay: Stay, sink: Sink | None = None) -> None:
-        self.start = self.cursor = microseconds(stay.start)
-        self.end = max(self.start, microseconds(stay.end))
-        self.rounds = [Round()]
-        self._training = stay.nodes - stay.spare_nodes
-        self._spare, self._given_up = stay.spare_nodes, 0
-        self._sink = sink
-
-    def next_round(self, lost: Sequence[str]) -> None:
-        """What follows is of the next round, without these nodes, in whose places spare ones train."""
-        self.rounds.append(Round())
-        gone = min(len(lost), self._spare)
-        self._spare, self._given_up = self._spare - gone, self._given_up + gone
-
-    def until(self, part: str, time: int) -> None:
-        """All up to this time is this part; nothing where that lies behind the cursor."""
-        time = min(time, self.end)
-        if time > self.cursor:
-            self.mixed({part: time - self.cursor}, time)
-
-    def mixed(self, amounts: Mapping[str, int], time: int) -> None:
-        """All up to this time, which is not behind the end, is these parts; they sum to it."""
-        idle = 0
-        for part, amount in amounts.items():
-            if part in ALL_NODES:
-                self._put(part, amount * (self._training + self._spare + self._given_up), time)
-            else:
-                self._put(part, amount * self._training, time)
-                idle += amount
-        self._put("spare", idle * self._spare, time)
-        self._put("given up", idle * self._given_up, time)
-        self.cursor = time
-
-    def _put(self, part: str, amount: int, time: int) -> None:
-        if amount:
-            parts = self.rounds[-1].parts
-            parts[part] = parts.get(part, 0) + amount
-            if self._sink is not None:
-                self._sink(part, amount, self.cursor, time)
 
 
 def book(
@@ -179,7 +116,7 @@ def book(
     else:
         start = "between" if steps.under_way == "redone" else steps.under_way
         ledger.until("launch" if start == "failed start" else start, microseconds(facts.last_sign))
-    return Booked(start=ledger.start, end=ledger.cursor, rounds=ledger.rounds, work=steps.work)
+    return Booked(start=ledger.start, end=ledger.cursor, rounds=ledger.rounds, stepped=ledger.stepped, work=steps.work)
 
 
 def _begin(ledger: Ledger, facts: AttemptFacts) -> None:
@@ -257,7 +194,7 @@ class _Steps:
             self._ledger.until("hang", microseconds(hang.time))
             self._gone_back = True
         self._ledger.until(self.under_way, microseconds(failed.time))
-        self._ledger.next_round(list(failed.lost))
+        self._ledger.next_round(failed)
         self._gone_back = True
 
     def take(self, block: Block) -> Counts:
@@ -324,10 +261,17 @@ class _Steps:
             self._gone_back = False
 
     def _put(self, parts: Mapping[str, Amounts], ends: Amounts) -> None:
-        """Book the lines: all at once, or where somebody wants to know when, by the grain."""
+        """Book the lines: all at once, or where somebody wants to know when, by the grain.
+
+        One in which the number of nodes changes is booked alone.
+        """
         starts: Places = np.zeros(1, dtype=np.intp)
         if self._grain is not None:
             starts = np.flatnonzero(np.diff(ends // self._grain, prepend=-1))
+        if self._ledger.resized:
+            changed = np.searchsorted(ends, self._ledger.resized, side="right")
+            starts = np.union1d(starts, np.concatenate([changed, changed + 1]))
+            starts = starts[starts < len(ends)]
         sums = {part: np.add.reduceat(amounts, starts).tolist() for part, amounts in parts.items()}
         lasts = ends[np.append(starts[1:], len(ends)) - 1].tolist()
         for number, last in enumerate(lasts):
@@ -343,8 +287,9 @@ class _Steps:
         work.step_seconds += float(seconds[steps].sum())
         work.tokens += float(tokens[steps].sum())
         work.redone_tokens += float(tokens[redone].sum())
-        work.mfu_seconds += float((np.nan_to_num(columns["mfu"]) * seconds)[steps].sum())
-        work.tflop_seconds += float((np.nan_to_num(columns["model_tflops_per_gpu"]) * seconds)[steps].sum())
+        nodes = self._ledger.training
+        work.mfu_seconds += nodes * float((np.nan_to_num(columns["mfu"]) * seconds)[steps].sum())
+        work.tflop_seconds += nodes * float((np.nan_to_num(columns["model_tflops_per_gpu"]) * seconds)[steps].sum())
 
 
 def _between_ways_back(block: Block) -> Iterator[Block]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class Stay:
     """The scheduler's word for the job, where no attempt began in it."""
     spare_nodes: int = 0
     """How many of its nodes did not train at first."""
+    resized: Sequence[tuple[float, int]] = ()
+    """When Slurm took nodes from the job, and how many it had from then on, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +106,25 @@ def gather(run: Run, *, now: float | None = None) -> RunFacts:
     if not found:
         hint = f"relayrun status {run.path} says what it waits for"
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=hint)
-    first = min(each.begin.job_start_time or each.begin.start_time for each in found)
-    known = allocations(plan, run, since=first - 3600, job_ids=list(dict.fromkeys(each.begin.job_id for each in found)))
+    job_ids = list(dict.fromkeys(each.begin.job_id for each in found))
+    known = allocations(plan, run, since=_first_submit(run, found) - 3600, job_ids=job_ids)
     return RunFacts(
         run=run,
         plan=plan,
         stays=stays(found, known, plan=plan, now=time.time() if now is None else now),
         evaluated_outside=Policy.read(run.evaluation_policy) is not None,
     )
+
+
+def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
+    """When the run was first submitted; jobs may have had nodes since, long before the first attempt began.
+
+    A copied directory has newer files than its first attempt.
+    """
+    times = [each.begin.job_start_time or each.begin.start_time for each in found]
+    with contextlib.suppress(OSError):
+        times += [run.config_revision(number).stat().st_mtime for number in run.revisions()[:1]]
+    return min(times)
 
 
 def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float) -> list[Stay]:
@@ -139,6 +153,7 @@ def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: P
             source=entry.source,
             facts=None,
             state=entry.state,
+            resized=entry.resized,
         )
         for at, entry in enumerate(known)
         if at not in taken
@@ -167,7 +182,7 @@ def _stay(
         end = min(now, limit)
     asked = int(begin.options.get("nodes", plan.nodes_of_job))
     nodes = asked if entry is None else entry.nodes
-    if plan.outlives_nodes:  # Slurm tells of the nodes that such a job has left
+    if plan.outlives_nodes:  # without accounting Slurm tells of the nodes that such a job has left
         nodes = max(nodes, asked)
     return Stay(
         job_id=begin.job_id,
@@ -181,6 +196,7 @@ def _stay(
         source="the chain" if entry is None else entry.source,
         facts=each,
         spare_nodes=max(0, nodes - plan.training_nodes(nodes)),
+        resized=() if entry is None else entry.resized,
     )
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.monitoring.goodput.account import WAITS, Account, StayAccount
-from relayrun.monitoring.goodput.book import SECOND
+from relayrun.monitoring.goodput.ledger import SECOND
 from relayrun.monitoring.goodput.parts import PARTS
 
 COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -14,8 +14,9 @@ from relayrun.data.order.schedule import Schedule
 from relayrun.errors import RelayrunError
 from relayrun.files import read_json
 from relayrun.monitoring.goodput.account import Account, account
-from relayrun.monitoring.goodput.book import SECOND, Counts, Sink, microseconds
+from relayrun.monitoring.goodput.book import Counts
 from relayrun.monitoring.goodput.facts import RunFacts, Stay, gather
+from relayrun.monitoring.goodput.ledger import SECOND, Sink, microseconds
 from relayrun.monitoring.goodput.metrics import Block
 from relayrun.monitoring.page.series import EMPTY, Points, Series, reduced
 from relayrun.rundir import evaluations

@@ -16,16 +16,15 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import multiprocessing
 import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote
@@ -33,6 +32,7 @@ from urllib.parse import unquote
 from relayrun.errors import InputError, RelayrunError
 from relayrun.monitoring.page import overview
 from relayrun.monitoring.page.shell import POLICY
+from relayrun.monitoring.page.worker import Worker
 from relayrun.monitoring.standing import Damaged, Standing
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir.find import runs_below
@@ -76,13 +76,18 @@ class _Kept:
     of: tuple[object, ...]
     """What told of changes then."""
     since: float
-    made: AsyncResult[str]
+    made: Future[str]
     before: str = ""
     """What was known of it until then."""
 
     def now(self) -> str:
         """What is known now, without waiting."""
-        return self.made.get() if self.made.ready() and self.made.successful() else self.before
+        return self.made.result() if self.made.done() and not self.failed else self.before
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be made: another try may."""
+        return self.made.done() and self.made.exception() is not None
 
 
 class Gallery:
@@ -102,8 +107,8 @@ class Gallery:
         self._looks: dict[str, tuple[float, RunStatus | Damaged]] = {}
         self._goodput: dict[str, _Kept] = {}
         self._reports: dict[str, _Kept] = {}
-        self._reporter = _Process(_alone)
-        self._reckoner = _Process(_in_the_background)
+        self._reporter = Worker(_alone)
+        self._reckoner = Worker(_in_the_background)
 
     def close(self) -> None:
         """End the processes."""
@@ -140,7 +145,7 @@ class Gallery:
                 run, kept = self._runs.get(name), self._goodput.get(name)
                 if run is None or not _has_begun(entry):
                     continue
-                if kept is None or (kept.made.ready() and not _holds(kept, entry, now, LIVING_SECONDS)):
+                if kept is None or (kept.made.done() and not _holds(kept, entry, now, LIVING_SECONDS)):
                     made = self._reckoner.begin(_goodput_of, str(run.path))
                     before = "…" if kept is None else kept.now()
                     self._goodput[name] = _Kept(_told(entry), now, made, before=before)
@@ -166,8 +171,10 @@ class Gallery:
                 self._reports[name] = kept
                 self._forget_old_reports()
         try:
-            return kept.made.get(PATIENCE)
-        except multiprocessing.TimeoutError:
+            return kept.made.result(PATIENCE)
+        except TimeoutError:
+            if kept.made.done():
+                raise
             raise RelayrunError(f"it is not made after {PATIENCE:.0f} s", hint="ask again later") from None
 
     def _forget_old_reports(self) -> None:
@@ -180,7 +187,8 @@ class Gallery:
         if now - self._scanned > LOOK_SECONDS:
             found = runs_below(self._folder, depth=DEPTH)
             above = os.path.join(self._folder, "")
-            self._runs = {str(run.path).removeprefix(above) if run.path != self._folder else ".": run for run in found}
+            own = self._folder.name  # of the folder where it is a run itself
+            self._runs = {str(run.path).removeprefix(above) if run.path != self._folder else own: run for run in found}
             self._scanned = now
         return self._runs
 
@@ -193,30 +201,6 @@ class Gallery:
         for entry in watch([self._runs[name] for name in old], now=now):
             known[paths[entry.path]] = now, entry
         return {name: known[name][1] for name in names}
-
-
-class _Process:
-    """A process that makes one thing after the other; it begins with the first.
-
-    Args:
-        prepare: is called in it first.
-    """
-
-    def __init__(self, prepare: Callable[[], None]) -> None:
-        self._prepare = prepare
-        self._pool: Pool | None = None
-
-    def begin(self, make: Callable[..., str], *values: object) -> AsyncResult[str]:
-        """Have it call `make` with these values, once it is done with what it was given before."""
-        if self._pool is None:
-            self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=self._prepare)
-        return self._pool.apply_async(make, values)
-
-    def end(self) -> None:
-        """End it, whatever it does."""
-        if self._pool is not None:
-            self._pool.terminate()
-            self._pool.join()
 
 
 def _has_begun(entry: Standing | Damaged) -> bool:
@@ -234,6 +218,8 @@ def _changed(run: Run) -> float:
 
 def _holds(kept: _Kept, entry: Standing | Damaged, now: float, seconds: float) -> bool:
     """Whether nothing was seen since that could make another one of it, or it is not so old yet."""
+    if kept.failed:  # what it met may have passed
+        return now - kept.since < LOOK_SECONDS
     return kept.of == _told(entry) or now - kept.since < seconds
 
 
@@ -258,12 +244,12 @@ def _in_the_background() -> None:
 
 
 def _goodput_of(path: str) -> str:
-    """The goodput of a run in words; nothing where it is not known."""
+    """The goodput of a run in words; nothing where it is not known. Raises OSError, which may pass."""
     from relayrun.monitoring.goodput.account import account
 
     try:
         return f"{account(Run(Path(path))).goodput:.1%}"
-    except (RelayrunError, OSError, ValueError, KeyError, TypeError):  # its report says why
+    except (RelayrunError, ValueError, KeyError, TypeError):  # its report says why
         return ""
 
 

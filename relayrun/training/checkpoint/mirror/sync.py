@@ -6,8 +6,8 @@ import contextlib
 import fcntl
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relayrun.errors import RelayrunError, RunDirError
@@ -56,7 +56,7 @@ def sync(run: Run, *, verify: bool = False, pace: Pace | None = None) -> Done:
             hint="set checkpoint.mirror in its config and submit it again",
         )
     mirror.folder(run).mkdir(exist_ok=True)
-    with _alone(run):
+    with alone(run):
         rate = policy.megabytes_per_second
         work = _Pass(run, policy, pace or Pace(None if rate is None else rate * 1e6))
         try:
@@ -83,6 +83,7 @@ class _Pass:
         self._pace = pace
         self._place = place_of(policy, pace)
         self.done = Done()
+        self._ended = False
 
     def all(self, *, verify: bool) -> Done:
         _open(self._run, self._policy, self._place)
@@ -100,21 +101,26 @@ class _Pass:
             finally:
                 mirror.write_copying(self._run, None, now=time.time())
         self._remove()
+        self._ended = True
         return self.done
 
     def note(self) -> None:
         """Leave word for people of how it ended."""
-        iteration, behind = None, 0
+        complaints = self.done.complaints or ["the pass was interrupted"] * (not self._ended)
+        now, complaint = time.time(), "; ".join(complaints) or None
+        last = LastPass(time=now, iteration=None, behind=0, complaint=complaint, seen=False)
         with contextlib.suppress(RelayrunError, OSError):
-            before = mirror.read_last(self._run)
-            iteration = None if before is None else before.iteration  # where the place is away
-            behind = len(self._missing())
+            if (before := mirror.read_last(self._run)) is not None:
+                good_time = before.time if before.complaint is None else before.good_time
+                last = replace(last, iteration=before.iteration, copies=before.copies, good_time=good_time)
+            last = replace(last, behind=len(self._missing()))
             if self._place.owner() is not None:
-                newest = mirror.newest_first(self._place.copies())
-                iteration = newest[0].iteration if newest else None
-        last = LastPass(
-            time=time.time(), iteration=iteration, behind=behind, complaint="; ".join(self.done.complaints) or None
-        )
+                every = mirror.newest_first(self._place.copies())
+                newest = next((copy for copy in self._counting(every) if self._place.fault(copy) is None), None)
+                iteration = None if newest is None else newest.iteration
+                last = replace(last, iteration=iteration, copies=len(every), seen=True)
+        if complaint is None:
+            last = replace(last, good_time=now)
         with contextlib.suppress(OSError):
             mirror.write_last(self._run, last)
 
@@ -191,9 +197,8 @@ class _Pass:
 
         What does not count any more, since training went back, stays until the copies that count are beyond it.
         """
-        line = self._line()
         every = mirror.newest_first(self._place.copies())
-        counting = [copy for copy in every if copy.name in line and copy.is_of(line[copy.name])]
+        counting = self._counting(every)
         if not counting or self._place.fault(counting[0]) is not None:
             return
         stays = self._kept({copy.iteration for copy in counting}) | {counting[0].iteration}
@@ -204,6 +209,11 @@ class _Pass:
                 self.done.lines.append(f"removed iteration {copy.iteration}")
         self._tidy()
 
+    def _counting(self, copies: Iterable[Copy]) -> list[Copy]:
+        """Those of these copies that hold a checkpoint of the run's line, in their order."""
+        line = self._line()
+        return [copy for copy in copies if copy.name in line and copy.is_of(line[copy.name])]
+
     def _tidy(self) -> None:
         self._place.tidy(set(self._line()), {name_of(commit) for commit in self._missing()})
 
@@ -211,9 +221,10 @@ class _Pass:
 def _open(run: Run, policy: MirrorPolicy, place: Place) -> None:
     """Make the second place this run's, or see that it is. Raises RelayrunError where it is another's."""
     last = mirror.read_last(run)
-    if last is not None and last.iteration is not None and place.owner() is None:
+    if last is not None and (last.copies or last.iteration is not None) and place.owner() is None:
+        what = "copies were" if last.iteration is None else f"iteration {last.iteration} was copied"
         raise RunDirError(
-            f"the second place is away, or was emptied: iteration {last.iteration} was copied there",
+            f"the second place is away, or was emptied: {what} there",
             where=place.where,
             hint=f"mount it again; to begin anew, remove {mirror.folder(run) / 'last.json'}",
         )
@@ -244,7 +255,8 @@ def _is_mirrored(run: Run, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(run: Run) -> Iterator[None]:
+def alone(run: Run) -> Iterator[None]:
+    """Keep other processes from copying or restoring checkpoints of the run. Raises RunDirError where one does."""
     with open(mirror.folder(run) / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
