@@ -249,7 +249,10 @@ def test_a_full_place_is_said_before_anything_is_copied(
     assert run.plan.exists()
 
 
-def test_a_run_that_lives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_lives_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run = make_history(tmp_path / "run", lines=30, attempts=3)
     with queue_is_run(run):
         for command in (["archive", str(run.path), "--to", str(tmp_path)], ["move", str(run.path), "elsewhere"]):
@@ -259,9 +262,10 @@ def test_a_run_that_lives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_run_that_a_stage_begins_with_or_that_waits_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its campaign looks for both where they are."""
+    monkeypatch.chdir(tmp_path)
     first, second = (make_history(tmp_path / f"c-{name}", lines=30, attempts=3) for name in ("a", "b"))
     shutil.rmtree(second.attempts)
     for run in (first, second):
@@ -282,8 +286,9 @@ def test_a_run_that_a_stage_begins_with_or_that_waits_is_refused(
     assert "the stage before it, begins this run later, and looks for it here" in capsys.readouterr().err
     assert first.plan.exists()
     assert second.plan.exists()
+    assert not (tmp_path / "elsewhere").exists()
     second.stop.write_text("stopped by ada\n")
-    assert main(["runs", "move", str(first.path), str(tmp_path / "elsewhere")]) == 0
+    assert main(["runs", "move", str(first.path), "elsewhere"]) == 0
 
 
 @pytest.mark.usefixtures("elsewhere")
