@@ -8,9 +8,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta
 
 from relayrun.cli import main
 from relayrun.errors import RelayrunError
@@ -108,6 +110,38 @@ def test_a_name_that_hides_behind_an_allowed_one_is_not_found(tmp_path: Path) ->
     data = b"\x80\x04" + text + b"\x93."
     with pytest.raises(RelayrunError, match="which is no part of a checkpoint"):
         parse_metadata(data, tmp_path)
+
+
+def test_members_of_enumerations_as_early_python_3_11_writes_them_are_read(
+    imported: Imported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.11.0 to 3.11.3, that of Debian 12: or each save would be refused, since it is read back."""
+    metadata = read_metadata(imported.checkpoint)
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)), raising=False
+    )
+    data = pickle.dumps(metadata)
+    assert b"getattr" in data
+    assert parse_metadata(data, tmp_path) == metadata
+
+
+class _Attribute:
+    """What is pickled as an attribute of something."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self._named = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._named
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(StorageMeta, "__init__"), (_MEM_FORMAT_ENCODING, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")],
+)
+def test_no_other_attribute_is_given(tmp_path: Path, owner: type, name: str) -> None:
+    with pytest.raises(Refused, match="it asks for an attribute of what is no enumeration"):
+        parse_metadata(pickle.dumps(_Attribute(owner, name)), tmp_path)
 
 
 def test_what_relayrun_imports_has_hashes(imported: Imported) -> None:

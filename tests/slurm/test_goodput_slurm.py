@@ -30,6 +30,55 @@ def accounted(cluster: TestCluster, run: Run) -> Account:
         return account(Run(run.path))
 
 
+def rows_of_sacct(cluster: TestCluster, run: Run) -> list[list[str]]:
+    """Job id, seconds, nodes and end of the job of each attempt, when Slurm's accounting knows all ends."""
+    begins = [AttemptStart.read(run.attempt(number).begin) for number in run.attempt_numbers()]
+    ids = [begin.job_id for begin in begins if begin is not None]
+    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={','.join(ids)}"]
+    asked.append("--format=JobID,ElapsedRaw,NNodes,End")
+
+    def closed() -> list[list[str]]:
+        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
+        return rows if len(rows) == len(ids) and not any(row[3] == "Unknown" for row in rows) else []
+
+    return cluster.wait_until(closed, what="sacct knows all ends")
+
+
+@pytest.mark.usefixtures("accounting")
+def test_the_parts_of_a_chain_of_ten_attempts_sum_to_what_sacct_has(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+) -> None:
+    """They are asked to leave, lose their ranks, and lose their batch script, in turn; the tenth is done."""
+    cluster = make_cluster(nodes=2, accounting=True)
+    run, plan = make_run("--steps=150", "--step-seconds=0.2", "--save-seconds=0.2", total_steps=150, **SLURM)
+    start(cluster, run)
+    for number in range(1, 10):
+        wait_for_iteration(cluster, run, attempt=number)
+        begin = AttemptStart.read(run.attempt(number).begin)
+        assert begin is not None
+        how = (["USR2", "--batch", begin.job_id], ["KILL", f"{begin.job_id}.0"], ["KILL", "--batch", begin.job_id])
+        cluster.run(["scancel", "--signal", *how[(number - 1) % 3]])
+
+        def next_began(following: int = number + 1) -> bool:
+            hurry(cluster, plan)
+            return run.attempt(following).begin.exists()
+
+        cluster.wait_until(next_began, timeout=240, what=f"attempt {number + 1} begins")
+    wait_for_end(cluster, run, plan)
+    causes = [end.cause for end in ends(run)]
+    assert (len(causes), causes.count("saved"), causes[-1]) == (10, 3, "done"), logs(run)
+
+    rows = rows_of_sacct(cluster, run)
+    found = accounted(cluster, run)
+    print({part: round(amount / SECOND, 1) for part, amount in found.parts.items() if amount})
+    assert [stay.stay.source for stay in found.stays if stay.attempt is not None] == ["sacct"] * 10
+    allocated = [stay.allocated for stay in found.stays if stay.attempt is not None]
+    assert allocated == [int(row[1]) * int(row[2]) * SECOND for row in rows]
+    assert sum(found.parts.values()) == found.allocated
+    assert found.parts["unknown"] <= 0.01 * found.allocated
+
+
 @pytest.mark.usefixtures("accounting")
 def test_the_parts_of_a_chain_sum_to_what_sacct_has(
     make_cluster: MakeCluster,
@@ -58,15 +107,7 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
     assert [end.cause for end in ends(run)] == ["saved", "failed", "done"], logs(run)
     assert second.previous_job_end is not None
 
-    ids = [begin.job_id for begin in (AttemptStart.read(run.attempt(n).begin) for n in (1, 2, 3)) if begin]
-    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={','.join(ids)}"]
-    asked.append("--format=JobID,ElapsedRaw,NNodes,End")
-
-    def closed() -> list[list[str]]:
-        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
-        return rows if len(rows) == len(ids) and not any(row[3] == "Unknown" for row in rows) else []
-
-    rows = cluster.wait_until(closed, what="sacct knows all ends")
+    rows = rows_of_sacct(cluster, run)
     found = accounted(cluster, run)
     assert [stay.stay.source for stay in found.stays] == ["sacct"] * 3
     assert [stay.allocated for stay in found.stays] == [int(row[1]) * int(row[2]) * SECOND for row in rows]

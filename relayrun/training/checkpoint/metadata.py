@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,17 @@ class _NotAllowed(Exception):
     """A pickle names what no checkpoint needs."""
 
 
+def _member(owner: Any, name: Any) -> Any:
+    """What Python 3.11.0 to 3.11.3 write for a member of an enumeration: getattr(class, name)."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and isinstance(name, str) and name in owner.__members__:
+        return owner[name]
+    raise _NotAllowed("it asks for an attribute of what is no enumeration")
+
+
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (record := _OF_MEGATRON.get((module, name))) is not None:
