@@ -43,6 +43,26 @@ def worker() -> Iterator[Worker]:
     assert not multiprocessing.active_children()
 
 
+def test_an_end_may_come_while_it_begins(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does, while a page is asked for."""
+    real, enders = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", real)
+        enders.append(threading.Thread(target=worker.end))
+        enders[0].start()
+        time.sleep(0.5)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made = worker.begin(fails, "KeyError")
+    enders[0].join(60)
+    assert not enders[0].is_alive()
+    assert isinstance(made.exception(60), (KeyError, RelayrunError))
+    with pytest.raises(RelayrunError, match="the server has ended"):
+        worker.begin(fails, "KeyError")
+
+
 def nothing() -> None:
     """Prepare nothing."""
 

@@ -25,7 +25,7 @@ class Worker:
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._link: Connection | None = None
         self._waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -35,14 +35,19 @@ class Worker:
     def begin(self, make: Callable[..., str], *values: object) -> Future[str]:
         """Have the process call `make` with these values, once it is done with what it was given before.
 
-        The future raises what `make` raises, and RelayrunError where the process has ended over it.
+        The future raises what `make` raises, and RelayrunError where the process has ended over it. After `end` this
+        raises RelayrunError.
         """
         made: Future[str] = Future()
-        if self._thread is None:
-            self._running()
-            self._thread = threading.Thread(target=self._serve, daemon=True)
-            self._thread.start()
-        self._waiting.put((made, make, values))
+        with self._lock:  # or `end` would come between
+            if self._ended:
+                raise RelayrunError("the server has ended")
+            if self._thread is None:
+                self._running()
+                thread = threading.Thread(target=self._serve, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._waiting.put((made, make, values))
         return made
 
     def end(self) -> None:
