@@ -271,6 +271,20 @@ SECTIONS: dict[str, list[Row]] = {
         Row("jobs there", "one_spare.jobs", ".0f"),
         Row("load of the machine meanwhile, beside other work: seconds are upper bounds", "load_average", ".0f"),
     ],
+    "kills_often": [
+        Row("ranks", "ranks", ".0f"),
+        Row("seconds between two kills of a random rank", "kill_every_seconds", ".0f"),
+        Row("ranks killed", "spares.kills", ".0f"),
+        Row("seconds from a failure to the next step of all ranks, median", "spares.round_seconds.all.median", ".2f"),
+        Row("the same, 95th percentile", "spares.round_seconds.all.p95", ".2f", most=1.5),
+        Row("the same, longest", "spares.round_seconds.all.max", ".2f"),
+        Row("of it process groups and model, median", "spares.round_seconds.groups.median", ".2f"),
+        Row("most steps that a round lost", "spares.most_steps_lost_in_a_round", ".0f"),
+        Row("jobs", "spares.jobs", ".0f", most=1),
+        Row("tensors of the last checkpoint compared with the undisturbed run's", "spares.tensors_compared", ".0f"),
+        Row("claims that do not hold", "does_not_hold", ".0f", most=0),
+        Row("load of the machine meanwhile, of which the ranks are the most", "load_average", ".1f"),
+    ],
     "recovery": [
         *(
             Row(f"{what}: {told}", f"{side}.{figure}", form)
@@ -346,6 +360,10 @@ SECTIONS: dict[str, list[Row]] = {
 }
 
 
+COMMANDS = {"kills_often": "kills.py --ranks-per-node 1 --kill-every 12"}
+"""What gave a result that is not named after its script."""
+
+
 def render() -> str:
     """The page."""
     parts = [
@@ -362,7 +380,7 @@ def render() -> str:
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
         parts += [
             "",
-            f"## `benchmarks/{name}.py`",
+            f"## `benchmarks/{COMMANDS.get(name, f'{name}.py')}`",
             f"{result['date'][:10]}, {result['cpus']} CPUs, {versions}.",
             "",
             "| what | measured | wanted | reached |",
