@@ -237,7 +237,7 @@ class Native:
     def undisturbed(self, last: int) -> dict[int, str]:
         """The losses of a run that nobody kills."""
         sections = self._sections | {
-            "training": {"steps": last},
+            "training": {"steps": LAST, "stop_after": last},  # the learning rate is planned for all of them
             "chain": {"recovery": "job"},
             "checkpoint": {"interval": 100_000, "async_save": False},
         }
