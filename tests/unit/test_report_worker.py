@@ -60,7 +60,7 @@ def test_an_end_may_come_while_it_begins(worker: Worker, monkeypatch: pytest.Mon
     assert not enders[0].is_alive()
     assert isinstance(made.exception(60), (KeyError, RelayrunError))
     with pytest.raises(RelayrunError, match="the server has ended"):
-        worker.begin(fails, "KeyError")
+        worker.begin(fails, "KeyError").result(60)
 
 
 def nothing() -> None:

@@ -35,13 +35,13 @@ class Worker:
     def begin(self, make: Callable[..., str], *values: object) -> Future[str]:
         """Have the process call `make` with these values, once it is done with what it was given before.
 
-        The future raises what `make` raises, and RelayrunError where the process has ended over it. After `end` this
-        raises RelayrunError.
+        The future raises what `make` raises, and RelayrunError where the process has ended over it, or after `end`.
         """
         made: Future[str] = Future()
         with self._lock:  # or `end` would come between
             if self._ended:
-                raise RelayrunError("the server has ended")
+                made.set_exception(RelayrunError("the server has ended"))
+                return made
             if self._thread is None:
                 self._running()
                 thread = threading.Thread(target=self._serve, daemon=True)
