@@ -2,7 +2,9 @@
 """Seconds from a SIGKILL of a rank to the next step of all ranks: our rounds, and those who restart ranks elsewhere.
 
     pip install --target X --no-deps nvidia-resiliency-ext==0.4.1
-    PYTHONPATH=X TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 python benchmarks/recovery.py     # or in_process finds its port taken
+    PYTHONPATH=X TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 python benchmarks/recovery.py
+
+The variable keeps the store of in_process from one that torch shares.
 
 One toy (`_recovery_toy.py`: two ranks over gloo, steps of 50 ms, a checkpoint every five) below four launchers:
 
