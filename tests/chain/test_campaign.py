@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from tests.campaigns import ROOT
 from tests.history import began
 
 from .conftest import MakeRun
-from .exhaustion import FAULTS, KILL, run_child
-from .fake_slurm import FakeSlurm
+from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
+from .fake_slurm import FakeSlurm, Jobs
 from .test_exhaustion import EVERYTHING, todays
 
 Make = Callable[..., tuple[Path, FakeSlurm]]
@@ -139,6 +139,38 @@ def test_eight_who_look_at_once_begin_each_run_once(make: Make) -> None:
     assert {name: len(found) for name, found in jobs(folder, slurm).items()} == {f"{n:02}": 1 for n in range(1, 7)}
 
 
+def at_every_call(
+    look: Callable[[], int],
+    calls: Sequence[str],
+    work: Path,
+    template: Path,
+    slurm: FakeSlurm,
+    queued: Jobs,
+    judge: Callable[[Fault, Reached], str],
+    *,
+    everything: bool,
+) -> None:
+    """Let a look be killed, or meet an error, at each of its calls, and another one follow; `judge` says what is wrong.
+
+    Each begins with the files of `template` in `work`, and with these jobs in the queue.
+    """
+    wrong, count = [], 0
+    for number, call in enumerate(calls):
+        for index, fault in enumerate((KILL, *FAULTS)):
+            if not everything and (number + index) % 10 != todays(10):
+                continue
+            count += 1
+            shutil.rmtree(work)
+            shutil.copytree(template, work)
+            slurm.write(queued)
+            run_child(look, work, slurm, at=number, fault=fault)
+            done = run_child(look, work, slurm)
+            if words := judge(fault, done):
+                wrong.append(f"{fault} at {number} {call}: {words}: {done.output}")
+    assert count
+    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
+
+
 @pytest.mark.slow
 @EVERYTHING
 def test_killed_or_failing_at_any_call_each_run_begins_once(make: Make, tmp_path: Path, everything: bool) -> None:
@@ -153,27 +185,17 @@ def test_killed_or_failing_at_any_call_each_run_begins_once(make: Make, tmp_path
 
     undisturbed = run_child(look, work, slurm)
     assert undisturbed.code == 0, undisturbed.output
-    wrong, count = [], 0
-    for number, call in enumerate(undisturbed.calls):
-        for index, fault in enumerate((KILL, *FAULTS)):
-            if not everything and (number + index) % 10 != todays(10):
-                continue
-            count += 1
-            shutil.rmtree(work)
-            shutil.copytree(template, work)
-            slurm.write({})
-            run_child(look, work, slurm, at=number, fault=fault)
-            done = run_child(look, work, slurm)
-            found = jobs(folder, slurm)
-            records = {name: Begun.read(campaign.begun_path(folder, name)) for name in ("01", "02", "03")}
-            told = {name: [record.job_id] for name, record in records.items() if record is not None}
-            # after an error who could not be read was passed over, and waits for its turn
-            right = sorted(found) == ["01", "02"] or (fault is not KILL and len(found) == 2)
-            once = all(len(ids) == 1 for ids in found.values())
-            if done.code or not right or not once or told != found:
-                wrong.append(f"{fault} at {number} {call}: {found}, on record {told}: {done.output}")
-    assert count
-    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
+
+    def judge(fault: Fault, done: Reached) -> str:
+        found = jobs(folder, slurm)
+        records = {name: Begun.read(campaign.begun_path(folder, name)) for name in ("01", "02", "03")}
+        told = {name: [record.job_id] for name, record in records.items() if record is not None}
+        # after an error who could not be read was passed over, and waits for its turn
+        right = sorted(found) == ["01", "02"] or (fault is not KILL and len(found) == 2)
+        once = all(len(ids) == 1 for ids in found.values())
+        return f"{found}, on record {told}" if done.code or not right or not once or told != found else ""
+
+    at_every_call(look, undisturbed.calls, work, template, slurm, {}, judge, everything=everything)
 
 
 def saved(run: Run, iteration: int) -> None:
@@ -402,23 +424,14 @@ def test_killed_or_failing_at_any_call_an_evaluation_is_queued_once(
     undisturbed = run_child(look, work, slurm)
     assert undisturbed.code == 0, undisturbed.output
     assert len(evaluation_jobs(stable, slurm)) == 1
-    wrong, count = [], 0
-    for number, call in enumerate(undisturbed.calls):
-        for index, fault in enumerate((KILL, *FAULTS)):
-            if not everything and (number + index) % 10 != todays(10):
-                continue
-            count += 1
-            shutil.rmtree(work)
-            shutil.copytree(template, work)
-            slurm.write(queued)
-            run_child(look, work, slurm, at=number, fault=fault)
-            done = run_child(look, work, slurm)
-            found = evaluation_jobs(stable, slurm)
-            record = Submitted.read(evaluations.directory(stable, 20, 1).submitted)
-            if done.code or len(found) != 1 or record is None or [record.job_id] != found:
-                wrong.append(f"{fault} at {number} {call}: {found}, on record {record}: {done.output}")
-    assert count
-    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:20]])
+
+    def judge(_: Fault, done: Reached) -> str:
+        found = evaluation_jobs(stable, slurm)
+        record = Submitted.read(evaluations.directory(stable, 20, 1).submitted)
+        right = not done.code and len(found) == 1 and record is not None and [record.job_id] == found
+        return "" if right else f"{found}, on record {record}"
+
+    at_every_call(look, undisturbed.calls, work, template, slurm, queued, judge, everything=everything)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm, name: str, words: str) -> list[str]:

@@ -25,6 +25,15 @@ def elastic(nodes: Nodes, *smaller: int) -> None:
     nodes.coordinator._places._elastic = smaller
 
 
+def begun_without_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """Two of three nodes train, of which one was to be a spare one: the first has not come within a minute."""
+    nodes = Nodes(folder, spare=1)
+    nodes.hello(1, 2)
+    later(monkeypatch, 61)
+    nodes.coordinator.look()
+    return nodes
+
+
 @pytest.mark.parametrize("late", [65, 119, 290])
 def test_a_late_agent_without_which_none_can_begin_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: float
@@ -41,10 +50,7 @@ def test_a_late_agent_without_which_none_can_begin_is_waited_for(
 def test_a_late_agent_without_which_the_others_began_is_a_spare_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = Nodes(tmp_path, spare=1)
-    nodes.hello(1, 2)
-    later(monkeypatch, 61)
-    nodes.coordinator.look()
+    nodes = begun_without_the_first(tmp_path, monkeypatch)
     assert nodes.places() == [None, 0, 1]
     assert nodes.said == ["n0 has not said hello for 61 s; the others begin without it"]
     nodes.hello(0)
@@ -59,10 +65,7 @@ def test_a_late_agent_without_which_the_others_began_is_a_spare_one(
 def test_an_agent_that_comes_while_a_round_ends_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = Nodes(tmp_path, spare=1)
-    nodes.hello(1, 2)
-    later(monkeypatch, 61)
-    nodes.coordinator.look()
+    nodes = begun_without_the_first(tmp_path, monkeypatch)
     nodes.dead(1, 0, code=-9)
     nodes.hello(0)
     nodes.end(1, 2)
