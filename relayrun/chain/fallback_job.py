@@ -8,7 +8,7 @@ start is then for that job's `begin`.
 
 from __future__ import annotations
 
-from relayrun.chain import campaign, fallback, messenger, successor, take_over
+from relayrun.chain import campaign, fallback, left_out, messenger, successor, take_over
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
@@ -78,20 +78,14 @@ def _queue_next(
     newest = run.newest_begun()
     begin = newest.read_begin() if newest is not None else None
     given = successor.own_options(failed, scheduler) if failed else begin.options if begin else {}
-    options = successor.successor_options(run, plan, scheduler, given)
+    options = left_out.options_without(run, plan, scheduler, given)
     count = _failed_begins(order, failed)
     delay = BEGIN_BACKOFF << (count - 1)
     tried = _tried_nodes(scheduler, failed)
-    elsewhere = dict(options)
-    if tried:
-        elsewhere["exclude"] = ",".join(filter(None, [options.get("exclude"), tried]))
-    try:
-        job_id = scheduler.submit(plan, run.job_script, options=elsewhere, delay=delay)
-    except SchedulerError:
-        if not tried or successor.waiting(plan, scheduler, own=""):  # queued all the same: the next look finds it
-            raise
+    elsewhere = options | {"exclude": ",".join(filter(None, [options.get("exclude"), tried]))}
+    if not tried or scheduler.nodes is None or not scheduler.nodes.suffice(plan, run.job_script, elsewhere):
         tried, elsewhere = "", options  # there are no other nodes
-        job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
+    job_id = scheduler.submit(plan, run.job_script, options=elsewhere, delay=delay)
     log(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
     fallback.put_behind(run, plan, job_id, options=elsewhere, failed_begins=count)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from relayrun.chain import fallback, nodes
+from relayrun.chain import fallback, left_out, nodes
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir.attempt import Attempt
@@ -42,7 +42,7 @@ def ensure(
     if found:
         job_id = found[0].id
     else:
-        wanted = successor_options(run, plan, scheduler, options)
+        wanted = left_out.options_without(run, plan, scheduler, options)
         try:
             job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
         except SchedulerError:  # a limit of submitted jobs may leave room for one behind this one, not for two
@@ -74,29 +74,14 @@ def cancel(scheduler: Scheduler, job: Job) -> None:
     log(f"cancelled queued job {job.id}")
 
 
-def successor_options(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
-    """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
-    strikes = nodes.read_strikes(run)
-    if not strikes or scheduler.nodes is None:
-        return dict(options)
-    wished = plan.sbatch_options.get("exclude")
-    by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
-    by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
-    by_hand |= set(scheduler.nodes.expand(wished)) if wished else set()
-    bad = nodes.excluded(strikes, nodes=plan.nodes, now=time.time())
-    left_out = sorted((by_hand | set(bad)) & scheduler.nodes.known())  # an unknown one would make sbatch fail
-    result = {name: value for name, value in options.items() if name != "exclude"}
-    return result | ({"exclude": ",".join(left_out)} if left_out else {})
-
-
 def own_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
     """The options of the running job without the nodes that it leaves out because its `begin` failed there."""
     options = dict(job.options)
     if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
         return options
     tried = set(job.begin_failed_on.split(","))
-    left_out = [node for node in scheduler.nodes.expand(options.pop("exclude")) if node not in tried]
-    return options | ({"exclude": ",".join(left_out)} if left_out else {})
+    kept = [node for node in scheduler.nodes.expand(options.pop("exclude")) if node not in tried]
+    return options | ({"exclude": ",".join(kept)} if kept else {})
 
 
 def note_cancelled(attempt: Attempt, scheduler: Scheduler) -> Successor | None:
@@ -165,15 +150,10 @@ def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) 
         if delay:
             scheduler.postpone(job_id, delay=delay)
             log(f"job {job_id} does not start before {delay} s from now")
-        struck = set(nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time()))
-        if scheduler.nodes is None or not struck:  # nothing to ask Slurm for
+        if scheduler.nodes is None or not nodes.read_strikes(run):  # nothing to ask Slurm for
             return
         job = scheduler.query(job_id)
-        bad = struck & scheduler.nodes.known()
-        given = job.options.get("exclude") if job is not None else None
-        left_out = set(scheduler.nodes.expand(given)) if given else set()
-        if job is not None and not bad <= left_out:  # nothing is taken away: it may be a person's wish
-            scheduler.nodes.exclude(job_id, sorted(left_out | bad))
-            log(f"job {job_id} leaves out {', '.join(sorted(bad))}; see {run.strikes}")
+        if job is not None:
+            left_out.exclude(run, plan, scheduler.nodes, job)
     except SchedulerError as error:
         log(f"job {job_id} stays as it is: {error.message}")

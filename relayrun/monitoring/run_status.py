@@ -26,6 +26,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.purge import Purge
 from relayrun.rundir.quarantine import LeftBehind
 from relayrun.rundir.quota import Foreseen
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run, data_of_checkpoint
 from relayrun.rundir.sentinel import Asked
 from relayrun.rundir.stragglers import Straggler
@@ -84,7 +85,9 @@ class RunStatus(Standing):
     strikes: dict[str, int]
     """Nodes with the number of failed attempts that they are blamed for and that still count."""
     excluded: list[str]
-    """Nodes that the next job leaves out for their strikes."""
+    """Nodes that the next job leaves out for their strikes, where Slurm has others in their place."""
+    used_again: list[str]
+    """Those among them that the newest attempt has all the same, as there were too few others."""
     triggers: list[Trigger]
     """Triggers that were touched and not yet obeyed."""
     unsent_notices: int = 0
@@ -127,6 +130,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
     end_time = begin.job_end_time if begin is not None and look.running else None
     living = look.state != "stopped"
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
+    excluded = nodes.excluded(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent.not_sent(run, now=now)
     return RunStatus(
         **vars(look.standing(asked)),
@@ -157,7 +161,8 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         failed_attempts=failed_attempts(run, plan) - (1 if look.running else 0),
         max_failed_attempts=plan.max_failed_attempts,
         strikes=counts,
-        excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
+        excluded=excluded,
+        used_again=_used_again(excluded, strikes, begin),
         triggers=_pending(run),
         left_out=_left_out(run, line),
         purges=_purges(run, plan, durable, living=living),
@@ -167,6 +172,13 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         unsent_reason=why_late,
         mirror=_last_pass(run, durable=durable is not None and durable.path is not None),
     )
+
+
+def _used_again(excluded: list[str], strikes: list[nodes.Strike], begin: AttemptStart | None) -> list[str]:
+    if begin is None or not excluded:
+        return []
+    struck = {strike.node for strike in strikes if strike.attempt >= begin.attempt}  # in this attempt
+    return [node for node in excluded if node in nodes.expand(begin.nodes) and node not in struck]
 
 
 def _purges(run: Run, plan: Plan, durable: Durable | None, *, living: bool) -> list[Purge]:

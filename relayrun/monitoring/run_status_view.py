@@ -17,6 +17,8 @@ from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.standing_view import duration, loss, sentinel, speed
 from relayrun.scheduler.base import Job
 
+_AGAIN = " (used again: there are too few others)"
+
 
 def one(status: RunStatus, *, now: float) -> Table:
     """Return all that is known of one run, one fact a line; lines without a fact are left out."""
@@ -85,7 +87,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
         ("failed", failed if status.failed_attempts else ""),
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
-        ("excluded", ", ".join(status.excluded)),
+        ("excluded", ", ".join(f"{node}{_AGAIN * (node in status.used_again)}" for node in status.excluded)),
         ("triggers", ", ".join(f"{t.name} by {t.user}, {duration(now - t.time)} ago" for t in status.triggers)),
         ("sentinel", "" if status.sentinel is None else sentinel(status.sentinel, now=now)),
         ("notices", f"{status.unsent_notices} not sent: " * bool(status.unsent_notices) + status.unsent_reason),

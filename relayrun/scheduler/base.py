@@ -93,6 +93,9 @@ class NodeControl(Protocol):
     def known(self) -> set[str]:
         """Names of all nodes."""
 
+    def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
+        """Whether a job with these options, nodes to exclude among them, has enough nodes that are up."""
+
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Keep a queued job off exactly these nodes."""
 

@@ -25,6 +25,9 @@ from relayrun.slurmtime import format_time
 COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
 
+_NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available")
+"""What sbatch says where nodes that are up, and not excluded, are too few."""
+
 COMMAND_SECONDS = 120.0
 """How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
 
@@ -379,6 +382,15 @@ class SlurmNodes:
 
     def known(self) -> set[str]:
         return set(self._slurm.ask(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
+
+    def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
+        try:
+            self._slurm.test(script, gres.in_the_same_way(options, plan.sbatch_options))
+        except SchedulerError as error:  # what else it refuses says nothing of nodes
+            if isinstance(error, NoAnswerError):
+                raise
+            return _NO_NODES.search(error.message) is None
+        return True
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])

@@ -29,6 +29,8 @@ class FakeSlurm:
         """The most jobs that may be queued or run."""
         self.unchangeable = False
         """Whether nobody may change a job."""
+        self.down: set[str] = set()
+        """Nodes that are down."""
         self.demanded = ""
         """The option that a job must have, but for those of the chain, in whose script it stands."""
 
@@ -108,8 +110,16 @@ class FakeSlurm:
             after = options.get("dependency", "").removeprefix("singleton").removeprefix("afternotok:")
             if after and after not in jobs:
                 raise RefusedError("sbatch: error: Batch job submission failed: Job dependency problem")
+            others = NODES - set(exclude.split(","))
+            needed = int(options.get("nodes") or self._header(rest[0], "nodes") or 1)
             if "test-only" in options:
+                if len(others - self.down) < needed:
+                    raise RefusedError("allocation failure: Requested node configuration is not available")
                 return ""
+            if len(others) < needed:  # one that is down may come back
+                raise RefusedError(
+                    "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+                )
             further = {"options": options} if after else {}
             return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after, **further) + "\n"
         if program == "squeue":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.nodes import read_strikes
+from relayrun.chain.nodes import expand, read_strikes
 from relayrun.errors import SchedulerError
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
@@ -148,6 +148,21 @@ def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCl
     begins = [AttemptStart.read(run.attempt(number).begin) for number in run.attempt_numbers()]
     # the third job waited behind the second one, and was changed: Slurm keeps such a list as it was given
     assert [begin.options.get("exclude") for begin in begins if begin] == ["n3", "n3", "n1,n3"]
+
+
+def test_a_node_that_nobody_can_replace_is_used_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    """Without it the third job would wait for ever, with no word from Slurm but that it waits."""
+    run, plan = make_run("--steps=60", "--die-on=n1", total_steps=60, max_failed_attempts=5, **SLURM)
+    start(cluster, run, "--exclude=n2,n3")
+    for attempt in (1, 2):
+        cluster.wait_until(run.attempt(attempt).end.exists, timeout=240)
+        hurry(cluster, plan)
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["failed", "failed", "done"], logs(run)
+    begin = AttemptStart.read(run.attempt(3).begin)
+    assert begin is not None
+    assert (begin.nodes, expand(begin.options["exclude"])) == ("n[0-1]", ["n2", "n3"])
+    assert "without n1 this job has too few nodes that are up" in logs(run)
 
 
 def test_a_job_without_requeue_becomes_one_that_queues_itself_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811

@@ -121,6 +121,16 @@ def test_a_running_chain(run: Run) -> None:
     assert [trigger.name for trigger in found.triggers] == ["save"]
 
 
+def test_a_node_that_is_used_again_because_there_are_too_few_others(run: Run) -> None:
+    nodes.strike(run, 1, {"n1": "node failure"}, now=NOW - 700, sick=True)
+    found = run_status.gather(run, RUNNING, now=NOW)
+    assert (found.excluded, found.used_again) == (["n1"], ["n1"])
+    text = dict(run_status_view._lines(found, NOW))["excluded"]
+    assert text == "n1 (used again: there are too few others)"
+    nodes.strike(run, 2, {"n1": "node failure"}, now=NOW - 100)  # in this attempt: the next job leaves it out
+    assert run_status.gather(run, RUNNING, now=NOW).used_again == []
+
+
 def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: Run) -> None:
     with open(run.attempt(2).metrics, "w") as file:
         file.write('{"iteration": 11, "lo')  # a torn line
