@@ -8,7 +8,7 @@ start is then for that job's `begin`.
 
 from __future__ import annotations
 
-from relayrun.chain import campaign, fallback, left_out, messenger, successor, take_over
+from relayrun.chain import campaign, fallback, messenger, next_nodes, successor, take_over
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
@@ -78,7 +78,7 @@ def _queue_next(
     newest = run.newest_begun()
     begin = newest.read_begin() if newest is not None else None
     given = successor.own_options(failed, scheduler) if failed else begin.options if begin else {}
-    options = left_out.options_without(run, plan, scheduler, given)
+    options = next_nodes.options_for(run, plan, scheduler, given)
     count = _failed_begins(order, failed)
     delay = BEGIN_BACKOFF << (count - 1)
     tried = _tried_nodes(scheduler, failed)

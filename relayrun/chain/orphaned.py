@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from relayrun.chain import decide, supervisor
+from relayrun.chain import decide, successor, supervisor
 from relayrun.chain.log import log
 from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
@@ -119,7 +119,7 @@ def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
     record, scheduler = attempt.read_end(), for_plan(plan, run)
     if record is not None and record.action in ("continue", "retry") and stop_reason(run) is None:
         _say(f"job {own} is queued again under its id")
-        scheduler.requeue(own, delay=record.delay)
+        successor.requeue(run, plan, scheduler, own, delay=record.delay)
     else:
         _say(f"job {own} is cancelled")
         scheduler.cancel(own)

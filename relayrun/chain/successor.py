@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from relayrun.chain import fallback, left_out, nodes
+from relayrun.chain import fallback, next_nodes
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir.attempt import Attempt
@@ -42,7 +42,7 @@ def ensure(
     if found:
         job_id = found[0].id
     else:
-        wanted = left_out.options_without(run, plan, scheduler, options)
+        wanted = next_nodes.options_for(run, plan, scheduler, options)
         try:
             job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
         except SchedulerError:  # a limit of submitted jobs may leave room for one behind this one, not for two
@@ -124,7 +124,7 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     """
     if plan.mode == "requeue":
         log(f"this job is queued again, not before {delay} s from now")
-        scheduler.requeue(own, delay=delay)
+        requeue(run, plan, scheduler, own, delay=delay)
         return None
     found = waiting(plan, scheduler, own=own)
     if found:
@@ -140,8 +140,18 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
         if waiting(plan, scheduler, own=own):  # it was queued all the same
             return None
         log(f"no job could be queued behind this one: {error.message}; this one is queued again")
-        scheduler.requeue(own, delay=delay)
+        requeue(run, plan, scheduler, own, delay=delay)
     return None
+
+
+def requeue(run: Run, plan: Plan, scheduler: Scheduler, own: str, *, delay: int) -> None:
+    """Queue the running job again under its id, with the nodes that it then can have. Raises SchedulerError."""
+    try:
+        few = next_nodes.of_own_job(run, plan, scheduler, own)
+    except SchedulerError as error:
+        log(f"with how many nodes job {own} may start is not known: {error.message}")
+        few = None
+    scheduler.requeue(own, delay=delay, few=few)
 
 
 def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:
@@ -150,10 +160,6 @@ def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) 
         if delay:
             scheduler.postpone(job_id, delay=delay)
             log(f"job {job_id} does not start before {delay} s from now")
-        if scheduler.nodes is None or not nodes.read_strikes(run):  # nothing to ask Slurm for
-            return
-        job = scheduler.query(job_id)
-        if job is not None:
-            left_out.exclude(run, plan, scheduler.nodes, job)
+        next_nodes.adapt(run, plan, scheduler, job_id)
     except SchedulerError as error:
         log(f"job {job_id} stays as it is: {error.message}")

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from relayrun.rundir.plan import Plan
 
@@ -84,6 +84,13 @@ class RankLaunch:
     """MASTER_ADDR and MASTER_PORT, where they are known before the ranks start."""
 
 
+class Fewest(NamedTuple):
+    """With how little a job may start."""
+
+    nodes: int
+    tasks: int
+
+
 class NodeControl(Protocol):
     """The nodes of a cluster, and which of them a queued job may have. Every method may raise SchedulerError."""
 
@@ -98,6 +105,9 @@ class NodeControl(Protocol):
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Keep a queued job off exactly these nodes."""
+
+    def do_with(self, job_id: str, few: Fewest) -> None:
+        """Let a queued job start with fewer nodes than it asks for; it has all of them where they are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +202,11 @@ class Scheduler(Protocol):
         its standard error, for people who ask the scheduler.
         """
 
-    def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        """Queue the running job again under its id, not before `delay` seconds. It may end the caller."""
+    def requeue(self, job_id: str, *, delay: int = 0, few: Fewest | None = None) -> None:
+        """Queue the running job again under its id, not before `delay` seconds. It may end the caller.
+
+        `few`: what it may start with, where it need not have all nodes that it has asked for.
+        """
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
         """Have the running job queued again if its batch script is killed; see `chain.guard`, which `command` runs."""

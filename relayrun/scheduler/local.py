@@ -26,7 +26,7 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler import leftover
 from relayrun.scheduler.auxiliary import Auxiliary
-from relayrun.scheduler.base import BEGIN_BACKOFF, LIVE_STATES, MAX_FAILED_BEGINS, Job, RankLaunch
+from relayrun.scheduler.base import BEGIN_BACKOFF, LIVE_STATES, MAX_FAILED_BEGINS, Fewest, Job, RankLaunch
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 
 KILL_WAIT = 30.0
@@ -123,7 +123,7 @@ class LocalScheduler:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
 
-    def requeue(self, job_id: str, *, delay: int = 0) -> None:
+    def requeue(self, job_id: str, *, delay: int = 0, few: Fewest | None = None) -> None:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job_id), requeue_delay=delay))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import gres, slurm_command
-from relayrun.scheduler.base import PATIENCE, FallbackJobs, Job, NodeControl, RankLaunch, clean_environment
+from relayrun.scheduler.base import PATIENCE, FallbackJobs, Fewest, Job, NodeControl, RankLaunch, clean_environment
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
@@ -157,12 +157,12 @@ class Slurm:
             changes.append(f"Comment={COMMENT}log={log}" if log else "Comment=")
         self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
-    def requeue(self, job_id: str, *, delay: int = 0) -> None:
+    def requeue(self, job_id: str, *, delay: int = 0, few: Fewest | None = None) -> None:
         job = self._seen_once(job_id)
         if job is None or not job.requeue:
             with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
                 self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
-        later = ([f"StartTime=now+{delay}"] if delay else []) + self._nodes_come_back(job)
+        later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job) + _fewer(few)
         try:
             if later:  # one process gives both orders: with the first one Slurm ends the job that this may run in
                 self.order(["scontrol"], [f"requeue {job_id}", " ".join([f"update JobId={job_id}", *later])])
@@ -394,6 +394,14 @@ class SlurmNodes:
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+
+    def do_with(self, job_id: str, few: Fewest) -> None:
+        self._slurm.order(["scontrol", "update", f"JobId={job_id}", *_fewer(few)])
+
+
+def _fewer(few: Fewest | None) -> list[str]:
+    """Changes by which a job starts with fewer nodes: of these alone Slurm would still have all of its tasks there."""
+    return [] if few is None else [f"NumNodes={few.nodes}", f"NumTasks={few.tasks}"]
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:

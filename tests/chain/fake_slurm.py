@@ -50,6 +50,7 @@ class FakeSlurm:
             "requeue": 1,
             "delay": 0,
             "exclude": "",
+            "nodes": "1",
             "after": "",
         } | fields
         self.write(jobs)
@@ -111,7 +112,8 @@ class FakeSlurm:
             if after and after not in jobs:
                 raise RefusedError("sbatch: error: Batch job submission failed: Job dependency problem")
             others = NODES - set(exclude.split(","))
-            needed = int(options.get("nodes") or self._header(rest[0], "nodes") or 1)
+            asked = options.get("nodes") or self._header(rest[0], "nodes") or "1"
+            needed = int(asked.partition("-")[0])
             if "test-only" in options:
                 if len(others - self.down) < needed:
                     raise RefusedError("allocation failure: Requested node configuration is not available")
@@ -120,7 +122,7 @@ class FakeSlurm:
                 raise RefusedError(
                     "sbatch: error: Batch job submission failed: Requested node configuration is not available"
                 )
-            further = {"options": options} if after else {}
+            further = {"nodes": asked} | ({"options": options} if after else {})
             return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after, **further) + "\n"
         if program == "squeue":
             if "steps" in options:
@@ -179,6 +181,8 @@ class FakeSlurm:
             changes["after"] = fields["Dependency"].removeprefix("afternotok:")
         if "StartTime" in fields:
             changes["delay"] = int(fields["StartTime"].removeprefix("now+"))
+        if "NumNodes" in fields:
+            changes["fewest"] = f"{fields['NumNodes']} nodes, {fields['NumTasks']} tasks"
         self.set(job_id, **changes)
         return ""
 
@@ -197,6 +201,6 @@ class FakeSlurm:
     def _shown(job_id: str, job: dict[str, Any]) -> str:
         return (
             f"JobId={job_id} JobName={job['name']} JobState={job['state']} Requeue={job['requeue']} "
-            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 NodeList=n0 NumNodes=1 "
-            f"ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
+            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 NodeList=n0 "
+            f"NumNodes={job['nodes']} ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
         )

@@ -158,6 +158,29 @@ def test_the_batch_host_is_lost_and_the_job_begins_again_under_its_id(
     assert_same_run(run, whole)
 
 
+@pytest.mark.parametrize("node", ["n1", "n0"], ids=["a-node", "the-batch-host"])
+def test_no_job_waits_for_a_spare_node_that_is_not_up(cluster: TestCluster, workspace: Workspace, node: str) -> None:
+    """Three nodes are up, all of them the job's; behind the loss the next job, or the same one, has two of them."""
+    whole = reference(cluster, workspace)
+    cluster.run(["scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=broken"])
+    name = f"without-{node}"
+    submit(cluster, config(workspace, name, auto_requeue=True))
+    run = workspace.run(name)
+    wait_for(cluster, run, 8)
+    power_loss.lose(cluster, node)
+    if node == "n1":  # Slurm has not noticed yet
+        cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=120, what="a round without n1")
+        cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
+    job_name = Plan.load(run).job_name
+    cluster.wait_until(lambda: all(job.name != job_name for job in cluster.queue()), timeout=600, interval=0.5)
+    assert [end.cause for end in ends(run)] == ["saved" if node == "n1" else "unknown", "done"]
+    begin = AttemptStart.read(run.attempt(2).begin)
+    assert begin is not None
+    assert begin.nodes == ("n[0,2]" if node == "n1" else "n[1-2]")
+    assert (begin.job_id == job_of(run, 1)) == (node == "n0")
+    assert_same_run(run, whole)
+
+
 def test_without_a_successor_the_job_ends_with_its_batch_host(cluster: TestCluster, workspace: Workspace) -> None:
     submit(cluster, config(workspace, "alone", auto_requeue=False))
     run = workspace.run("alone")
@@ -168,6 +191,22 @@ def test_without_a_successor_the_job_ends_with_its_batch_host(cluster: TestClust
     (end,) = ends(run)
     assert (end.cause, end.action) == ("unknown", "end")
     assert end.reason.startswith("n0: the batch host is lost")
+
+
+def test_the_next_job_of_an_elastic_run_has_the_nodes_that_are_up(cluster: TestCluster, workspace: Workspace) -> None:
+    cluster.run(["scontrol", "update", "NodeName=n2,n3", "State=DRAIN", "Reason=broken"])
+    submit(cluster, config(workspace, "fewer-again", elastic=True, auto_requeue=True))
+    run = workspace.run("fewer-again")
+    wait_for(cluster, run, 8)
+    power_loss.lose(cluster, "n1")
+    cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=120, what="a round without n1")
+    cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["saved", "done"]
+    begin = AttemptStart.read(run.attempt(2).begin)
+    assert begin is not None
+    assert begin.nodes == "n0"
+    assert gaps(run, max(steps(run))) == []
 
 
 def test_fewer_nodes_train_on_with_the_same_samples(cluster: TestCluster, workspace: Workspace) -> None:

@@ -1,0 +1,124 @@
+"""The nodes of the next job: which it leaves out because they failed, and with how few it may start.
+
+A job that leaves out nodes which nobody can replace, or asks for more than are up, waits until somebody mends some; as
+its reason Slurm 22.05 gives `BadConstraints`, `ReqNodeNotAvail` or nothing at all. So a node that failed is used again
+where there are too few others, and spare nodes are done without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from relayrun.chain import nodes
+from relayrun.chain.log import log
+from relayrun.rundir import rounds
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.scheduler.base import Fewest, NodeControl, Scheduler
+
+
+def options_for(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
+    """A job's options for the next one, with the nodes that it leaves out and their number. Raises SchedulerError."""
+    strikes = nodes.read_strikes(run)
+    found = _asking_for_all(plan, options)
+    if scheduler.nodes is None or not (strikes or plan.outlives_nodes):
+        return found
+    wished = plan.sbatch_options.get("exclude")
+    by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
+    by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
+    by_hand |= set(scheduler.nodes.expand(wished)) if wished else set()
+    if by_hand or strikes:
+        known = scheduler.nodes.known()  # an unknown one would make sbatch fail
+        by_hand &= known
+        bad = _replaceable(run, plan, scheduler.nodes, found, given=by_hand, known=known)
+        found = _excluding(by_hand | bad, found)
+    if (few := _fewest(run, plan, scheduler.nodes, found)) is not None:
+        found["nodes"] = f"{few.nodes}-{plan.nodes_of_job}"
+    return found
+
+
+def adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> None:
+    """Let a queued job leave out the nodes that are bad now, too, and start with those that are up.
+
+    It is allowed no node that it leaves out: that may be a person's wish. Raises SchedulerError.
+    """
+    control, strikes = scheduler.nodes, nodes.read_strikes(run)
+    if control is None or not (strikes or plan.outlives_nodes):  # nothing to ask Slurm for
+        return
+    job = scheduler.query(job_id)
+    if job is None:
+        return
+    options = _asking_for_all(plan, job.options)
+    if strikes:
+        given = set(control.expand(options["exclude"])) if "exclude" in options else set()
+        if bad := _replaceable(run, plan, control, options, given=given, known=control.known()):
+            control.exclude(job_id, sorted(given | bad))
+            log(f"job {job_id} leaves out {', '.join(sorted(bad))}; see {run.strikes}")
+            options = _excluding(given | bad, options)
+    if (few := _fewest(run, plan, control, options)) is not None:
+        control.do_with(job_id, few)
+
+
+def of_own_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> Fewest | None:
+    """With how many nodes the running job may start when it is queued again; None: with as many as it asked for.
+
+    Raises SchedulerError.
+    """
+    if scheduler.nodes is None or not plan.outlives_nodes:
+        return None
+    job = scheduler.query(job_id)
+    return None if job is None else _fewest(run, plan, scheduler.nodes, _asking_for_all(plan, job.options))
+
+
+def _fewest(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) -> Fewest | None:
+    """With how many nodes a job must do that outlives the loss of some, where fewer are up than it asks for.
+
+    None where it may ask for all, or would have to wait all the same. `options`: the job's, without `nodes` where the
+    plan says how many.
+    """
+    if not plan.outlives_nodes or "nodes" in options:
+        return None
+    options = _without_lost(run, options)
+    if control.suffice(plan, run.job_script, options):
+        return None
+    numbers = [*range(plan.nodes_of_job - 1, plan.nodes - 1, -1), *plan.elastic_nodes]
+    for number in numbers:
+        if control.suffice(plan, run.job_script, {**options, "nodes": str(number)}):
+            log(f"the next job starts with {number} nodes or more: those that are up are not {plan.nodes_of_job}")
+            return Fewest(nodes=number, tasks=number * plan.ntasks_per_node)
+    return None
+
+
+def _without_lost(run: Run, options: Mapping[str, str]) -> dict[str, str]:
+    """The options with the nodes left out that the newest attempt has lost: Slurm may notice minutes later."""
+    newest = run.newest_begun()
+    lost = sorted({node for failed in rounds.read(newest) for node in failed.lost} if newest is not None else ())
+    return {**options, "exclude": ",".join([*filter(None, [options.get("exclude")]), *lost])} if lost else dict(options)
+
+
+def _asking_for_all(plan: Plan, options: Mapping[str, str]) -> dict[str, str]:
+    """The options without a number of nodes that comes from a loss, so that the script's own holds."""
+    few = {str(number) for number in (*range(plan.nodes, plan.nodes_of_job + 1), *plan.elastic_nodes)}
+    ours = plan.outlives_nodes and options.get("nodes", "").partition("-")[0] in few
+    return {name: value for name, value in options.items() if not (ours and name == "nodes")}
+
+
+def _replaceable(
+    run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str], *, given: set[str], known: set[str]
+) -> set[str]:
+    """Bad nodes beyond those given, the worst ones where there are not enough others for all of them."""
+    excluded = nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time())
+    bad = [node for node in excluded if node in known - given]
+    needed = {"nodes": str(plan.nodes)} if plan.outlives_nodes and "nodes" not in options else {}
+    count = len(bad)
+    while count and not control.suffice(plan, run.job_script, _excluding(given | set(bad[:count]), options) | needed):
+        count //= 2
+    if kept := bad[count:]:
+        log(f"without {', '.join(kept)} this job has too few nodes that are up; so it may run there; see {run.strikes}")
+    return set(bad[:count])
+
+
+def _excluding(excluded: set[str], options: Mapping[str, str]) -> dict[str, str]:
+    others = {name: value for name, value in options.items() if name != "exclude"}
+    return others | ({"exclude": ",".join(sorted(excluded))} if excluded else {})

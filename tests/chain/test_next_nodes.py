@@ -1,0 +1,170 @@
+"""Nodes that failed are left out by the next jobs as far as others can take their place, and no further."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+
+from relayrun.chain import next_nodes, nodes, render, supervisor
+from relayrun.rundir import rounds
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.rounds import FailedRound
+
+from .exhaustion import run_child
+from .fake_slurm import NODES
+from .test_exhaustion import Stage, failed, fresh_begin, no_successor, stage  # noqa: F401 - a fixture
+from .test_fallback_job import run_fallback_job
+
+
+def struck(stage: Stage, *names: str) -> None:  # noqa: F811
+    for attempt in (1, 2):
+        nodes.strike(stage.run, attempt, dict.fromkeys(names, "node failure"), now=time.time())
+
+
+def next_job(stage: Stage, *, waits: bool) -> tuple[str, str]:  # noqa: F811
+    """What the next job leaves out, and what is said; `waits`: it waited already when the attempt ended."""
+    assert fresh_begin(stage).code == 0
+    exit_code = failed(stage) if waits else no_successor(stage)
+    reached = run_child(lambda: supervisor.end(stage.run, 4, exit_code), stage.run_path, stage.slurm)
+    (job_id,) = stage.slurm.pending()
+    return str(stage.slurm.jobs()[job_id]["exclude"]), reached.output
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_node_that_nobody_can_replace_is_not_left_out(stage: Stage, waits: bool) -> None:  # noqa: F811
+    struck(stage, "n1")
+    stage.slurm.down = NODES - {"n1"}  # they may come back, or not: a job without n1 would wait
+    excluded, said = next_job(stage, waits=waits)
+    assert excluded == ""
+    assert "without n1 this job has too few nodes that are up" in said
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_one_that_can_be_replaced_is(stage: Stage, waits: bool) -> None:  # noqa: F811
+    struck(stage, "n1")
+    stage.slurm.down = {"n0", "n2"}
+    excluded, said = next_job(stage, waits=waits)
+    assert excluded == "n1"
+    assert "too few nodes" not in said
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_of_several_the_worst_are_left_out(stage: Stage, waits: bool) -> None:  # noqa: F811
+    replace(Plan.load(stage.run), nodes=40).write(stage.run.plan)  # a twentieth of which are two
+    struck(stage, "n1", "n2")
+    nodes.strike(stage.run, 3, {"n2": "node failure"}, now=time.time())
+    stage.slurm.down = {"n0", "n3"}
+    excluded, said = next_job(stage, waits=waits)
+    assert excluded == "n2"
+    assert "without n1 this job" in said
+
+
+def test_a_node_where_begin_failed_is_tried_again_where_no_other_one_is_up(stage: Stage) -> None:  # noqa: F811
+    stage.slurm.down = NODES - {"n0"}
+    stage.slurm.set("1", state="FAILED")
+    reached = run_fallback_job(stage)
+    assert reached is not None
+    assert reached.code == 0, reached.output
+    (job_id,) = stage.slurm.pending()
+    job = stage.slurm.jobs()[job_id]
+    assert (job["exclude"], job["comment"]) == ("", "relayrun:begin-failed=1@"), json.dumps(job)
+
+
+def outliving(stage: Stage, **changes: object) -> None:  # noqa: F811
+    """The run has jobs that outlive the loss of nodes."""
+    plan = replace(Plan.load(stage.run), recovery="node", fork_server=["python"], ntasks_per_node=2, **changes)
+    plan.write(stage.run.plan)
+    stage.run.job_script.write_text(render.job_script(plan, stage.run))
+    stage.slurm.set("1", nodes=str(plan.nodes_of_job))
+
+
+def asked_for(stage: Stage) -> str:  # noqa: F811
+    """How many nodes the next job is queued with."""
+    next_job(stage, waits=False)
+    (job_id,) = stage.slurm.pending()
+    return str(stage.slurm.jobs()[job_id]["nodes"])
+
+
+@pytest.mark.parametrize(("down", "waiting", "queued"), [([], "4", "4"), (["n3"], "3 nodes, 6 tasks", "3-4")])
+def test_spare_nodes_that_are_not_up_are_not_waited_for(
+    stage: Stage,  # noqa: F811
+    down: list[str],
+    waiting: str,
+    queued: str,
+) -> None:
+    outliving(stage, nodes=2, spare_nodes=2)
+    stage.keep()
+    stage.slurm.down = set(down)
+    assert asked_for(stage) == queued
+    stage.reset()
+    stage.slurm.down = set()  # when it is queued they are up
+    assert fresh_begin(stage).code == 0
+    stage.slurm.down = set(down)
+    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    (job_id,) = stage.slurm.pending()
+    job = stage.slurm.jobs()[job_id]
+    assert job.get("fewest", job["nodes"]) == waiting
+
+
+def test_a_bad_node_is_left_out_before_a_spare_one_is_waited_for(stage: Stage) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=2)
+    struck(stage, "n1")
+    stage.slurm.down = {"n3"}
+    assert asked_for(stage) == "2-4"
+    (job_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[job_id]["exclude"] == "n1"
+
+
+@pytest.mark.parametrize(("down", "nodes"), [(["n0"], "2-4"), (["n0", "n1", "n2"], "1-4"), (list(NODES), "4")])
+def test_with_elastic_nodes_the_next_job_has_as_many_as_are_up(
+    stage: Stage,  # noqa: F811
+    down: list[str],
+    nodes: str,
+) -> None:
+    outliving(stage, nodes=4, elastic_nodes=(2, 1))
+    stage.slurm.down = set(down)
+    assert asked_for(stage) == nodes
+
+
+def test_a_job_that_queues_itself_again_does_without_the_lost_spare_node(stage: Stage) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
+    assert fresh_begin(stage).code == 0
+    stage.slurm.down = {"n3"}
+    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    assert stage.slurm.jobs()["1"]["fewest"] == "3 nodes, 6 tasks"
+
+
+def test_a_node_that_slurm_still_takes_to_be_up_though_it_is_lost(stage: Stage) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=2)
+    assert fresh_begin(stage).code == 0
+    lost = {"n1": "n2", "n3": ""}
+    failed_round = FailedRound(
+        round=1,
+        time=time.time(),
+        rank=None,
+        node="n3",
+        words="no word from its agent for 20 s",
+        iteration=31,
+        base_iteration=30,
+        durable_iteration=30,
+        next_iteration=30,
+        again=False,
+        reason="no spare node is left",
+        steps_lost=1,
+        lost=lost,
+    )
+    rounds.append(stage.run.attempt(4), failed_round)
+    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    (job_id,) = stage.slurm.pending()
+    job = stage.slurm.jobs()[job_id]
+    assert (job["fewest"], job["exclude"]) == ("2 nodes, 4 tasks", "")
+
+
+def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> None:
+    plan = Mock(outlives_nodes=True, nodes=4, nodes_of_job=6, elastic_nodes=(2, 1))
+    asked = {given: next_nodes._asking_for_all(plan, {"nodes": given, "time": "5"}) for given in ("5", "2", "5-6", "8")}
+    assert asked == {given: {"time": "5"} for given in ("5", "2", "5-6")} | {"8": {"nodes": "8", "time": "5"}}
