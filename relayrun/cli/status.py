@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
             print(run_status_view.dump(run_status_view.as_json(facts)))
         else:
             show(run_status_view.one(facts, now=now))
-            print("".join(f"{line}\n" for line in stuck), end="")
+        _say(stuck, options)
         unsent.send_in_background(run)
         return 0
     runs = find.every_run()
@@ -68,9 +68,9 @@ def run(options: argparse.Namespace) -> int:
         standing_view.show_many(found)
         for line in standing_view.sentinels(found, now=now):
             print(line)
-        print("".join(f"{line}\n" for line in stuck), end="")
     else:
         print(f"no runs below {find.runs()}")
+    _say(stuck, options)
     for run in runs:
         unsent.send_in_background(run)
     return 0
@@ -89,6 +89,11 @@ def _mend(runs: Sequence[Run]) -> list[str]:
         for folder, look in looks.items()
         for words in campaign.in_words(look.stuck)
     ]
+
+
+def _say(stuck: Sequence[str], options: argparse.Namespace) -> None:
+    """Print these lines, outside what is JSON."""
+    print("".join(f"{line}\n" for line in stuck), end="", file=sys.stderr if options.json else sys.stdout)
 
 
 def follow(name: str | None, interval: float) -> int:

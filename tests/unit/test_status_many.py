@@ -238,6 +238,10 @@ def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest
     assert len(lines) == 1 + len(found) + any(isinstance(each, Standing) and each.sentinel for each in found)
     for kind in (*KINDS, *DAMAGE):
         assert any(kind.__name__ in line for line in lines), kind.__name__
+    assert cli.main(["status", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)) == len(found)
+    assert printed.err.splitlines() == [stuck]
 
 
 def test_a_watcher_sees_what_changes_between_two_looks(folder: Path) -> None:
