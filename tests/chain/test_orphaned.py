@@ -17,7 +17,7 @@ from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import End
 from relayrun.rundir.run import Run
-from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.base import Fewest, Job, Scheduler
 from tests.history import began
 
 from .conftest import ROOT, MakeRun
@@ -60,7 +60,8 @@ class Cluster:
             raise found
         return found
 
-    def requeue(self, job_id: str, *, delay: int) -> None:
+    def requeue(self, job_id: str, *, delay: int, few: Fewest | None) -> None:
+        assert few is None
         self.done.append(f"requeue {job_id}")
 
     def cancel(self, job_id: str) -> None:
