@@ -165,21 +165,14 @@ def drill(
 def assert_closed(cluster: TestCluster, run: Run) -> None:
     """The node time of a run sums to what sacct has, within a hundredth or a second for each attempt and node."""
     ids = {begin.job_id for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin()) is not None}
-    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "--allusers"]
-    asked += [f"--name={Plan.load(run).job_name}", "--starttime=now-1day", "--format=JobID,ElapsedRaw,NNodes,Start,End"]
-
-    def closed() -> list[list[str]]:
-        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
-        ran = [row for row in rows if row[3] not in ("Unknown", "None")]
-        return ran if ids <= {row[0] for row in ran} and not any(row[4] == "Unknown" for row in ran) else []
-
-    rows = cluster.wait_until(closed, what="sacct knows all ends")
+    which = (f"--name={Plan.load(run).job_name}", "--starttime=now-1day")
+    rows = cluster.allocations(*which, ids=ids, columns=["ElapsedRaw", "NNodes"])
     found = account(Run(run.path))
-    booked = sum(int(row[1]) * int(row[2]) for row in rows)
+    booked = sum(int(row["ElapsedRaw"]) * int(row["NNodes"]) for row in rows)
     seconds = {part: round(amount / SECOND, 2) for part, amount in found.parts.items() if amount}
     said = f"sacct: {rows}\nbooked: {seconds}"
     print(said)
-    nodes = sum(int(row[2]) for row in rows)
+    nodes = sum(int(row["NNodes"]) for row in rows)
     assert sum(found.parts.values()) == found.allocated
     assert abs(found.allocated / SECOND - booked) <= max(0.01 * booked, nodes), said
     assert found.parts["unknown"] <= max(0.01 * found.allocated, nodes * SECOND), said

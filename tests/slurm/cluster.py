@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -174,6 +174,23 @@ class TestCluster:
         A value with blanks is kept whole, unless it holds ` Word=` itself; what a user may write forges no other field.
         """
         return job_fields(self.run(["scontrol", "show", "job", "-o", job_id]).stdout)
+
+    def allocations(self, *which: str, ids: Collection[str], columns: Sequence[str]) -> list[dict[str, str]]:
+        """What sacct has of the jobs that ran, when it knows all of these jobs and every end.
+
+        A job that was queued again, or had fewer nodes later on, has several rows. `which`: options that choose jobs.
+        """
+        names = ["JobID", "Start", "End", *columns]
+        asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "--allusers", *which]
+        asked.append(f"--format={','.join(names)}")
+
+        def ended() -> list[dict[str, str]]:
+            rows = [dict(zip(names, line.split("|"), strict=True)) for line in self.run(asked).stdout.splitlines()]
+            ran = [row for row in rows if row["Start"] not in ("Unknown", "None")]
+            known = set(ids) <= {row["JobID"] for row in ran} and all(row["End"] != "Unknown" for row in ran)
+            return ran if known else []
+
+        return self.wait_until(ended, what=f"sacct knows the ends of {', '.join(ids)}")
 
     def output(self, job_id: str) -> str:
         """What the job wrote to its standard output so far."""

@@ -30,18 +30,12 @@ def accounted(cluster: TestCluster, run: Run) -> Account:
         return account(Run(run.path))
 
 
-def rows_of_sacct(cluster: TestCluster, run: Run) -> list[list[str]]:
-    """Job id, seconds, nodes and end of the job of each attempt, when Slurm's accounting knows all ends."""
+def booked(cluster: TestCluster, run: Run) -> list[int]:
+    """Node time of the job of each attempt, as Slurm's accounting has it."""
     begins = [AttemptStart.read(run.attempt(number).begin) for number in run.attempt_numbers()]
     ids = [begin.job_id for begin in begins if begin is not None]
-    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={','.join(ids)}"]
-    asked.append("--format=JobID,ElapsedRaw,NNodes,End")
-
-    def closed() -> list[list[str]]:
-        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
-        return rows if len(rows) == len(ids) and not any(row[3] == "Unknown" for row in rows) else []
-
-    return cluster.wait_until(closed, what="sacct knows all ends")
+    rows = cluster.allocations(f"--jobs={','.join(ids)}", ids=ids, columns=["ElapsedRaw", "NNodes"])
+    return [int(row["ElapsedRaw"]) * int(row["NNodes"]) * SECOND for row in rows]
 
 
 @pytest.mark.usefixtures("accounting")
@@ -72,12 +66,12 @@ def test_the_parts_of_a_chain_of_ten_attempts_sum_to_what_sacct_has(
     told = [causes[0::3][:3], causes[1::3], len(causes), causes[-1]]
     assert told == [["saved"] * 3, ["failed"] * 3, 10, "done"], f"{causes}\n{logs(run)}"
 
-    rows = rows_of_sacct(cluster, run)
+    wanted = booked(cluster, run)
     found = accounted(cluster, run)
     print({part: round(amount / SECOND, 1) for part, amount in found.parts.items() if amount})
     assert [stay.stay.source for stay in found.stays if stay.attempt is not None] == ["sacct"] * 10
     allocated = [stay.allocated for stay in found.stays if stay.attempt is not None]
-    assert allocated == [int(row[1]) * int(row[2]) * SECOND for row in rows]
+    assert allocated == wanted
     assert sum(found.parts.values()) == found.allocated
     assert found.parts["unknown"] <= 0.01 * found.allocated
 
@@ -110,10 +104,10 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
     assert [end.cause for end in ends(run)] == ["saved", "failed", "done"], logs(run)
     assert second.previous_job_end is not None
 
-    rows = rows_of_sacct(cluster, run)
+    wanted = booked(cluster, run)
     found = accounted(cluster, run)
     assert [stay.stay.source for stay in found.stays] == ["sacct"] * 3
-    assert [stay.allocated for stay in found.stays] == [int(row[1]) * int(row[2]) * SECOND for row in rows]
+    assert [stay.allocated for stay in found.stays] == wanted
     assert sum(found.parts.values()) == found.allocated
     assert found.parts["unknown"] <= 0.01 * found.allocated
     assert found.parts["redone"] > 0
@@ -133,18 +127,11 @@ def test_a_job_that_goes_on_with_fewer_nodes_is_booked_as_slurm_books_it(
     run, _ = without_n1(cluster, workspace, "fewer", elastic=True, step_seconds=5)  # Slurm needs up to 40 s
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
-    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={begin.job_id}"]
-    asked.append("--format=State,ElapsedRaw,NNodes,End")
-
-    def closed() -> list[list[str]]:
-        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
-        return rows if not any(row[3] == "Unknown" for row in rows) else []
-
-    rows = cluster.wait_until(closed, what="sacct knows the end")
-    assert [(row[0], row[2]) for row in rows] == [("RESIZING", "2"), ("COMPLETED", "1")]
+    rows = cluster.allocations(f"--jobs={begin.job_id}", ids=[begin.job_id], columns=["State", "ElapsedRaw", "NNodes"])
+    assert [(row["State"], row["NNodes"]) for row in rows] == [("RESIZING", "2"), ("COMPLETED", "1")]
     found = accounted(cluster, run)
     (stay,) = found.stays
-    assert stay.allocated == found.allocated == sum(int(row[1]) * int(row[2]) for row in rows) * SECOND
+    assert stay.allocated == found.allocated == sum(booked(cluster, run))
     assert 0 < stay.parts["given up"] < 40 * SECOND
     first, second = stay.rounds
     assert "given up" not in first.parts
@@ -175,8 +162,7 @@ def test_a_slow_prolog_is_booked_as_prolog_and_as_nothing_else(
         job = start(cluster, run)
         wait_for_end(cluster, run, plan)
         assert [end.cause for end in ends(run)] == ["done"], logs(run)
-        asked = ["sacct", "--noheader", "--allocations", f"--jobs={job}", "--format=End"]
-        cluster.wait_until(lambda asked=asked: "Unknown" not in cluster.run(asked).stdout, what="sacct knows the end")  # type: ignore[misc]
+        booked(cluster, run)  # until sacct knows the end
         (stay,) = (each for each in accounted(cluster, run).stays if each.attempt is not None)
         assert stay.stay.source == "sacct"
         parts[name] = {part: amount / SECOND for part, amount in stay.parts.items()}
