@@ -159,7 +159,7 @@ def test_a_slow_prolog_is_booked_as_prolog_and_as_nothing_else(
                 conf.write(f"Prolog={program(tmp_path, 'prolog', f'sleep {PROLOG:.0f}')}\nPrologFlags=Alloc\n")
             cluster.run(["scontrol", "reconfigure"])
         run, plan = make_run(*arguments, folder=name, total_steps=10, **(SLURM | {"nodes": 1}))
-        job = start(cluster, run)
+        start(cluster, run)
         wait_for_end(cluster, run, plan)
         assert [end.cause for end in ends(run)] == ["done"], logs(run)
         booked(cluster, run)  # until sacct knows the end
