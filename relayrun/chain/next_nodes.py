@@ -8,7 +8,7 @@ where there are too few others, and spare nodes are done without.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from relayrun.chain import nodes
 from relayrun.chain.log import log
@@ -31,8 +31,8 @@ def options_for(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str
     if by_hand or strikes:
         known = scheduler.nodes.known()  # an unknown one would make sbatch fail
         by_hand &= known
-        bad = _replaceable(run, plan, scheduler.nodes, found, given=by_hand, known=known)
-        found = _excluding(by_hand | bad, found)
+        bad = [node for node in _bad(run, plan) if node in known - by_hand]
+        found = _excluding(by_hand | _replaceable(run, plan, scheduler.nodes, found, given=by_hand, bad=bad), found)
     if (few := _fewest(run, plan, scheduler.nodes, found)) is not None:
         found["nodes"] = f"{few.nodes}-{plan.nodes_of_job}"
     return found
@@ -41,7 +41,8 @@ def options_for(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str
 def adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> None:
     """Let a queued job leave out the nodes that are bad now, too, and start with those that are up.
 
-    It is allowed no node that it leaves out: that may be a person's wish. Raises SchedulerError.
+    A node that it leaves out stays so, which may be a person's wish; but for one with strikes that is needed now.
+    Raises SchedulerError.
     """
     control, strikes = scheduler.nodes, nodes.read_strikes(run)
     if control is None or not (strikes or plan.outlives_nodes):  # nothing to ask Slurm for
@@ -51,11 +52,17 @@ def adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> None:
         return
     options = _asking_for_all(plan, job.options)
     if strikes:
-        given = set(control.expand(options["exclude"])) if "exclude" in options else set()
-        if bad := _replaceable(run, plan, control, options, given=given, known=control.known()):
-            control.exclude(job_id, sorted(given | bad))
-            log(f"job {job_id} leaves out {', '.join(sorted(bad))}; see {run.strikes}")
-            options = _excluding(given | bad, options)
+        before = set(control.expand(options["exclude"])) if "exclude" in options else set()
+        wished = plan.sbatch_options.get("exclude")
+        ours = before & {strike.node for strike in strikes} - set(control.expand(wished) if wished else ())
+        known, worst = control.known(), _bad(run, plan)
+        bad = [node for node in worst if node in ours or node in known - before] + sorted(ours - set(worst))
+        given = before - ours
+        after = given | _replaceable(run, plan, control, options, given=given, bad=bad)
+        if after != before:
+            control.exclude(job_id, sorted(after))
+            log(f"job {job_id} leaves out {', '.join(sorted(after)) or 'no node'}; see {run.strikes}")
+            options = _excluding(after, options)
     if (few := _fewest(run, plan, control, options)) is not None:
         control.do_with(job_id, few)
 
@@ -104,12 +111,15 @@ def _asking_for_all(plan: Plan, options: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if not (ours and name == "nodes")}
 
 
+def _bad(run: Run, plan: Plan) -> list[str]:
+    """Nodes that the next job should leave out, the worst first."""
+    return nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time())
+
+
 def _replaceable(
-    run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str], *, given: set[str], known: set[str]
+    run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str], *, given: set[str], bad: Sequence[str]
 ) -> set[str]:
-    """Bad nodes beyond those given, the worst ones where there are not enough others for all of them."""
-    excluded = nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time())
-    bad = [node for node in excluded if node in known - given]
+    """Those of the bad nodes, the worst first, beyond which and those given there are enough others that are up."""
     needed = {"nodes": str(plan.nodes)} if plan.outlives_nodes and "nodes" not in options else {}
     count = len(bad)
     while count and not control.suffice(plan, run.job_script, _excluding(given | set(bad[:count]), options) | needed):

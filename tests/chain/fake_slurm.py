@@ -182,7 +182,11 @@ class FakeSlurm:
         if "StartTime" in fields:
             changes["delay"] = int(fields["StartTime"].removeprefix("now+"))
         if "NumNodes" in fields:
-            changes["fewest"] = f"{fields['NumNodes']} nodes, {fields['NumTasks']} tasks"
+            first, _, most = fields["NumNodes"].partition("-")
+            most = most or jobs[job_id]["nodes"].rpartition("-")[2]  # a number alone is the least one
+            if int(first) > int(most):
+                raise RefusedError(f"Node count specification invalid for job {job_id}")
+            changes |= {"nodes": f"{first}-{most}", "tasks": fields["NumTasks"]}
         self.set(job_id, **changes)
         return ""
 

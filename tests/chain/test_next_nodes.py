@@ -63,6 +63,64 @@ def test_of_several_the_worst_are_left_out(stage: Stage, waits: bool) -> None:  
     assert "without n1 this job" in said
 
 
+def loses_a_node(stage: Stage, node: str) -> int:  # noqa: F811
+    """The attempt fails as Slurm takes a node to be down, behind whose back the next job was queued already."""
+    (job_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[job_id]["exclude"] == "n1"
+    stage.slurm.down = {node}
+    return failed(stage)
+
+
+@pytest.mark.parametrize(("wished", "left_out"), [({}, ""), ({"exclude": "n1"}, "n1")])
+def test_a_waiting_job_may_have_the_node_again_in_whose_place_there_is_none_now(
+    stage: Stage,  # noqa: F811
+    wished: dict[str, str | None],
+    left_out: str,
+) -> None:
+    """It was left out when there were others. What the config leaves out stays so."""
+    replace(Plan.load(stage.run), nodes=3, sbatch_options=wished).write(stage.run.plan)
+    stage.run.job_script.write_text(render.job_script(Plan.load(stage.run), stage.run))
+    stage.slurm.set("1", nodes="3", exclude=left_out)
+    struck(stage, "n1")
+    assert fresh_begin(stage).code == 0
+    exit_code = loses_a_node(stage, "n2")
+    reached = run_child(lambda: supervisor.end(stage.run, 4, exit_code), stage.run_path, stage.slurm)
+    (job_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[job_id]["exclude"] == left_out
+    assert ("without n1 this job has too few nodes that are up" in reached.output) == (not left_out)
+
+
+def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
+    """The attempt's last round has lost these nodes; Slurm has not noticed yet."""
+    failed_round = FailedRound(
+        round=1,
+        time=time.time(),
+        rank=None,
+        node="n3",
+        words="no word from its agent for 20 s",
+        iteration=31,
+        base_iteration=30,
+        durable_iteration=30,
+        next_iteration=30,
+        again=False,
+        reason="no spare node is left",
+        steps_lost=1,
+        lost=nodes_lost,
+    )
+    rounds.append(stage.run.attempt(4), failed_round)
+
+
+def test_a_lost_node_takes_no_bad_ones_place_though_slurm_takes_it_to_be_up(stage: Stage) -> None:  # noqa: F811
+    outliving(stage, nodes=3, spare_nodes=1)
+    struck(stage, "n1")
+    assert fresh_begin(stage).code == 0
+    lost(stage, n3="")
+    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    (job_id,) = stage.slurm.pending()
+    job = stage.slurm.jobs()[job_id]
+    assert (job["nodes"], job["exclude"]) == ("3-4", "")
+
+
 def test_a_node_where_begin_failed_is_tried_again_where_no_other_one_is_up(stage: Stage) -> None:  # noqa: F811
     stage.slurm.down = NODES - {"n0"}
     stage.slurm.set("1", state="FAILED")
@@ -89,11 +147,11 @@ def asked_for(stage: Stage) -> str:  # noqa: F811
     return str(stage.slurm.jobs()[job_id]["nodes"])
 
 
-@pytest.mark.parametrize(("down", "waiting", "queued"), [([], "4", "4"), (["n3"], "3 nodes, 6 tasks", "3-4")])
+@pytest.mark.parametrize(("down", "waiting", "queued"), [([], ("4", None), "4"), (["n3"], ("3-4", "6"), "3-4")])
 def test_spare_nodes_that_are_not_up_are_not_waited_for(
     stage: Stage,  # noqa: F811
     down: list[str],
-    waiting: str,
+    waiting: tuple[str, str | None],
     queued: str,
 ) -> None:
     outliving(stage, nodes=2, spare_nodes=2)
@@ -107,7 +165,7 @@ def test_spare_nodes_that_are_not_up_are_not_waited_for(
     run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
     (job_id,) = stage.slurm.pending()
     job = stage.slurm.jobs()[job_id]
-    assert job.get("fewest", job["nodes"]) == waiting
+    assert (job["nodes"], job.get("tasks")) == waiting
 
 
 def test_a_bad_node_is_left_out_before_a_spare_one_is_waited_for(stage: Stage) -> None:  # noqa: F811
@@ -135,33 +193,18 @@ def test_a_job_that_queues_itself_again_does_without_the_lost_spare_node(stage: 
     assert fresh_begin(stage).code == 0
     stage.slurm.down = {"n3"}
     run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
-    assert stage.slurm.jobs()["1"]["fewest"] == "3 nodes, 6 tasks"
+    job = stage.slurm.jobs()["1"]
+    assert (job["nodes"], job["tasks"]) == ("3-4", "6")
 
 
 def test_a_node_that_slurm_still_takes_to_be_up_though_it_is_lost(stage: Stage) -> None:  # noqa: F811
     outliving(stage, nodes=2, spare_nodes=2)
     assert fresh_begin(stage).code == 0
-    lost = {"n1": "n2", "n3": ""}
-    failed_round = FailedRound(
-        round=1,
-        time=time.time(),
-        rank=None,
-        node="n3",
-        words="no word from its agent for 20 s",
-        iteration=31,
-        base_iteration=30,
-        durable_iteration=30,
-        next_iteration=30,
-        again=False,
-        reason="no spare node is left",
-        steps_lost=1,
-        lost=lost,
-    )
-    rounds.append(stage.run.attempt(4), failed_round)
+    lost(stage, n1="n2", n3="")
     run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
     (job_id,) = stage.slurm.pending()
     job = stage.slurm.jobs()[job_id]
-    assert (job["fewest"], job["exclude"]) == ("2 nodes, 4 tasks", "")
+    assert (job["nodes"], job["tasks"], job["exclude"]) == ("2-4", "4", "")
 
 
 def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> None:
