@@ -121,8 +121,13 @@ def _replaceable(
 ) -> set[str]:
     """Those of the bad nodes, the worst first, beyond which and those given there are enough others that are up."""
     needed = {"nodes": str(plan.nodes)} if plan.outlives_nodes and "nodes" not in options else {}
+
+    def enough(count: int) -> bool:
+        asked = _excluding(given | set(bad[:count]), options) | needed
+        return control.suffice(plan, run.job_script, _without_lost(run, asked))
+
     count = len(bad)
-    while count and not control.suffice(plan, run.job_script, _excluding(given | set(bad[:count]), options) | needed):
+    while count and not enough(count):
         count //= 2
     if kept := bad[count:]:
         log(f"without {', '.join(kept)} this job has too few nodes that are up; so it may run there; see {run.strikes}")
