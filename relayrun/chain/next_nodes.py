@@ -33,8 +33,8 @@ def options_for(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str
         by_hand &= known
         bad = [node for node in _bad(run, plan) if node in known - by_hand]
         found = _excluding(by_hand | _replaceable(run, plan, scheduler.nodes, found, given=by_hand, bad=bad), found)
-    if (few := _fewest(run, plan, scheduler.nodes, found)) is not None:
-        found["nodes"] = f"{few.nodes}-{plan.nodes_of_job}"
+    if (count := _up(run, plan, scheduler.nodes, found)) not in (None, plan.nodes_of_job):
+        found["nodes"] = f"{count}-{plan.nodes_of_job}"
     return found
 
 
@@ -63,37 +63,43 @@ def adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> None:
             control.exclude(job_id, sorted(after))
             log(f"job {job_id} leaves out {', '.join(sorted(after)) or 'no node'}; see {run.strikes}")
             options = _excluding(after, options)
-    if (few := _fewest(run, plan, control, options)) is not None:
-        control.do_with(job_id, few)
+    least, _, most = job.options.get("nodes", "1").partition("-")
+    count = _up(run, plan, control, options)
+    if count is not None and (count := min(count, int(most or least))) != int(least):
+        control.do_with(job_id, _fewest(plan, count, of=int(most or least)))
 
 
 def of_own_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> Fewest | None:
-    """With how many nodes the running job may start when it is queued again; None: with as many as it asked for.
+    """With how many nodes the running job may start when it is queued again; None: with as many as before.
 
     Raises SchedulerError.
     """
     if scheduler.nodes is None or not plan.outlives_nodes:
         return None
     job = scheduler.query(job_id)
-    return None if job is None else _fewest(run, plan, scheduler.nodes, _asking_for_all(plan, job.options))
+    if job is None or (count := _up(run, plan, scheduler.nodes, _asking_for_all(plan, job.options))) is None:
+        return None
+    return _fewest(plan, count, of=plan.nodes_of_job)  # all of them, too: the last time it may have been fewer
 
 
-def _fewest(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) -> Fewest | None:
-    """With how many nodes a job must do that outlives the loss of some, where fewer are up than it asks for.
+def _fewest(plan: Plan, count: int, *, of: int) -> Fewest:
+    return Fewest(nodes=count, of=of, tasks=count * plan.ntasks_per_node)
 
-    None where it may ask for all, or would have to wait all the same. `options`: the job's, without `nodes` where the
-    plan says how many.
+
+def _up(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) -> int | None:
+    """With how many nodes, of those that are up, a job can start that outlives the loss of some; all, where it can.
+
+    None where a person has chosen how many, or it would have to wait all the same. `options`: the job's, without
+    `nodes` where the plan says how many.
     """
     if not plan.outlives_nodes or "nodes" in options:
         return None
     options = _without_lost(run, options)
-    if control.suffice(plan, run.job_script, options):
-        return None
-    numbers = [*range(plan.nodes_of_job - 1, plan.nodes - 1, -1), *plan.elastic_nodes]
-    for number in numbers:
-        if control.suffice(plan, run.job_script, {**options, "nodes": str(number)}):
-            log(f"the next job starts with {number} nodes or more: those that are up are not {plan.nodes_of_job}")
-            return Fewest(nodes=number, tasks=number * plan.ntasks_per_node)
+    for count in (*range(plan.nodes_of_job, plan.nodes - 1, -1), *plan.elastic_nodes):
+        if control.suffice(plan, run.job_script, {**options, "nodes": str(count)}):
+            if count < plan.nodes_of_job:
+                log(f"the next job starts with {count} nodes or more: those that are up are not {plan.nodes_of_job}")
+            return count
     return None
 
 
@@ -105,9 +111,11 @@ def _without_lost(run: Run, options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _asking_for_all(plan: Plan, options: Mapping[str, str]) -> dict[str, str]:
-    """The options without a number of nodes that comes from a loss, so that the script's own holds."""
-    few = {str(number) for number in (*range(plan.nodes, plan.nodes_of_job + 1), *plan.elastic_nodes)}
-    ours = plan.outlives_nodes and options.get("nodes", "").partition("-")[0] in few
+    """The options without a number of nodes below the plan's, so that the script's own holds.
+
+    It comes from a loss. Slurm also counts those that are left of a job that ends.
+    """
+    ours = plan.outlives_nodes and int(options.get("nodes", "1").partition("-")[0]) <= plan.nodes_of_job
     return {name: value for name, value in options.items() if not (ours and name == "nodes")}
 
 

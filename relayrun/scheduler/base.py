@@ -88,6 +88,8 @@ class Fewest(NamedTuple):
     """With how little a job may start."""
 
     nodes: int
+    of: int
+    """How many nodes it has where they are there."""
     tasks: int
 
 

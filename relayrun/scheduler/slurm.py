@@ -401,7 +401,7 @@ class SlurmNodes:
 
 def _fewer(few: Fewest | None) -> list[str]:
     """Changes by which a job starts with fewer nodes: of these alone Slurm would still have all of its tasks there."""
-    return [] if few is None else [f"NumNodes={few.nodes}", f"NumTasks={few.tasks}"]
+    return [] if few is None else [f"NumNodes={few.nodes}-{few.of}", f"NumTasks={few.tasks}"]
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:

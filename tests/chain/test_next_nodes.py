@@ -188,13 +188,36 @@ def test_with_elastic_nodes_the_next_job_has_as_many_as_are_up(
     assert asked_for(stage) == nodes
 
 
-def test_a_job_that_queues_itself_again_does_without_the_lost_spare_node(stage: Stage) -> None:  # noqa: F811
+@pytest.mark.parametrize("left", ["4", "3", "1"])
+def test_a_job_that_queues_itself_again_does_without_the_lost_spare_node(stage: Stage, left: str) -> None:  # noqa: F811
+    """Whatever Slurm says that it has left: nodes that have failed, or are done with it already, are gone from it."""
     outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
     assert fresh_begin(stage).code == 0
+    stage.slurm.set("1", nodes=left)
     stage.slurm.down = {"n3"}
     run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
     job = stage.slurm.jobs()["1"]
     assert (job["nodes"], job["tasks"]) == ("3-4", "6")
+
+
+def test_a_job_that_queued_itself_again_with_few_nodes_has_all_of_them_the_next_time(stage: Stage) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
+    stage.slurm.set("1", nodes="3")
+    assert fresh_begin(stage).code == 0
+    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    job = stage.slurm.jobs()["1"]
+    assert (job["nodes"], job["tasks"]) == ("4-4", "8")
+
+
+@pytest.mark.parametrize(("waited", "waits"), [("3-4", "4-4"), ("3-3", "3-3"), ("4", "4"), ("8", "8")])
+def test_a_waiting_job_waits_for_the_nodes_that_are_up_again(stage: Stage, waited: str, waits: str) -> None:  # noqa: F811
+    """It was queued while one was down. A number that only a person can have given stays."""
+    outliving(stage, nodes=2, spare_nodes=2)
+    assert fresh_begin(stage).code == 0
+    (job_id,) = stage.slurm.pending()
+    stage.slurm.set(job_id, nodes=waited)
+    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    assert stage.slurm.jobs()[job_id]["nodes"] == waits
 
 
 def test_a_node_that_slurm_still_takes_to_be_up_though_it_is_lost(stage: Stage) -> None:  # noqa: F811
