@@ -83,7 +83,7 @@ def _queue_next(
     delay = BEGIN_BACKOFF << (count - 1)
     tried = _tried_nodes(scheduler, failed)
     elsewhere = options | {"exclude": ",".join(filter(None, [options.get("exclude"), tried]))}
-    if not tried or scheduler.nodes is None or not scheduler.nodes.suffice(plan, run.job_script, elsewhere):
+    if not tried or not _suffice(run, plan, scheduler, elsewhere):
         tried, elsewhere = "", options  # there are no other nodes
     job_id = scheduler.submit(plan, run.job_script, options=elsewhere, delay=delay)
     log(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
@@ -92,6 +92,15 @@ def _queue_next(
         jobs.count_failed_begins(job_id, count, tried)
     except SchedulerError as error:  # a site may let nobody change a job; the new fallback job knows the count
         log(f"job {job_id} does not know how often the jobs before it failed: {error.message}")
+
+
+def _suffice(run: Run, plan: Plan, scheduler: Scheduler, options: dict[str, str]) -> bool:
+    """Whether enough nodes are up for a job with these options; False where nobody says."""
+    try:
+        return scheduler.nodes is not None and scheduler.nodes.suffice(plan, run.job_script, options)
+    except SchedulerError as error:
+        log(f"which nodes are up is not known: {error.message}")
+        return False
 
 
 def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> str:

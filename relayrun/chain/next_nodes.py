@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from relayrun.chain import nodes
 from relayrun.chain.log import log
+from relayrun.errors import SchedulerError
 from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -28,13 +29,20 @@ def options_for(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str
     by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
     by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
     by_hand |= set(scheduler.nodes.expand(wished)) if wished else set()
+    bad: list[str] = []
     if by_hand or strikes:
         known = scheduler.nodes.known()  # an unknown one would make sbatch fail
         by_hand &= known
         bad = [node for node in _bad(run, plan) if node in known - by_hand]
-        found = _excluding(by_hand | _replaceable(run, plan, scheduler.nodes, found, given=by_hand, bad=bad), found)
-    if (count := _up(run, plan, scheduler.nodes, found)) not in (None, plan.nodes_of_job):
-        found["nodes"] = f"{count}-{plan.nodes_of_job}"
+        asked, found = found, _excluding(by_hand | set(bad), found)
+    try:
+        if bad:
+            replaceable = _replaceable(run, plan, scheduler.nodes, asked, given=by_hand, bad=bad)
+            found = _excluding(by_hand | replaceable, asked)
+        if (count := _up(run, plan, scheduler.nodes, found)) not in (None, plan.nodes_of_job):
+            found["nodes"] = f"{count}-{plan.nodes_of_job}"
+    except SchedulerError as error:  # the job must be queued all the same
+        log(f"which nodes are up is not known: {error.message}")
     return found
 
 

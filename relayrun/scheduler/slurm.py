@@ -25,8 +25,13 @@ from relayrun.slurmtime import format_time
 COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
 
-_NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available")
-"""What sbatch says where nodes that are up, and not excluded, are too few."""
+_NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
+"""What sbatch says where nodes that are up, and not excluded, are too few; where one that the job asks for by its name
+is excluded; and of one that the cluster does not have."""
+
+SUFFICE_SECONDS = 20.0
+"""How long sbatch may take, all tries together, to say whether nodes suffice: ranks or the order to queue a job wait.
+It costs a controller more than any other question."""
 
 COMMAND_SECONDS = 120.0
 """How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
@@ -50,7 +55,7 @@ class Slurm:
 
     @property
     def nodes(self) -> NodeControl:
-        return SlurmNodes(self)
+        return SlurmNodes(self, Slurm(patience=min(self._patience, SUFFICE_SECONDS), pause=self._pause))
 
     @property
     def fallback_jobs(self) -> FallbackJobs:
@@ -374,8 +379,8 @@ class Slurm:
 class SlurmNodes:
     """The nodes of a Slurm cluster."""
 
-    def __init__(self, slurm: Slurm) -> None:
-        self._slurm = slurm
+    def __init__(self, slurm: Slurm, hasty: Slurm) -> None:
+        self._slurm, self._hasty = slurm, hasty
 
     def expand(self, nodes: str) -> list[str]:
         return self._slurm.ask(["scontrol", "show", "hostnames", nodes]).split()
@@ -385,7 +390,7 @@ class SlurmNodes:
 
     def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
         try:
-            self._slurm.test(script, gres.in_the_same_way(options, plan.sbatch_options))
+            self._hasty.test(script, gres.in_the_same_way(options, plan.sbatch_options))
         except SchedulerError as error:  # what else it refuses says nothing of nodes
             if isinstance(error, NoAnswerError):
                 raise

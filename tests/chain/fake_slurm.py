@@ -31,6 +31,8 @@ class FakeSlurm:
         """Whether nobody may change a job."""
         self.down: set[str] = set()
         """Nodes that are down."""
+        self.tests_nothing = False
+        """Whether `sbatch --test-only` gets no answer, which costs a busy controller more than any other question."""
         self.demanded = ""
         """The option that a job must have, but for those of the chain, in whose script it stands."""
 
@@ -111,6 +113,10 @@ class FakeSlurm:
             after = options.get("dependency", "").removeprefix("singleton").removeprefix("afternotok:")
             if after and after not in jobs:
                 raise RefusedError("sbatch: error: Batch job submission failed: Job dependency problem")
+            if "test-only" in options and self.tests_nothing:
+                raise RefusedError("allocation failure: Socket timed out on send/recv operation")
+            if set(filter(None, self._header(rest[0], "nodelist").split(","))) & set(exclude.split(",")):
+                raise RefusedError("allocation failure: Invalid node name specified")
             others = NODES - set(exclude.split(","))
             asked = options.get("nodes") or self._header(rest[0], "nodes") or "1"
             needed = int(asked.partition("-")[0])

@@ -132,6 +132,28 @@ def test_a_node_where_begin_failed_is_tried_again_where_no_other_one_is_up(stage
     assert (job["exclude"], job["comment"]) == ("", "relayrun:begin-failed=1@"), json.dumps(job)
 
 
+@pytest.mark.parametrize("tests_nothing", [False, True])
+def test_a_node_where_begin_failed_has_gone_from_the_cluster(stage: Stage, tests_nothing: bool) -> None:  # noqa: F811
+    """Nor need the controller say so."""
+    stage.slurm.tests_nothing = tests_nothing
+    stage.slurm.set("1", state="FAILED", comment="relayrun:begin-failed=1@x9")
+    reached = run_fallback_job(stage)
+    assert reached is not None
+    assert reached.code == 0, reached.output
+    assert len(stage.slurm.pending()) == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_bad_node_that_the_config_asks_for_is_not_left_out(stage: Stage, waits: bool) -> None:  # noqa: F811
+    plan = replace(Plan.load(stage.run), sbatch_options={"nodelist": "n1"})
+    plan.write(stage.run.plan)
+    stage.run.job_script.write_text(render.job_script(plan, stage.run))
+    struck(stage, "n1")
+    excluded, said = next_job(stage, waits=waits)
+    assert excluded == ""
+    assert "without n1 this job has too few nodes that are up" in said
+
+
 def outliving(stage: Stage, **changes: object) -> None:  # noqa: F811
     """The run has jobs that outlive the loss of nodes."""
     plan = replace(Plan.load(stage.run), recovery="node", fork_server=["python"], ntasks_per_node=2, **changes)
@@ -234,3 +256,20 @@ def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> Non
     plan = Mock(outlives_nodes=True, nodes=4, nodes_of_job=6, elastic_nodes=(2, 1))
     asked = {given: next_nodes._asking_for_all(plan, {"nodes": given, "time": "5"}) for given in ("5", "2", "5-6", "8")}
     assert asked == {given: {"time": "5"} for given in ("5", "2", "5-6")} | {"8": {"nodes": "8", "time": "5"}}
+
+
+@pytest.mark.parametrize("mode", ["singleton", "requeue"])
+def test_a_controller_that_does_not_say_which_nodes_are_up_holds_nobody_up(stage: Stage, mode: str) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=1, mode=mode, fallback_job=mode == "singleton")
+    struck(stage, "n1")
+    stage.slurm.tests_nothing = True
+    begun = fresh_begin(stage)
+    ended = run_child(lambda: supervisor.end(stage.run, 4, no_successor(stage)), stage.run_path, stage.slurm)
+    for reached in (begun, ended) if mode == "singleton" else (ended,):
+        assert reached.code in (0, supervisor.FAILED), reached.output
+        assert "is not known: sbatch: allocation failure: Socket timed out" in reached.output
+        assert reached.calls.count("run sbatch --test-only") < 10
+    (job_id,) = stage.slurm.pending()
+    job = stage.slurm.jobs()[job_id]
+    assert (job["nodes"], job["exclude"]) == ("3", "n1" if mode == "singleton" else "")
+    assert (job_id == "1") == (mode == "requeue")
