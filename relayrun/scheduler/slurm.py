@@ -167,10 +167,12 @@ class Slurm:
         if job is None or not job.requeue:
             with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
                 self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
-        later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job) + _fewer(few)
+        later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job)
+        # each by itself: a site may refuse one. Such a list is one process: with the first order Slurm ends this job
+        updates = [" ".join([f"update JobId={job_id}", *changes]) for changes in (later, _fewer(few)) if changes]
         try:
-            if later:  # one process gives both orders: with the first one Slurm ends the job that this may run in
-                self.order(["scontrol"], [f"requeue {job_id}", " ".join([f"update JobId={job_id}", *later])])
+            if updates:
+                self.order(["scontrol"], [f"requeue {job_id}", *updates])
             else:
                 self.order(["scontrol", "requeue", job_id])
         except SchedulerError as error:  # by the guard, or by the batch script before it

@@ -29,6 +29,8 @@ class FakeSlurm:
         """The most jobs that may be queued or run."""
         self.unchangeable = False
         """Whether nobody may change a job."""
+        self.keeps_nodes = False
+        """Whether nobody may change how many nodes a job asks for."""
         self.down: set[str] = set()
         """Nodes that are down."""
         self.tests_nothing = False
@@ -172,7 +174,7 @@ class FakeSlurm:
         assert rest[0] == "update", command
         fields = dict(word.partition("=")[::2] for word in rest[1:])
         job_id = fields["JobId"]
-        if self.unchangeable:
+        if self.unchangeable or (self.keeps_nodes and "NumNodes" in fields):
             raise RefusedError(f"Access/permission denied for job {job_id}")
         if jobs[job_id]["state"] not in ("PENDING", "RUNNING"):
             raise RefusedError(f"Job has already finished for job {job_id}")

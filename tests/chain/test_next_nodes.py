@@ -231,6 +231,22 @@ def test_a_job_that_queued_itself_again_with_few_nodes_has_all_of_them_the_next_
     assert (job["nodes"], job["tasks"]) == ("4-4", "8")
 
 
+@pytest.mark.parametrize("mode", ["singleton", "requeue"])
+def test_a_site_that_lets_nobody_change_the_number_of_nodes(stage: Stage, mode: str) -> None:  # noqa: F811
+    """All else is done."""
+    outliving(stage, nodes=2, spare_nodes=2, mode=mode, fallback_job=False)
+    assert fresh_begin(stage).code == 0
+    stage.slurm.down = {"n3"}
+    stage.slurm.keeps_nodes = True
+    reached = run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    (job_id,) = stage.slurm.pending()
+    job = stage.slurm.jobs()[job_id]
+    assert (job_id == "1", job["nodes"]) == (mode == "requeue", "4")
+    assert job["delay"] > 0
+    assert "denied" in reached.output
+    assert run_child(lambda: supervisor.end(stage.run, 4, 7), stage.run_path, stage.slurm).code == supervisor.FAILED
+
+
 @pytest.mark.parametrize(("waited", "waits"), [("3-4", "4-4"), ("3-3", "3-3"), ("4", "4"), ("8", "8")])
 def test_a_waiting_job_waits_for_the_nodes_that_are_up_again(stage: Stage, waited: str, waits: str) -> None:  # noqa: F811
     """It was queued while one was down. A number that only a person can have given stays."""
