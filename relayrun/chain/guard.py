@@ -13,7 +13,9 @@ import os
 import signal
 import time
 
+from relayrun.chain import next_nodes
 from relayrun.chain.log import log
+from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
@@ -49,7 +51,12 @@ def _guard(run: Run, number: int, batch_pid: int) -> int:
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0
     log(f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again")
-    scheduler.requeue(own)
+    scheduler.requeue(own)  # first: there may be seconds left
+    try:
+        if (few := next_nodes.of_own_job(run, plan, scheduler, own)) is not None:
+            scheduler.nodes.do_with(own, few)
+    except SchedulerError as error:
+        log(f"job {own} asks for as many nodes as before: {error.message}")
     return 0
 
 

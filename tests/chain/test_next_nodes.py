@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 
-from relayrun.chain import next_nodes, nodes, render, supervisor
+from relayrun.chain import guard, next_nodes, nodes, render, supervisor
 from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.rounds import FailedRound
@@ -229,6 +231,27 @@ def test_a_job_that_queued_itself_again_with_few_nodes_has_all_of_them_the_next_
     run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
     job = stage.slurm.jobs()["1"]
     assert (job["nodes"], job["tasks"]) == ("4-4", "8")
+
+
+def test_a_job_whose_batch_script_is_killed_does_without_the_lost_spare_node(
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
+    assert fresh_begin(stage).code == 0
+    stage.slurm.down = {"n3"}
+    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm.kill_wait", lambda _self: 30.0)
+    monkeypatch.setattr("relayrun.chain.guard.alive", lambda _pid: False)
+
+    def guarded() -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGTERM)
+        return guard.guard(stage.run, 4, batch_pid=1)
+
+    reached = run_child(guarded, stage.run_path, stage.slurm)
+    assert reached.code == 0, reached.output
+    job = stage.slurm.jobs()["1"]
+    assert (job["state"], job["nodes"], job.get("tasks")) == ("PENDING", "3-4", "6")
 
 
 @pytest.mark.parametrize("mode", ["singleton", "requeue"])
