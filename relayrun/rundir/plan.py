@@ -164,8 +164,10 @@ class Plan(Record):
         return self.spare_nodes > 0 or bool(self.elastic_nodes)
 
     def training_nodes(self, num_nodes: int) -> int:
-        """How many nodes of a job that has `num_nodes` train; where it outlives some, no more than the plan says."""
-        return min(self.nodes, num_nodes) if self.outlives_nodes else num_nodes
+        """How many nodes of a job that has `num_nodes` train; where it outlives some, those that have places."""
+        if not self.outlives_nodes:
+            return num_nodes
+        return max((nodes for nodes in (self.nodes, *self.elastic_nodes) if nodes <= num_nodes), default=num_nodes)
 
 
 def job_name(project: str, name: str, run: Path) -> str:

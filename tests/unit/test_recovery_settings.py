@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from relayrun.agent.places import Places
 from relayrun.chain import render
 from relayrun.config import compose
 from relayrun.errors import ConfigError
@@ -117,3 +119,9 @@ def test_what_cannot_be_elastic_is_refused(tmp_path: Path, sections: dict[str, A
     with pytest.raises(ConfigError) as refused:
         compose.load(path)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("has", "train"), [(5, 4), (4, 4), (3, 2), (2, 2), (1, 1)])
+def test_of_a_job_with_fewer_nodes_those_train_that_a_round_has_places_for(has: int, train: int) -> None:
+    plan = Mock(outlives_nodes=True, nodes=4, elastic_nodes=[2, 1])
+    assert Plan.training_nodes(plan, has) == train == Places(4, spare=has - 4, elastic=[2, 1]).fitting(has)
