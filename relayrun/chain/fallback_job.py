@@ -78,34 +78,23 @@ def _queue_next(
     newest = run.newest_begun()
     begin = newest.read_begin() if newest is not None else None
     given = successor.own_options(failed, scheduler) if failed else begin.options if begin else {}
-    options = next_nodes.options_for(run, plan, scheduler, given)
+    tried = _tried_nodes(scheduler, failed)
+    options = next_nodes.options_for(run, plan, scheduler, given, tried=tried)
+    tried = [node for node in tried if node in options.get("exclude", "").split(",")]  # or there are too few others
     count = _failed_begins(order, failed)
     delay = BEGIN_BACKOFF << (count - 1)
-    tried = _tried_nodes(scheduler, failed)
-    elsewhere = options | {"exclude": ",".join(filter(None, [options.get("exclude"), tried]))}
-    if not tried or not _suffice(run, plan, scheduler, elsewhere):
-        tried, elsewhere = "", options  # there are no other nodes
-    job_id = scheduler.submit(plan, run.job_script, options=elsewhere, delay=delay)
+    job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
-    fallback.put_behind(run, plan, job_id, options=elsewhere, failed_begins=count)
+    fallback.put_behind(run, plan, job_id, options=options, failed_begins=count)
     try:
-        jobs.count_failed_begins(job_id, count, tried)
+        jobs.count_failed_begins(job_id, count, ",".join(tried))
     except SchedulerError as error:  # a site may let nobody change a job; the new fallback job knows the count
         log(f"job {job_id} does not know how often the jobs before it failed: {error.message}")
 
 
-def _suffice(run: Run, plan: Plan, scheduler: Scheduler, options: dict[str, str]) -> bool:
-    """Whether enough nodes are up for a job with these options; False where nobody says."""
-    try:
-        return scheduler.nodes is not None and scheduler.nodes.suffice(plan, run.job_script, options)
-    except SchedulerError as error:
-        log(f"which nodes are up is not known: {error.message}")
-        return False
-
-
-def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> str:
-    """The nodes where the batch scripts of this and the tries before it ran, separated by commas."""
+def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> list[str]:
+    """The nodes where the batch scripts of this and the tries before it ran."""
     if failed is None or scheduler.nodes is None:
-        return ""
+        return []
     own = scheduler.nodes.expand(failed.nodes)[:1] if failed.nodes else []
-    return ",".join(dict.fromkeys(filter(None, [*failed.begin_failed_on.split(","), *own])))
+    return list(dict.fromkeys(filter(None, [*failed.begin_failed_on.split(","), *own])))

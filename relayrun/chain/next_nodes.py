@@ -19,21 +19,26 @@ from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Fewest, NodeControl, Scheduler
 
 
-def options_for(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
-    """A job's options for the next one, with the nodes that it leaves out and their number. Raises SchedulerError."""
+def options_for(
+    run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str], *, tried: Sequence[str] = ()
+) -> dict[str, str]:
+    """A job's options for the next one, with the nodes that it leaves out and their number.
+
+    `tried`: nodes where `begin` has just failed. Raises SchedulerError.
+    """
     strikes = nodes.read_strikes(run)
     found = _asking_for_all(plan, options)
-    if scheduler.nodes is None or not (strikes or plan.outlives_nodes):
+    if scheduler.nodes is None or not (strikes or tried or plan.outlives_nodes):
         return found
     wished = plan.sbatch_options.get("exclude")
     by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
     by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
     by_hand |= set(scheduler.nodes.expand(wished)) if wished else set()
     bad: list[str] = []
-    if by_hand or strikes:
+    if by_hand or strikes or tried:
         known = scheduler.nodes.known()  # an unknown one would make sbatch fail
         by_hand &= known
-        bad = [node for node in _bad(run, plan) if node in known - by_hand]
+        bad = [node for node in dict.fromkeys([*tried, *_bad(run, plan)]) if node in known - by_hand]
         asked, found = found, _excluding(by_hand | set(bad), found)
     try:
         if bad:

@@ -254,6 +254,18 @@ def test_a_job_whose_batch_script_is_killed_does_without_the_lost_spare_node(
     assert (job["state"], job["nodes"], job.get("tasks")) == ("PENDING", "3-4", "6")
 
 
+def test_a_spare_node_takes_the_place_of_one_where_begin_failed(stage: Stage) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=2)
+    struck(stage, "n1")
+    stage.slurm.set("1", state="FAILED")
+    reached = run_fallback_job(stage)
+    assert reached is not None
+    assert reached.code == 0, reached.output
+    (job_id,) = stage.slurm.pending()
+    job = stage.slurm.jobs()[job_id]
+    assert (job["nodes"], job["exclude"], job["comment"]) == ("2-4", "n0,n1", "relayrun:begin-failed=1@n0")
+
+
 @pytest.mark.parametrize("mode", ["singleton", "requeue"])
 def test_a_site_that_lets_nobody_change_the_number_of_nodes(stage: Stage, mode: str) -> None:  # noqa: F811
     """All else is done."""
