@@ -20,18 +20,11 @@ from relayrun.scheduler.base import PATIENCE, FallbackJobs, Fewest, Job, NodeCon
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
+from relayrun.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer
 from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
-
-_NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
-"""What sbatch says where nodes that are up, and not excluded, are too few; where one that the job asks for by its name
-is excluded; and of one that the cluster does not have."""
-
-SUFFICE_SECONDS = 20.0
-"""How long sbatch may take, all tries together, to say whether nodes suffice: ranks or the order to queue a job wait.
-It costs a controller more than any other question."""
 
 COMMAND_SECONDS = 120.0
 """How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
@@ -169,7 +162,7 @@ class Slurm:
                 self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
         later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job)
         # each by itself: a site may refuse one. Such a list is one process: with the first order Slurm ends this job
-        updates = [" ".join([f"update JobId={job_id}", *changes]) for changes in (later, _fewer(few)) if changes]
+        updates = [" ".join([f"update JobId={job_id}", *changes]) for changes in (later, fewer(few)) if changes]
         try:
             if updates:
                 self.order(["scontrol"], [f"requeue {job_id}", *updates])
@@ -376,39 +369,6 @@ class Slurm:
     def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
         seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
         return slurm_command.run(command, lines, seconds=seconds, words=words)
-
-
-class SlurmNodes:
-    """The nodes of a Slurm cluster."""
-
-    def __init__(self, slurm: Slurm, hasty: Slurm) -> None:
-        self._slurm, self._hasty = slurm, hasty
-
-    def expand(self, nodes: str) -> list[str]:
-        return self._slurm.ask(["scontrol", "show", "hostnames", nodes]).split()
-
-    def known(self) -> set[str]:
-        return set(self._slurm.ask(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
-
-    def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
-        try:
-            self._hasty.test(script, gres.in_the_same_way(options, plan.sbatch_options))
-        except SchedulerError as error:  # what else it refuses says nothing of nodes
-            if isinstance(error, NoAnswerError):
-                raise
-            return _NO_NODES.search(error.message) is None
-        return True
-
-    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
-
-    def do_with(self, job_id: str, few: Fewest) -> None:
-        self._slurm.order(["scontrol", "update", f"JobId={job_id}", *_fewer(few)])
-
-
-def _fewer(few: Fewest | None) -> list[str]:
-    """Changes by which a job starts with fewer nodes: of these alone Slurm would still have all of its tasks there."""
-    return [] if few is None else [f"NumNodes={few.nodes}-{few.of}", f"NumTasks={few.tasks}"]
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:
