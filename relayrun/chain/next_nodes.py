@@ -108,7 +108,8 @@ def _up(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) 
     if not plan.outlives_nodes or "nodes" in options:
         return None
     options = _without_lost(run, options)
-    for count in [*range(plan.nodes_of_job, plan.nodes - 1, -1), *plan.elastic_nodes]:
+    counts: list[int] = [*range(plan.nodes_of_job, plan.nodes - 1, -1), *plan.elastic_nodes]
+    for count in counts:
         if control.suffice(plan, run.job_script, {**options, "nodes": str(count)}):
             if count < plan.nodes_of_job:
                 log(f"the next job starts with {count} nodes or more: those that are up are not {plan.nodes_of_job}")
