@@ -61,6 +61,11 @@ class CommonConfig(Section):
             return self
         if self.cluster.scheduler == "local":
             raise ValueError(f"{setting}: scheduler local has one machine; leave it out")
+        if self.job.sbatch.get("gpus"):
+            raise ValueError(
+                f"job.sbatch: --gpus is of the whole job, and with {setting} the next one may have fewer nodes; "
+                "set job.gpus_per_node, and leave it out"
+            )
         if self.cluster.container.runtime != "none":
             raise ValueError(
                 f"{setting}: where the batch host is lost, an agent asks Slurm by its commands, which a container "

@@ -59,6 +59,10 @@ def test_slurm_starts_one_agent_a_node_with_the_processors_of_its_ranks(tmp_path
         ({"debug": {"profile": "nsys"}}, "set debug.profile=torch or chain.recovery=job"),
         ({"cluster": {"srun_options": ["--gpus-per-task=1"]}}, "--gpus-per-task gives each task its own"),
         ({"job": {"sbatch": {"gpu-bind": "closest"}}}, "--gpu-bind gives each task its own"),
+        (
+            {"cluster": {"scheduler": "slurm"}, "job": {"spare_nodes": 1, "sbatch": {"gpus": 8}}},
+            "--gpus is of the whole job",
+        ),
         ({"chain": NODE | {"max_failed_rounds": 0}}, "max_failed_rounds"),
         ({"chain": {"recovery": "nodes"}}, "recovery"),
         ({"chain": {"recovery": "job"}, "checkpoint": {"memory_interval": 1}}, "set chain.recovery=node"),
