@@ -20,7 +20,7 @@ from relayrun.scheduler.base import PATIENCE, FallbackJobs, Fewest, Job, NodeCon
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
-from relayrun.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer
+from relayrun.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer, says_too_few
 from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
@@ -56,7 +56,15 @@ class Slurm:
 
     def submit_first(self, plan: Plan, script: Path) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
-        self.test(script)
+        try:
+            self.test(script)
+        except SchedulerError as error:
+            if plan.spare_nodes and says_too_few(error):
+                error.hint = (
+                    f"job.nodes and job.spare_nodes ask for {plan.nodes_of_job} nodes; where so many are not up, "
+                    "set job.spare_nodes to fewer"
+                )
+            raise
         return self.submit(plan, script, options={})
 
     def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:

@@ -53,7 +53,7 @@ class SlurmNodes:
         except SchedulerError as error:  # what else it refuses says nothing of nodes
             if isinstance(error, NoAnswerError):
                 raise
-            return _NO_NODES.search(error.message) is None
+            return not says_too_few(error)
         return True
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
@@ -61,6 +61,11 @@ class SlurmNodes:
 
     def do_with(self, job_id: str, few: Fewest) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", *fewer(few)])
+
+
+def says_too_few(error: SchedulerError) -> bool:
+    """Whether sbatch refuses a job because the nodes that it may have are too few."""
+    return _NO_NODES.search(error.message) is not None
 
 
 def fewer(few: Fewest | None) -> list[str]:

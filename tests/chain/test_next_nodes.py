@@ -11,10 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.chain import guard, next_nodes, nodes, render, supervisor
+from relayrun.chain import guard, next_nodes, nodes, render, successor, supervisor
 from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.rounds import FailedRound
+from relayrun.scheduler.choose import for_plan
 
 from .exhaustion import run_child
 from .fake_slurm import NODES
@@ -301,6 +302,21 @@ def test_a_node_that_slurm_still_takes_to_be_up_though_it_is_lost(stage: Stage) 
     (job_id,) = stage.slurm.pending()
     job = stage.slurm.jobs()[job_id]
     assert (job["nodes"], job["tasks"], job["exclude"]) == ("2-4", "4", "")
+
+
+def test_a_first_job_with_a_spare_node_that_is_not_up_is_refused_with_what_to_set(stage: Stage) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=2)
+    stage.slurm.set("1", state="FAILED")
+    stage.slurm.down = {"n3"}
+
+    def first() -> int:
+        plan = Plan.load(stage.run)
+        successor.queue_first(stage.run, plan, for_plan(plan, stage.run, patience=0))
+        return 0
+
+    reached = run_child(first, stage.run_path, stage.slurm)
+    assert "ask for 4 nodes; where so many are not up, set job.spare_nodes to fewer" in reached.output
+    assert stage.slurm.pending() == []
 
 
 def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> None:
