@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from relayrun.chain import nodes
 from relayrun.chain.log import log
+from relayrun.chain.nodes import Strike
 from relayrun.errors import SchedulerError
 from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
@@ -38,7 +39,7 @@ def options_for(
     if by_hand or strikes or tried:
         known = scheduler.nodes.known()  # an unknown one would make sbatch fail
         by_hand &= known
-        bad = [node for node in dict.fromkeys([*tried, *_bad(run, plan)]) if node in known - by_hand]
+        bad = [node for node in dict.fromkeys([*tried, *_bad(plan, strikes)]) if node in known - by_hand]
         asked, found = found, _excluding(by_hand | set(bad), found)
     try:
         if bad:
@@ -68,7 +69,7 @@ def adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> None:
         before = set(control.expand(options["exclude"])) if "exclude" in options else set()
         wished = plan.sbatch_options.get("exclude")
         ours = before & {strike.node for strike in strikes} - set(control.expand(wished) if wished else ())
-        known, worst = control.known(), _bad(run, plan)
+        known, worst = control.known(), _bad(plan, strikes)
         bad = [node for node in worst if node in ours or node in known - before] + sorted(ours - set(worst))
         given = before - ours
         after = given | _replaceable(run, plan, control, options, given=given, bad=bad)
@@ -107,21 +108,21 @@ def _up(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) 
     """
     if not plan.outlives_nodes or "nodes" in options:
         return None
-    options = _without_lost(run, options)
+    without = [*filter(None, [options.get("exclude")]), *sorted(_lost(run))]
+    asked = {**options, "exclude": ",".join(without)} if without else options
     counts: list[int] = [*range(plan.nodes_of_job, plan.nodes - 1, -1), *plan.elastic_nodes]
     for count in counts:
-        if control.suffice(plan, run.job_script, {**options, "nodes": str(count)}):
+        if control.suffice(plan, run.job_script, {**asked, "nodes": str(count)}):
             if count < plan.nodes_of_job:
                 log(f"the next job starts with {count} nodes or more: those that are up are not {plan.nodes_of_job}")
             return count
     return None
 
 
-def _without_lost(run: Run, options: Mapping[str, str]) -> dict[str, str]:
-    """The options with the nodes left out that the newest attempt has lost: Slurm may notice minutes later."""
+def _lost(run: Run) -> set[str]:
+    """Nodes that the newest attempt has lost: Slurm may notice minutes later."""
     newest = run.newest_begun()
-    lost = sorted({node for failed in rounds.read(newest) for node in failed.lost} if newest is not None else ())
-    return {**options, "exclude": ",".join([*filter(None, [options.get("exclude")]), *lost])} if lost else dict(options)
+    return set() if newest is None else {node for failed in rounds.read(newest) for node in failed.lost}
 
 
 def _asking_for_all(plan: Plan, options: Mapping[str, str]) -> dict[str, str]:
@@ -133,9 +134,9 @@ def _asking_for_all(plan: Plan, options: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if not (ours and name == "nodes")}
 
 
-def _bad(run: Run, plan: Plan) -> list[str]:
+def _bad(plan: Plan, strikes: Sequence[Strike]) -> list[str]:
     """Nodes that the next job should leave out, the worst first."""
-    return nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time())
+    return nodes.excluded(strikes, nodes=plan.nodes, now=time.time())
 
 
 def _replaceable(
@@ -143,13 +144,8 @@ def _replaceable(
 ) -> set[str]:
     """Those of the bad nodes, the worst first, beyond which and those given there are enough others that are up."""
     needed = {"nodes": str(plan.nodes)} if plan.outlives_nodes and "nodes" not in options else {}
-
-    def enough(count: int) -> bool:
-        asked = _excluding(given | set(bad[:count]), options) | needed
-        return control.suffice(plan, run.job_script, _without_lost(run, asked))
-
-    count = len(bad)
-    while count and not enough(count):
+    gone, count = given | _lost(run) if bad else given, len(bad)
+    while count and not control.suffice(plan, run.job_script, _excluding(gone | set(bad[:count]), options) | needed):
         count //= 2
     if kept := bad[count:]:
         log(f"without {', '.join(kept)} this job has too few nodes that are up; so it may run there; see {run.strikes}")

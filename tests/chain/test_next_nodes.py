@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +18,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.rounds import FailedRound
 from relayrun.scheduler.choose import for_plan
 
-from .exhaustion import run_child
+from .exhaustion import Reached, run_child
 from .fake_slurm import NODES
 from .test_exhaustion import Stage, failed, fresh_begin, no_successor, stage  # noqa: F401 - a fixture
 from .test_fallback_job import run_fallback_job
@@ -28,13 +29,23 @@ def struck(stage: Stage, *names: str) -> None:  # noqa: F811
         nodes.strike(stage.run, attempt, dict.fromkeys(names, "node failure"), now=time.time())
 
 
+def waiting_job(stage: Stage) -> dict[str, Any]:  # noqa: F811
+    """The one job of the chain that waits."""
+    (job_id,) = stage.slurm.pending()
+    return stage.slurm.jobs()[job_id]
+
+
+def ended(stage: Stage, exit_code: int | None = None) -> Reached:  # noqa: F811
+    """The end of the attempt, which has failed where nothing else is said."""
+    code = failed(stage) if exit_code is None else exit_code
+    return run_child(lambda: supervisor.end(stage.run, 4, code), stage.run_path, stage.slurm)
+
+
 def next_job(stage: Stage, *, waits: bool) -> tuple[str, str]:  # noqa: F811
     """What the next job leaves out, and what is said; `waits`: it waited already when the attempt ended."""
     assert fresh_begin(stage).code == 0
-    exit_code = failed(stage) if waits else no_successor(stage)
-    reached = run_child(lambda: supervisor.end(stage.run, 4, exit_code), stage.run_path, stage.slurm)
-    (job_id,) = stage.slurm.pending()
-    return str(stage.slurm.jobs()[job_id]["exclude"]), reached.output
+    reached = ended(stage, None if waits else no_successor(stage))
+    return str(waiting_job(stage)["exclude"]), reached.output
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -68,8 +79,7 @@ def test_of_several_the_worst_are_left_out(stage: Stage, waits: bool) -> None:  
 
 def loses_a_node(stage: Stage, node: str) -> int:  # noqa: F811
     """The attempt fails as Slurm takes a node to be down, behind whose back the next job was queued already."""
-    (job_id,) = stage.slurm.pending()
-    assert stage.slurm.jobs()[job_id]["exclude"] == "n1"
+    assert waiting_job(stage)["exclude"] == "n1"
     stage.slurm.down = {node}
     return failed(stage)
 
@@ -87,9 +97,8 @@ def test_a_waiting_job_may_have_the_node_again_in_whose_place_there_is_none_now(
     struck(stage, "n1")
     assert fresh_begin(stage).code == 0
     exit_code = loses_a_node(stage, "n2")
-    reached = run_child(lambda: supervisor.end(stage.run, 4, exit_code), stage.run_path, stage.slurm)
-    (job_id,) = stage.slurm.pending()
-    assert stage.slurm.jobs()[job_id]["exclude"] == left_out
+    reached = ended(stage, exit_code)
+    assert waiting_job(stage)["exclude"] == left_out
     assert ("without n1 this job has too few nodes that are up" in reached.output) == (not left_out)
 
 
@@ -118,9 +127,8 @@ def test_a_lost_node_takes_no_bad_ones_place_though_slurm_takes_it_to_be_up(stag
     struck(stage, "n1")
     assert fresh_begin(stage).code == 0
     lost(stage, n3="")
-    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
-    (job_id,) = stage.slurm.pending()
-    job = stage.slurm.jobs()[job_id]
+    ended(stage)
+    job = waiting_job(stage)
     assert (job["nodes"], job["exclude"]) == ("3-4", "")
 
 
@@ -130,8 +138,7 @@ def test_a_node_where_begin_failed_is_tried_again_where_no_other_one_is_up(stage
     reached = run_fallback_job(stage)
     assert reached is not None
     assert reached.code == 0, reached.output
-    (job_id,) = stage.slurm.pending()
-    job = stage.slurm.jobs()[job_id]
+    job = waiting_job(stage)
     assert (job["exclude"], job["comment"]) == ("", "relayrun:begin-failed=1@"), json.dumps(job)
 
 
@@ -168,8 +175,7 @@ def outliving(stage: Stage, **changes: object) -> None:  # noqa: F811
 def asked_for(stage: Stage) -> str:  # noqa: F811
     """How many nodes the next job is queued with."""
     next_job(stage, waits=False)
-    (job_id,) = stage.slurm.pending()
-    return str(stage.slurm.jobs()[job_id]["nodes"])
+    return str(waiting_job(stage)["nodes"])
 
 
 @pytest.mark.parametrize(("down", "waiting", "queued"), [([], ("4", None), "4"), (["n3"], ("3-4", "6"), "3-4")])
@@ -187,9 +193,8 @@ def test_spare_nodes_that_are_not_up_are_not_waited_for(
     stage.slurm.down = set()  # when it is queued they are up
     assert fresh_begin(stage).code == 0
     stage.slurm.down = set(down)
-    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
-    (job_id,) = stage.slurm.pending()
-    job = stage.slurm.jobs()[job_id]
+    ended(stage)
+    job = waiting_job(stage)
     assert (job["nodes"], job.get("tasks")) == waiting
 
 
@@ -198,8 +203,7 @@ def test_a_bad_node_is_left_out_before_a_spare_one_is_waited_for(stage: Stage) -
     struck(stage, "n1")
     stage.slurm.down = {"n3"}
     assert asked_for(stage) == "2-4"
-    (job_id,) = stage.slurm.pending()
-    assert stage.slurm.jobs()[job_id]["exclude"] == "n1"
+    assert waiting_job(stage)["exclude"] == "n1"
 
 
 @pytest.mark.parametrize(("down", "nodes"), [(["n0"], "2-4"), (["n0", "n1", "n2"], "1-4"), (list(NODES), "4")])
@@ -220,7 +224,7 @@ def test_a_job_that_queues_itself_again_does_without_the_lost_spare_node(stage: 
     assert fresh_begin(stage).code == 0
     stage.slurm.set("1", nodes=left)
     stage.slurm.down = {"n3"}
-    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    ended(stage)
     job = stage.slurm.jobs()["1"]
     assert (job["nodes"], job["tasks"]) == ("3-4", "6")
 
@@ -229,7 +233,7 @@ def test_a_job_that_queued_itself_again_with_few_nodes_has_all_of_them_the_next_
     outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
     stage.slurm.set("1", nodes="3")
     assert fresh_begin(stage).code == 0
-    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    ended(stage)
     job = stage.slurm.jobs()["1"]
     assert (job["nodes"], job["tasks"]) == ("4-4", "8")
 
@@ -262,8 +266,7 @@ def test_a_spare_node_takes_the_place_of_one_where_begin_failed(stage: Stage) ->
     reached = run_fallback_job(stage)
     assert reached is not None
     assert reached.code == 0, reached.output
-    (job_id,) = stage.slurm.pending()
-    job = stage.slurm.jobs()[job_id]
+    job = waiting_job(stage)
     assert (job["nodes"], job["exclude"], job["comment"]) == ("2-4", "n0,n1", "relayrun:begin-failed=1@n0")
 
 
@@ -274,7 +277,7 @@ def test_a_site_that_lets_nobody_change_the_number_of_nodes(stage: Stage, mode: 
     assert fresh_begin(stage).code == 0
     stage.slurm.down = {"n3"}
     stage.slurm.keeps_nodes = True
-    reached = run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    reached = ended(stage)
     (job_id,) = stage.slurm.pending()
     job = stage.slurm.jobs()[job_id]
     assert (job_id == "1", job["nodes"]) == (mode == "requeue", "4")
@@ -290,7 +293,7 @@ def test_a_waiting_job_waits_for_the_nodes_that_are_up_again(stage: Stage, waite
     assert fresh_begin(stage).code == 0
     (job_id,) = stage.slurm.pending()
     stage.slurm.set(job_id, nodes=waited)
-    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
+    ended(stage)
     assert stage.slurm.jobs()[job_id]["nodes"] == waits
 
 
@@ -298,9 +301,8 @@ def test_a_node_that_slurm_still_takes_to_be_up_though_it_is_lost(stage: Stage) 
     outliving(stage, nodes=2, spare_nodes=2)
     assert fresh_begin(stage).code == 0
     lost(stage, n1="n2", n3="")
-    run_child(lambda: supervisor.end(stage.run, 4, failed(stage)), stage.run_path, stage.slurm)
-    (job_id,) = stage.slurm.pending()
-    job = stage.slurm.jobs()[job_id]
+    ended(stage)
+    job = waiting_job(stage)
     assert (job["nodes"], job["tasks"], job["exclude"]) == ("2-4", "4", "")
 
 
@@ -331,8 +333,8 @@ def test_a_controller_that_does_not_say_which_nodes_are_up_holds_nobody_up(stage
     struck(stage, "n1")
     stage.slurm.tests_nothing = True
     begun = fresh_begin(stage)
-    ended = run_child(lambda: supervisor.end(stage.run, 4, no_successor(stage)), stage.run_path, stage.slurm)
-    for reached in (begun, ended) if mode == "singleton" else (ended,):
+    end = ended(stage, no_successor(stage))
+    for reached in (begun, end) if mode == "singleton" else (end,):
         assert reached.code in (0, supervisor.FAILED), reached.output
         assert "is not known: sbatch: allocation failure: Socket timed out" in reached.output
         assert reached.calls.count("run sbatch --test-only") < 10

@@ -135,13 +135,19 @@ def test_any_run_directory_name_works(cluster: TestCluster, make_run: MakeRun, f
     assert any(path.suffix == ".err" and path.stat().st_size for path in log_folder.iterdir())
 
 
-def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+def dies_twice_on_n1(cluster: TestCluster, make_run: MakeRun, *, exclude: str) -> Run:  # noqa: F811
+    """A chain whose first two attempts fail there, to its end."""
     run, plan = make_run("--steps=60", "--die-on=n1", total_steps=60, max_failed_attempts=5, **SLURM)
-    start(cluster, run, "--exclude=n3")
+    start(cluster, run, f"--exclude={exclude}")
     for attempt in (1, 2):
         cluster.wait_until(run.attempt(attempt).end.exists, timeout=240)
         hurry(cluster, plan)
     wait_for_end(cluster, run, plan)
+    return run
+
+
+def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run = dies_twice_on_n1(cluster, make_run, exclude="n3")
     causes = [end.cause for end in ends(run)]
     assert causes == ["failed", "failed", "done"], logs(run)
     assert [strike.node for strike in read_strikes(run)] == ["n1", "n1"]
@@ -152,12 +158,7 @@ def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCl
 
 def test_a_node_that_nobody_can_replace_is_used_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
     """Without it the third job would wait for ever, with no word from Slurm but that it waits."""
-    run, plan = make_run("--steps=60", "--die-on=n1", total_steps=60, max_failed_attempts=5, **SLURM)
-    start(cluster, run, "--exclude=n2,n3")
-    for attempt in (1, 2):
-        cluster.wait_until(run.attempt(attempt).end.exists, timeout=240)
-        hurry(cluster, plan)
-    wait_for_end(cluster, run, plan)
+    run = dies_twice_on_n1(cluster, make_run, exclude="n2,n3")
     assert [end.cause for end in ends(run)] == ["failed", "failed", "done"], logs(run)
     begin = AttemptStart.read(run.attempt(3).begin)
     assert begin is not None
