@@ -13,7 +13,7 @@ import os
 import signal
 import time
 
-from relayrun.chain import next_nodes
+from relayrun.chain import next_nodes, successor
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
@@ -53,7 +53,12 @@ def _guard(run: Run, number: int, batch_pid: int) -> int:
     log(f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again")
     scheduler.requeue(own)  # first: there may be seconds left
     try:
-        if (few := next_nodes.of_own_job(run, plan, scheduler, own)) is not None:
+        if (few := next_nodes.of_own_job(run, plan, scheduler, own)) is None:
+            return 0
+        if next_nodes.too_few(run, few):
+            successor.take_its_place(run, plan, scheduler, attempt, own=own, delay=0)
+            scheduler.cancel(own)
+        else:
             scheduler.nodes.do_with(own, few)
     except SchedulerError as error:
         log(f"job {own} asks for as many nodes as before: {error.message}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 
@@ -9,5 +10,6 @@ PREFIX = "[relayrun "
 
 
 def log(text: str) -> None:
-    """One line on standard error, with the time."""
-    print(f"{PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+    """One line on standard error, with the time. Nobody ends of a file system of the log that is full, or away."""
+    with contextlib.suppress(OSError):
+        print(f"{PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

@@ -96,6 +96,14 @@ def of_own_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> Fewes
     return _fewest(plan, count, of=plan.nodes_of_job)  # all of them, too: the last time it may have been fewer
 
 
+def too_few(run: Run, few: Fewest) -> bool:
+    """Whether the running job, queued again, would wait for nodes that are not up.
+
+    It would ask for all of them, since it has lost some: Slurm 22.05 changes nothing of such a job any more.
+    """
+    return few.nodes < few.of and bool(_lost(run))
+
+
 def _fewest(plan: Plan, count: int, *, of: int) -> Fewest:
     return Fewest(nodes=count, of=of, tasks=count * plan.ntasks_per_node)
 

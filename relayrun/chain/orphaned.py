@@ -6,13 +6,12 @@ now and then whether it has taken the batch host out of the job: Slurm's word al
 merely cut off ends nothing. As long as the batch script lives it closes the attempt itself, and ends this with the job.
 
 The first that hears of the loss does what the batch script would have done: `end`. Then it queues the job again under
-its id, or cancels it where the chain ends. Nobody is elected: a node asks the later, the higher its number is, and what
-two do at the same time is done once.
+its id, or cancels it where another job goes on in its place, or none. Nobody is elected: a node asks the later, the
+higher its number is, and what two do at the same time is done once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 from relayrun.chain import decide, successor, supervisor
@@ -46,7 +45,7 @@ def orphaned(run: Run, number: int, *, node: int, number_of_round: int) -> int:
 
     `node`: number of this node in the job. `number_of_round`: the newest that its agent knew, 0 before the first.
     """
-    _say(f"attempt {number}: the coordinator is gone; Slurm is asked whether the batch host is")
+    log(f"attempt {number}: the coordinator is gone; Slurm is asked whether the batch host is")
     told = False
     while True:
         time.sleep(RETRY_SECONDS if told else pause(node))
@@ -56,20 +55,20 @@ def orphaned(run: Run, number: int, *, node: int, number_of_round: int) -> int:
             own = scheduler.current_job_id()
             job = scheduler.query(own)
             if job is None or not job.live:
-                _say(f"job {own} is {'gone' if job is None else job.state}; nothing is left to do")
+                log(f"job {own} is {'gone' if job is None else job.state}; nothing is left to do")
                 return 1
             names = scheduler.nodes.expand(job.nodes) if job.nodes and scheduler.nodes else []
             if not (host := lost_batch_host(job, names)):
                 continue
             if not told:
-                _say(f"the batch host {host} is lost, and the batch script with it; this agent closes attempt {number}")
+                log(f"the batch host {host} is lost, and the batch script with it; this agent closes attempt {number}")
             told = True
             _note(attempt, host, number_of_round, run)
             supervisor.end(run, number, decide.UNKNOWN)
             _end_job(run, plan, attempt, own)
             return 1
         except Exception as error:  # of whatever kind: without this program the job would hold its nodes to its limit
-            _say(f"tried again: {getattr(error, 'message', '') or f'{type(error).__name__}: {error}'}")
+            log(f"tried again: {getattr(error, 'message', '') or f'{type(error).__name__}: {error}'}")
 
 
 def pause(node: int) -> float:
@@ -82,11 +81,6 @@ def lost_batch_host(job: Job | None, names: list[str]) -> str:
     if job is None or job.state != "RUNNING" or not names or job.batch_host in names:
         return ""
     return job.batch_host
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the file system of the log may be full, or away
-        log(text)
 
 
 def _note(attempt: Attempt, host: str, number: int, run: Run) -> None:
@@ -115,11 +109,11 @@ def _note(attempt: Attempt, host: str, number: int, run: Run) -> None:
 
 
 def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
-    """Queue this job again, in front of the one that may wait behind it; cancel it where the chain has ended."""
+    """Queue this job again, in front of the one that may wait behind it; cancel it where that one goes on, or none."""
     record, scheduler = attempt.read_end(), for_plan(plan, run)
+    goes_on = ""
     if record is not None and record.action in ("continue", "retry") and stop_reason(run) is None:
-        _say(f"job {own} is queued again under its id")
-        successor.requeue(run, plan, scheduler, own, delay=record.delay)
-    else:
-        _say(f"job {own} is cancelled")
+        goes_on = successor.come_back(run, plan, scheduler, attempt, own=own, delay=record.delay)
+    if goes_on != own:
+        log(f"job {own} is cancelled")
         scheduler.cancel(own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from relayrun.chain import fallback, next_nodes
 from relayrun.chain.log import log
@@ -97,9 +98,7 @@ def note_cancelled(attempt: Attempt, scheduler: Scheduler) -> Successor | None:
     job = scheduler.query(known.job_id)
     if job is None or job.state != "CANCELLED":
         return None
-    noted = Successor(
-        job_id=known.job_id, time=known.time, cancelled=True, cancelled_by=scheduler.cancelled_by(known.job_id)
-    )
+    noted = replace(known, cancelled=True, cancelled_by=scheduler.cancelled_by(known.job_id))
     try:
         noted.write(attempt.successor)
     except OSError as error:
@@ -123,8 +122,7 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     Raises SchedulerError where nothing could be queued.
     """
     if plan.mode == "requeue":
-        log(f"this job is queued again, not before {delay} s from now")
-        requeue(run, plan, scheduler, own, delay=delay)
+        come_back(run, plan, scheduler, attempt, own=own, delay=delay)
         return None
     found = waiting(plan, scheduler, own=own)
     if found:
@@ -139,19 +137,48 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     except SchedulerError as error:  # a limit of submitted jobs, say: this one does not need a second one
         if waiting(plan, scheduler, own=own):  # it was queued all the same
             return None
-        log(f"no job could be queued behind this one: {error.message}; this one is queued again")
-        requeue(run, plan, scheduler, own, delay=delay)
+        log(f"no job could be queued behind this one: {error.message}")
+        come_back(run, plan, scheduler, attempt, own=own, delay=delay)
     return None
 
 
-def requeue(run: Run, plan: Plan, scheduler: Scheduler, own: str, *, delay: int) -> None:
-    """Queue the running job again under its id, with the nodes that it then can have. Raises SchedulerError."""
+def come_back(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
+    """Queue the running job again under its id, with the nodes that it then can have; return the id that goes on.
+
+    That is another job's where this one could have no fewer nodes, and so many are not up. Raises SchedulerError.
+    """
     try:
         few = next_nodes.of_own_job(run, plan, scheduler, own)
     except SchedulerError as error:
         log(f"with how many nodes job {own} may start is not known: {error.message}")
         few = None
+    if few is not None and next_nodes.too_few(run, few):
+        try:
+            return take_its_place(run, plan, scheduler, attempt, own=own, delay=delay)
+        except SchedulerError as error:
+            log(f"no job can take the place of job {own}, which may wait for nodes that are not up: {error.message}")
+    log(f"job {own} is queued again, not before {delay} s from now")
     scheduler.requeue(own, delay=delay, few=few)
+    return own
+
+
+def take_its_place(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
+    """See to it that another job goes on than `own`, which has lost nodes; return its id.
+
+    Of such a job Slurm 22.05 changes nothing any more, so that it waits for as many nodes as before. Whoever calls this
+    may cancel it: that is on record, and ends no chain. Raises SchedulerError.
+    """
+    started = attempt.read_begin()
+    job_id = ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
+    Successor(job_id=job_id, time=time.time(), takes_place=True).write(attempt.successor)
+    log(f"job {job_id} goes on in the place of job {own}, which has lost a node and would wait for as many as before")
+    return job_id
+
+
+def took_place(attempt: Attempt) -> bool:
+    """Whether the attempt's own job was cancelled by the chain, as another one has taken its place."""
+    known = Successor.read(attempt.successor)
+    return known is not None and known.takes_place
 
 
 def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:

@@ -394,7 +394,7 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     if attempt is None or attempt.number <= plan.submitted_after_attempt:
         return False, None
     started = _began(attempt)
-    cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
+    cancelled = not successor.took_place(attempt) and scheduler.cancelled(started.job_id, nodes=started.nodes)
     record = attempt.read_end() or _close(run, plan, attempt, decide.UNKNOWN, cancelled=cancelled)
     return cancelled, record.verdict or successor.cancelled_words(attempt, scheduler)
 

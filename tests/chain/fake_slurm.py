@@ -176,6 +176,8 @@ class FakeSlurm:
         job_id = fields["JobId"]
         if self.unchangeable or (self.keeps_nodes and "NumNodes" in fields):
             raise RefusedError(f"Access/permission denied for job {job_id}")
+        if jobs[job_id].get("lost") and "NumNodes" in fields:
+            raise RefusedError(f"The job's DB index is being set, try again in a bit for job {job_id}")
         if jobs[job_id]["state"] not in ("PENDING", "RUNNING"):
             raise RefusedError(f"Job has already finished for job {job_id}")
         if jobs[job_id]["state"] != "PENDING" and {"StartTime", "ExcNodeList", "Dependency"} & set(fields):
@@ -213,6 +215,7 @@ class FakeSlurm:
     def _shown(job_id: str, job: dict[str, Any]) -> str:
         return (
             f"JobId={job_id} JobName={job['name']} JobState={job['state']} Requeue={job['requeue']} "
-            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 NodeList=n0 "
+            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 "
+            f"NodeList={job.get('lost', 'n0')} BatchHost=n0 "
             f"NumNodes={job['nodes']} ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
         )

@@ -12,6 +12,7 @@ import pytest
 
 from relayrun.chain import orphaned as module
 from relayrun.chain import supervisor
+from relayrun.chain.log import log
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
@@ -176,3 +177,12 @@ module.become([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=P
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "program")], check=True, cwd=ROOT, timeout=60)
     assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"
+
+
+def test_a_line_of_the_log_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        log("no space is left for this")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space"):
+            full.close()

@@ -158,22 +158,29 @@ def test_the_batch_host_is_lost_and_the_job_begins_again_under_its_id(
     assert_same_run(run, whole)
 
 
-def test_no_job_waits_for_a_spare_node_that_is_not_up(cluster: TestCluster, workspace: Workspace) -> None:
+@pytest.mark.parametrize("mode", ["singleton", "requeue"])
+@pytest.mark.parametrize("node", ["n1", "n0"], ids=["a-node", "the-batch-host"])
+def test_no_job_waits_for_a_spare_node_that_is_not_up(
+    cluster: TestCluster, workspace: Workspace, node: str, mode: str
+) -> None:
     """Three nodes are up, all of them the job's; behind the loss of one the next job has two of them."""
     whole = reference(cluster, workspace)
     cluster.run(["scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=broken"])
-    submit(cluster, config(workspace, "without-n1", auto_requeue=True))
-    run = workspace.run("without-n1")
+    name = f"{mode}-without-{node}"
+    submit(cluster, config(workspace, name, auto_requeue=True, mode=mode))
+    run = workspace.run(name)
     wait_for(cluster, run, 8)
-    power_loss.lose(cluster, "n1")  # Slurm has not noticed when the attempt ends
-    cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=120, what="a round without n1")
-    cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
+    power_loss.lose(cluster, node)
+    if node == "n1":  # Slurm has not noticed when the attempt ends
+        cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=120, what="a round without n1")
+        cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
     job_name = Plan.load(run).job_name
     cluster.wait_until(lambda: all(job.name != job_name for job in cluster.queue()), timeout=600, interval=0.5)
-    assert [end.cause for end in ends(run)] == ["saved", "done"]
+    assert [end.cause for end in ends(run)] == ["saved" if node == "n1" else "unknown", "done"]
     begin = AttemptStart.read(run.attempt(2).begin)
     assert begin is not None
-    assert begin.nodes == "n[0,2]"
+    assert begin.nodes == ("n[0,2]" if node == "n1" else "n[1-2]")
+    assert begin.job_id != job_of(run, 1)
     assert_same_run(run, whole)
 
 
