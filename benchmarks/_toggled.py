@@ -31,14 +31,15 @@ class Toggle(Hook):
         self._block, self._iteration = block, 0
         ahead = 1 if what == "memory" else 0
         for owner, name in PARTS[what]:
-            setattr(owner, name, self._instead_of(getattr(owner, name), ahead))
+            nothing = {} if name == "take" else None
+            setattr(owner, name, self._instead_of(getattr(owner, name), ahead, nothing))
 
     def before_step(self, start: StepStart) -> None:
         self._iteration = start.iteration
 
-    def _instead_of(self, real: Callable[..., Any], ahead: int) -> Callable[..., Any]:
+    def _instead_of(self, real: Callable[..., Any], ahead: int, nothing: object) -> Callable[..., Any]:
         def either(*arguments: Any, **named: Any) -> Any:
-            return real(*arguments, **named) if is_on(self._iteration + ahead, self._block) else {}  # nothing found
+            return real(*arguments, **named) if is_on(self._iteration + ahead, self._block) else nothing
 
         return either
 
