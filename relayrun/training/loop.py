@@ -291,6 +291,8 @@ class Training:
         self.sections.enter("report")
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
+        if self.memory is not None:
+            self.memory.stepped(seconds)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         measured = self.measures.take(number)
         measured |= self.stragglers.take(number, save_seconds=self.checkpointer.take_own_seconds())

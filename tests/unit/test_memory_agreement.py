@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
     from relayrun.training.checkpoint.memory import MemoryTier
     from relayrun.training.checkpoint.memory_copy import MemoryCopy
-    from relayrun.training.checkpoint.memory_interval import CopyInterval
+    from relayrun.training.checkpoint.memory_interval import CopyInterval, StepsBeside
     from relayrun.training.checkpoint.neighbour import Neighbour
     from relayrun.training.parallel import Ranks
 
@@ -86,7 +86,7 @@ class Tier(MemoryTier):
         self.synced: list[int] = []
         """The newest iteration of all copies, each time that the record was synced."""
         self._metrics = cast(Any, SimpleNamespace(sync=lambda: self.synced.append(newest_of(folders))))
-        self._interval = CopyInterval(INTERVAL, at=0)
+        self._interval, self._steps = CopyInterval(INTERVAL, at=0), StepsBeside()
 
     def _write(self, iteration: int, state: Any) -> MemoryCopy:
         write(older(self._slots), self._ranks.rank, iteration, pause=self._pause)

@@ -6,26 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.training.checkpoint.memory_interval import SHARE, CopyInterval, Measured
+from relayrun.training.checkpoint.memory_interval import SHARE, CopyInterval, Measured, StepsBeside
 
 seconds = st.floats(1e-4, 1e3)
 
 
-@given(copy=seconds, neighbour=st.just(0.0) | seconds, step=seconds)
+@given(copy=seconds, beside=st.just(0.0) | seconds, neighbour=st.just(0.0) | seconds, step=seconds)
 def test_the_smallest_interval_costs_less_than_its_share_and_waits_for_no_neighbour(
-    copy: float, neighbour: float, step: float
+    copy: float, beside: float, neighbour: float, step: float
 ) -> None:
-    measured = Measured(copy=copy, neighbour=neighbour, step=step)
+    measured = Measured(copy=copy, beside=beside, neighbour=neighbour, step=step)
     k = measured.interval
     assert measured.cost(k) <= SHARE * (1 + 1e-9)
-    assert k * step >= neighbour * (1 - 1e-9)
-    assert k == 1 or measured.cost(k - 1) >= SHARE * (1 - 1e-9) or (k - 1) * step < neighbour
+    assert k * step >= 2 * neighbour * (1 - 1e-9)
+    assert k == 1 or measured.cost(k - 1) >= SHARE * (1 - 1e-9) or (k - 1) * step < 2 * neighbour
 
 
 def test_a_fixed_interval_has_its_multiples_copied() -> None:
     interval = CopyInterval(5, at=10)
     assert [at for at in range(10, 26) if interval.due(at)] == [15, 20, 25]
-    assert interval.copied(15, copy=9, neighbour=0, step=1) is None
+    assert interval.copied(15, copy=9, beside=0, neighbour=0, step=1) is None
 
 
 def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> None:
@@ -38,12 +38,39 @@ def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> N
         copies.append(at)
         if at > 200:
             copy = 0.4
-        if interval.copied(at, copy=copy * (1 + 0.001 * (at % 7)), neighbour=0.5, step=1.0) is not None:
+        copied = copy * (1 + 0.001 * (at % 7))
+        if interval.copied(at, copy=copied, beside=0.0, neighbour=0.5, step=1.0) is not None:
             chosen[at] = interval.steps
     assert copies[:4] == [1, 2, 3, 14]  # two that are not measured, and 0.2 s of 11 s are below 2 %
     assert next(iter(chosen.values())) == 11
     assert list(chosen.values())[-1] == pytest.approx(21, abs=1)
     assert len(chosen) <= 5
+
+
+def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() -> None:
+    """Of a copy that takes 0.1 s, two steps of 1 s beside its way take 1.2 s."""
+    interval, steps = CopyInterval(None, at=0), StepsBeside()
+    cost, since = 0.0, 0
+    for at in range(1, 1000):
+        if interval.due(at):
+            interval.copied(at, copy=0.1, beside=steps.longer, neighbour=2.0, step=1.0)
+            steps.copied()
+            since = 0
+            cost += (0.1 + 2 * 0.2) * (at > 500)
+        steps.stepped(1.2 if since < 2 else 1.0, under_way=since < 1)
+        since += 1
+    assert interval.steps == pytest.approx(25.5, abs=0.5)
+    assert cost / 500 <= SHARE
+
+
+def test_steps_beside_copies_that_are_no_longer_than_others_cost_nothing() -> None:
+    interval, steps = CopyInterval(None, at=0), StepsBeside()
+    for at in range(1, 300):
+        if interval.due(at):
+            interval.copied(at, copy=0.1, beside=steps.longer, neighbour=0.5, step=1.0)
+            steps.copied()
+        steps.stepped(1.0 + 0.3 * (-1) ** at, under_way=False)
+    assert interval.steps == 6
 
 
 def test_a_later_round_begins_with_what_was_chosen_before() -> None:

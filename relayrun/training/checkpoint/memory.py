@@ -32,7 +32,7 @@ from relayrun.errors import InputError
 from relayrun.files import append_line, read_lines_backwards
 from relayrun.rundir.attempt import Attempt
 from relayrun.training.checkpoint.memory_copy import MemoryCopy, whole, write
-from relayrun.training.checkpoint.memory_interval import CopyInterval, Measured
+from relayrun.training.checkpoint.memory_interval import CopyInterval, Measured, StepsBeside
 from relayrun.training.checkpoint.neighbour import Neighbour, void
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.parallel import Ranks
@@ -68,11 +68,15 @@ class MemoryTier:
         """Training goes on from here; `due` may be asked from now on."""
         known = self._ranks.on_first_rank(self._known, InputError) if self._asked == "auto" else None
         asked = None if self._asked == "auto" else self._asked
-        self._interval = CopyInterval(asked, at=iteration, known=known)
+        self._interval, self._steps = CopyInterval(asked, at=iteration, known=known), StepsBeside()
 
     def due(self, iteration: int) -> bool:
         """Whether the state of this iteration is to be copied."""
         return self._on and self._interval.due(iteration)
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+        self._steps.stepped(seconds, under_way=self._neighbour is not None and self._neighbour.under_way)
 
     @torch.no_grad()
     def save(self, position: Progress, *, step_seconds: float) -> float:
@@ -97,15 +101,18 @@ class MemoryTier:
             log.warning("rank %s: " + words, self._ranks.rank, error)
         figures = [
             int(written is None),
-            *(int(1e6 * each) for each in (time.perf_counter() - started, sent, step_seconds)),
+            *(int(1e6 * each) for each in (time.perf_counter() - started, self._steps.longer, sent, step_seconds)),
         ]
         failed, *measured = self._ranks.maximum(figures)
         if failed:
             self._on = False
             self.void()
         else:
-            copy, neighbour, step = (each / 1e6 for each in measured)
-            changed = self._interval.copied(position.iteration, copy=copy, neighbour=neighbour, step=step)
+            copy, beside, neighbour, step = (each / 1e6 for each in measured)
+            changed = self._interval.copied(
+                position.iteration, copy=copy, beside=beside, neighbour=neighbour, step=step
+            )
+            self._steps.copied()
             if changed is not None and self._ranks.rank == 0:
                 self._note(position.iteration, changed)
             if self._neighbour is not None and written is not None:
@@ -195,7 +202,8 @@ class MemoryTier:
         cost = measured.cost(steps)
         self._metrics.say(
             f"iteration {iteration}: copies in memory every {steps} iterations, at {100 * cost:.1f} % of their time "
-            f"(a copy {measured.copy:.3f} s, a step {measured.step:.3f} s, the neighbour's {measured.neighbour:.3f} s)"
+            f"(a copy {measured.copy:.3f} s, and steps beside it {measured.beside:.3f} s longer; a step "
+            f"{measured.step:.3f} s, the neighbour's {measured.neighbour:.3f} s)"
         )
         record = {"iteration": iteration, "interval": steps, "cost": cost, **asdict(measured), "time": time.time()}
         try:

@@ -1,10 +1,11 @@
 """How often the state is copied to memory: as asked, or as often as 2 % of the steps' time allow.
 
-    cost = seconds that training waits for a copy / (k · seconds of a step) < 2 %
+    cost = (seconds that training waits for a copy + by which steps beside it are longer) / (k · seconds of a step)
 
-The smallest k for which that holds is taken, but none that is shorter than the neighbour's copy takes beside the steps,
-for which the next one would wait. What is measured is the most of all ranks, so that all take the same k. The state
-does not depend on it: a copy changes nothing, and a round from an earlier copy computes the same again.
+The smallest k for which that is below 2 % is taken, but none below twice the time of the neighbour's copy: else the
+next one would wait for it, or no step be left to compare with that is not beside one. What is measured is the most of
+all ranks, so that all take the same k. The state does not depend on it: a copy changes nothing, and a round from an
+earlier copy computes the same again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ FIRST = 2
 """Copies that are not measured: each is the first one in its slot, whose memory is new."""
 NEWEST = 9
 """Copies whose median counts."""
+USUAL = 99
+"""Steps without a copy beside them whose median counts."""
 SLACK = 0.75
 """A shorter interval is taken only below this part of the present one: measurements vary."""
 
@@ -30,6 +33,8 @@ class Measured:
 
     copy: float
     """Training waits for one so long."""
+    beside: float
+    """Steps beside the way of one take so much longer, all of them together."""
     neighbour: float
     """One is on its way to the next node so long, beside the steps; 0 where there is none."""
     step: float
@@ -37,11 +42,40 @@ class Measured:
     @property
     def interval(self) -> int:
         """The smallest number of steps between copies that costs less than SHARE of their time, and waits for none."""
-        return max(1, 1 + floor(self.copy / (SHARE * self.step)), ceil(self.neighbour / self.step))
+        each = 1 + floor((self.copy + self.beside) / (SHARE * self.step))
+        return max(each, ceil(2 * self.neighbour / self.step))
 
     def cost(self, interval: int) -> float:
         """What a copy every `interval` steps costs, as a part of the steps' time."""
-        return self.copy / (interval * self.step)
+        return (self.copy + self.beside) / (interval * self.step)
+
+
+class StepsBeside:
+    """By how much a copy makes the steps longer that run while it is on its way to the next node.
+
+    It takes processors, memory and network from them. So does the first step after a copy that goes nowhere: the caches
+    hold what was copied.
+    """
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._beside: list[float] = []
+        self._under_way = False
+
+    def copied(self) -> None:
+        """A copy was made; the next step runs beside it."""
+        self._beside.clear()
+        self._under_way = True
+
+    def stepped(self, seconds: float, *, under_way: bool) -> None:
+        """A step took so long. `under_way`: the copy still is on its way, so that the next step is beside it."""
+        (self._beside if self._under_way else self._usual).append(seconds)
+        self._under_way = under_way
+
+    @property
+    def longer(self) -> float:
+        """Seconds, of all steps beside the last copy; below 0 where they were shorter, 0 where nobody knows."""
+        return sum(self._beside) - len(self._beside) * median(self._usual) if self._usual else 0.0
 
 
 class CopyInterval:
@@ -58,6 +92,7 @@ class CopyInterval:
         self.steps = asked or known or 1
         self._last = at
         self._copies: deque[float] = deque(maxlen=NEWEST)
+        self._beside: deque[float] = deque(maxlen=NEWEST)
         self._neighbours: deque[float] = deque(maxlen=NEWEST)
         self._unmeasured = FIRST
 
@@ -68,10 +103,10 @@ class CopyInterval:
             return False
         return iteration - self._last >= self.steps if self._chosen else iteration % self.steps == 0
 
-    def copied(self, iteration: int, *, copy: float, neighbour: float, step: float) -> Measured | None:
+    def copied(self, iteration: int, *, copy: float, beside: float, neighbour: float, step: float) -> Measured | None:
         """A copy was made, at these seconds (those of a step at the median); return why the interval is now another.
 
-        None where it stays what it was. `neighbour`: of the copy before this one.
+        None where it stays what it was. `beside`, `neighbour`: of the copy before this one.
         """
         self._last = iteration
         if not self._chosen or step <= 0:
@@ -79,9 +114,14 @@ class CopyInterval:
         if self._unmeasured:
             self._unmeasured -= 1
             return None
-        self._copies.append(copy)
-        self._neighbours.append(neighbour)
-        measured = Measured(copy=median(self._copies), neighbour=median(self._neighbours), step=step)
+        for seen, seconds in ((self._copies, copy), (self._beside, beside), (self._neighbours, neighbour)):
+            seen.append(seconds)
+        measured = Measured(
+            copy=median(self._copies),
+            beside=max(0.0, median(self._beside)),
+            neighbour=median(self._neighbours),
+            step=step,
+        )
         wanted = measured.interval
         if len(self._copies) > 1 and SLACK * self.steps < wanted <= self.steps:
             return None

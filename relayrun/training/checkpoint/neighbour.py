@@ -55,6 +55,11 @@ class Neighbour:
         self._thread = threading.Thread(target=self._run, args=(copy,), name="neighbour", daemon=True)
         self._thread.start()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a copy still is."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Return when nothing is under way: the copy that is being sent may change."""
         if self._thread is not None:
