@@ -230,7 +230,7 @@ class Successor(Record):
     """Somebody has cancelled it, so that the chain ends with this attempt."""
     cancelled_by: str | None = None
     takes_place: bool = False
-    """It goes on where the attempt's own job would be queued again; so it says nothing that this one is cancelled."""
+    """It goes on in the place of the attempt's own job, which the chain itself cancels for that: no person does."""
 
 
 @dataclass(frozen=True, kw_only=True)
