@@ -177,6 +177,8 @@ def another(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own
     Of such a job Slurm 22.05 changes nothing any more, so that it waits for as many nodes as before.
     """
     started = attempt.read_begin()
+    for job in waiting(plan, scheduler, own=own)[:1]:  # perhaps Slurm did not answer when the attempt ended
+        _adapt(run, plan, scheduler, job.id, delay=0)
     job_id = ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
     log(f"job {job_id} goes on in the place of job {own}, which has lost a node and would wait for as many as before")
     return job_id

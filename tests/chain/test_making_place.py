@@ -9,6 +9,7 @@ import pytest
 from relayrun.chain import orphaned, successor, supervisor
 from relayrun.chain.successor import waiting
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import Successor
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.base import Job, Scheduler
@@ -134,14 +135,53 @@ def test_an_end_that_slurm_does_not_answer_the_second_time(stage: Stage) -> None
     assert len(stage.slurm.pending()) == 1
 
 
+def test_a_job_that_waits_already_is_given_the_nodes_that_are_up_the_second_time(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+) -> None:
+    """Slurm did not answer when the attempt was closed."""
+    begun(stage, "singleton")
+    batch_host_is_lost(stage, monkeypatch)
+    stage.slurm.tests_nothing = True
+    behind_end(monkeypatch, lambda: setattr(stage.slurm, "tests_nothing", False))
+    agent(stage)
+    (job_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[job_id]["nodes"] == "3-4"
+    assert stage.slurm.jobs()["1"]["state"] == "CANCELLED"
+
+
+@MODES
+def test_the_job_that_took_the_place_loses_a_node_in_its_turn(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+    mode: str,
+) -> None:
+    """It began with three nodes of four."""
+    begun(stage, mode)
+    batch_host_is_lost(stage, monkeypatch)
+    agent(stage)
+    (job_id,) = stage.slurm.pending()
+    stage.slurm.set(job_id, state="RUNNING", nodes="3", lost="n1,n2")
+    assert fresh_begin(stage, job_id).code == 0
+    stage.slurm.down = {"n0", "n3"}
+    reached = run_child(
+        lambda: orphaned.orphaned(stage.run, 5, node=0, number_of_round=0), stage.run_path, stage.slurm, job=job_id
+    )
+    assert reached.code == 1, reached.output
+    (next_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[next_id]["nodes"] == "2-4"
+    assert stage.slurm.jobs()[job_id]["state"] == "CANCELLED"
+    assert next_begins(stage).code == 0
+
+
 def another_agent_acts(monkeypatch: Patch, act: Callable[[], None]) -> None:
-    """Just when this one is about to queue the next job."""
+    """Just when this one has asked whether a job waits, for the last time before it queues one."""
     asked: list[str] = []
 
     def found(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
         jobs = waiting(plan, scheduler, own=own)
         asked.append(own)
-        if len(asked) == 2:
+        if len(asked) == 3:
             act()
         return jobs
 
@@ -152,7 +192,7 @@ def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, m
     begun(stage, "requeue")
     batch_host_is_lost(stage, monkeypatch)
     stage.slurm.limit = 3  # with the fallback job of the stage
-    another_agent_acts(monkeypatch, lambda: stage.slurm.add(nodes="3-4") and None)
+    another_agent_acts(monkeypatch, lambda: stage.slurm.set(stage.slurm.add(), nodes="3-4"))
     agent(stage)
     assert stage.slurm.jobs()["1"]["state"] == "CANCELLED"
     assert next_begins(stage).code == 0
@@ -166,7 +206,7 @@ def test_two_agents_queue_a_job_each(stage: Stage, monkeypatch: Patch) -> None: 
     def act() -> None:
         job_id = stage.slurm.add(nodes="3-4")
         attempt = stage.run.attempt(4)
-        successor.Successor(job_id=job_id, time=0.0, takes_place=True).write(attempt.successor)
+        Successor(job_id=job_id, time=0.0, takes_place=True).write(attempt.successor)
         stage.slurm.set("1", state="CANCELLED")
 
     another_agent_acts(monkeypatch, act)
