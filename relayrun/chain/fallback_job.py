@@ -75,7 +75,7 @@ def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: J
 def _made_place(newest: Attempt | None, job: Job) -> bool:
     """Whether the chain itself has cancelled the job, which was its newest that began."""
     begin = newest.read_begin() if newest is not None else None
-    return newest is not None and begin is not None and begin.job_id == job.id and successor.took_place(newest)
+    return newest is not None and begin is not None and begin.job_id == job.id and newest.made_place.exists()
 
 
 def _queue_next(

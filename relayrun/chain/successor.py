@@ -13,6 +13,7 @@ from dataclasses import replace
 from relayrun.chain import fallback, next_nodes
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
+from relayrun.files import write_atomic
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Successor
@@ -54,7 +55,7 @@ def ensure(
     for job in found[1:]:  # an order to queue one whose answer was lost, and then another
         cancel(scheduler, job)
     try:
-        Successor(job_id=job_id, time=time.time(), takes_place=took_place(attempt)).write(attempt.successor)
+        Successor(job_id=job_id, time=time.time()).write(attempt.successor)
         attempt.retry_successor.unlink(missing_ok=True)
     except OSError as error:  # it is queued; whether somebody cancels it will not be known
         log(f"{attempt.successor.name} not written: {error}")
@@ -189,23 +190,16 @@ def make_place(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str)
 
     That is on record first: the next `begin` would take it for a person's wish. Raises SchedulerError and OSError.
     """
-    Successor(job_id=job_id, time=time.time(), takes_place=True).write(attempt.successor)
+    write_atomic(attempt.made_place, job_id)
     scheduler.cancel(own)
 
 
 def _in_its_place(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> str | None:
     """The job that has taken the place of `own` already; where that queues itself again, any that waits."""
-    known = Successor.read(attempt.successor)
-    if known is not None and known.takes_place:
-        return known.job_id
+    if attempt.made_place.exists():
+        return attempt.made_place.read_text()
     found = waiting(plan, scheduler, own=own) if plan.mode == "requeue" else []
     return found[0].id if found else None
-
-
-def took_place(attempt: Attempt) -> bool:
-    """Whether the attempt's own job was cancelled by the chain, as another one has taken its place."""
-    known = Successor.read(attempt.successor)
-    return known is not None and known.takes_place
 
 
 def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:

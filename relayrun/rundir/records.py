@@ -229,8 +229,6 @@ class Successor(Record):
     cancelled: bool = False
     """Somebody has cancelled it, so that the chain ends with this attempt."""
     cancelled_by: str | None = None
-    takes_place: bool = False
-    """It goes on in the place of the attempt's own job, which the chain itself cancels for that: no person does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +15,7 @@ from relayrun.rundir.records import Successor
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.slurm import Slurm
 
 from .exhaustion import Reached, run_child
 from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
@@ -198,23 +201,50 @@ def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, m
     assert next_begins(stage).code == 0
 
 
+def makes_place(stage: Stage, job_id: str) -> None:  # noqa: F811
+    """What another agent does at last."""
+    cancels = Mock(cancel=lambda own: stage.slurm.set(own, state="CANCELLED"))
+    successor.make_place(stage.run.attempt(4), cancels, own="1", job_id=job_id)
+
+
 def test_two_agents_queue_a_job_each(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
     """The first has cancelled this job by the time at which the second writes down its own."""
     begun(stage, "requeue")
     batch_host_is_lost(stage, monkeypatch)
+    write = Successor.write
 
-    def act() -> None:
-        job_id = stage.slurm.add(nodes="3-4")
-        attempt = stage.run.attempt(4)
-        Successor(job_id=job_id, time=0.0, takes_place=True).write(attempt.successor)
-        stage.slurm.set("1", state="CANCELLED")
+    def written(record: Successor, path: Path) -> None:
+        monkeypatch.setattr(Successor, "write", write)
+        makes_place(stage, stage.slurm.add(nodes="3-4"))
+        write(record, path)
 
-    another_agent_acts(monkeypatch, act)
+    monkeypatch.setattr(Successor, "write", written)
     agent(stage)
     first, second = stage.slurm.pending()
     stage.slurm.set(first, state="RUNNING")
     assert fresh_begin(stage, first).code == 0
     assert stage.slurm.pending() == [second]
+
+
+@MODES
+def test_the_chains_cancelling_is_no_persons_for_an_agent_that_closes_the_attempt_at_the_same_time(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+    mode: str,
+) -> None:
+    begun(stage, mode)
+    batch_host_is_lost(stage, monkeypatch)
+    cancelled = Slurm.cancelled
+
+    def asked(slurm: Slurm, job_id: str, *, nodes: str) -> bool:
+        makes_place(stage, next(iter(stage.slurm.pending()), "") or stage.slurm.add(nodes="3-4"))
+        return cancelled(slurm, job_id, nodes=nodes)
+
+    monkeypatch.setattr(Slurm, "cancelled", asked)
+    agent(stage)
+    monkeypatch.setattr(Slurm, "cancelled", cancelled)
+    assert stop_reason(stage.run) is None
+    assert next_begins(stage).code == 0
 
 
 def test_the_fallback_job_takes_no_cancelling_of_the_chain_for_a_persons(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
