@@ -62,7 +62,7 @@ keep_watching() {
     wait "${watch}" || code=$?
     watch=""
     ((code)) || exit 0
-    echo "[relayrun $(date +%FT%T)] watch ended (exit code ${code}); it starts again" >&2
+    echo "[relayrun $(date +%FT%T)] watch ended (exit code ${code}); it starts again" >&2 || true # a full log
     sleep "${pause}" &
     wait $! || true
     pause=$((pause < 60 ? 2 * pause : pause))

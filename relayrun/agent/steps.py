@@ -13,6 +13,7 @@ another one, and there are never two. Where this node is lost, the job is; its a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import selectors
 import signal
@@ -141,7 +142,8 @@ def main() -> int:
 
 
 def _say(name: str, text: str) -> None:
-    print(f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a log on a full disk ends no coordinator
+        print(f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from relayrun.chain import campaign, fallback, messenger, next_nodes, successor, take_over
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
@@ -62,13 +63,19 @@ def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: J
     words = successor.cancelled_words(newest, scheduler) if newest is not None else None
     if words is not None:
         return words
-    if failed is not None and failed.state == "CANCELLED":
+    if failed is not None and failed.state == "CANCELLED" and not _made_place(newest, failed):
         by = scheduler.cancelled_by(failed.id)
         return f"job {failed.id}, which was to go on, was cancelled" + (f" by {by}" if by else "")
     count = _failed_begins(order, failed)
     if count >= MAX_FAILED_BEGINS:
         return f"job {order.job_id} failed and left no successor, {count} times in a row"
     return None
+
+
+def _made_place(newest: Attempt | None, job: Job) -> bool:
+    """Whether the chain itself has cancelled the job, which was its newest that began."""
+    begin = newest.read_begin() if newest is not None else None
+    return newest is not None and begin is not None and begin.job_id == job.id and newest.made_place.exists()
 
 
 def _queue_next(

@@ -56,12 +56,12 @@ def _guard(run: Run, number: int, batch_pid: int) -> int:
         if (few := next_nodes.of_own_job(run, plan, scheduler, own)) is None:
             return 0
         if next_nodes.too_few(run, few):
-            successor.take_its_place(run, plan, scheduler, attempt, own=own, delay=0)
-            scheduler.cancel(own)
+            job_id = successor.another(run, plan, scheduler, attempt, own=own, delay=0)
+            successor.make_place(attempt, scheduler, own=own, job_id=job_id)
         else:
             scheduler.nodes.do_with(own, few)
-    except SchedulerError as error:
-        log(f"job {own} asks for as many nodes as before: {error.message}")
+    except (SchedulerError, OSError) as error:
+        log(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
     return 0
 
 

@@ -65,7 +65,8 @@ def orphaned(run: Run, number: int, *, node: int, number_of_round: int) -> int:
             told = True
             _note(attempt, host, number_of_round, run)
             supervisor.end(run, number, decide.UNKNOWN)
-            _end_job(run, plan, attempt, own)
+            if lost_batch_host(scheduler.query(own), names):  # or a person, or another agent, has ended it meanwhile
+                _end_job(run, plan, attempt, own)
             return 1
         except Exception as error:  # of whatever kind: without this program the job would hold its nodes to its limit
             log(f"tried again: {getattr(error, 'message', '') or f'{type(error).__name__}: {error}'}")
@@ -114,6 +115,10 @@ def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
     goes_on = ""
     if record is not None and record.action in ("continue", "retry") and stop_reason(run) is None:
         goes_on = successor.come_back(run, plan, scheduler, attempt, own=own, delay=record.delay)
-    if goes_on != own:
-        log(f"job {own} is cancelled")
+    if goes_on == own:
+        return
+    log(f"job {own} is cancelled")
+    if goes_on:
+        successor.make_place(attempt, scheduler, own=own, job_id=goes_on)
+    else:
         scheduler.cancel(own)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from relayrun.chain import fallback, next_nodes
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
+from relayrun.files import write_atomic
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Successor
@@ -122,8 +123,10 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     Raises SchedulerError where nothing could be queued.
     """
     if plan.mode == "requeue":
-        come_back(run, plan, scheduler, attempt, own=own, delay=delay)
-        return None
+        cancelled = cancelled_words(attempt, scheduler)  # where another job was to take the place of this one
+        if cancelled is None:
+            come_back(run, plan, scheduler, attempt, own=own, delay=delay)
+        return cancelled
     found = waiting(plan, scheduler, own=own)
     if found:
         _adapt(run, plan, scheduler, found[0].id, delay)
@@ -145,40 +148,58 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
 def come_back(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
     """Queue the running job again under its id, with the nodes that it then can have; return the id that goes on.
 
-    That is another job's where this one could have no fewer nodes, and so many are not up. Raises SchedulerError.
+    That is another job's where this one could have no fewer nodes, and so many are not up. Whoever asks again hears of
+    the same one: in front of it this one would wait, and hold it up. Raises SchedulerError.
     """
+    if other := _in_its_place(plan, scheduler, attempt, own):
+        return other
     try:
         few = next_nodes.of_own_job(run, plan, scheduler, own)
     except SchedulerError as error:
         log(f"with how many nodes job {own} may start is not known: {error.message}")
         few = None
     if few is not None and next_nodes.too_few(run, few):
+        if cancelled := cancelled_words(attempt, scheduler):  # meanwhile: for the next try of `end`
+            raise SchedulerError(cancelled)
         try:
-            return take_its_place(run, plan, scheduler, attempt, own=own, delay=delay)
+            return another(run, plan, scheduler, attempt, own=own, delay=delay)
         except SchedulerError as error:
+            if found := waiting(plan, scheduler, own=own):  # it was queued all the same, or by another agent
+                return found[0].id
             log(f"no job can take the place of job {own}, which may wait for nodes that are not up: {error.message}")
     log(f"job {own} is queued again, not before {delay} s from now")
     scheduler.requeue(own, delay=delay, few=few)
     return own
 
 
-def take_its_place(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
-    """See to it that another job goes on than `own`, which has lost nodes; return its id.
+def another(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
+    """See to it that another job goes on than `own`, which has lost nodes; return its id. Raises SchedulerError.
 
-    Of such a job Slurm 22.05 changes nothing any more, so that it waits for as many nodes as before. Whoever calls this
-    may cancel it: that is on record, and ends no chain. Raises SchedulerError.
+    Of such a job Slurm 22.05 changes nothing any more, so that it waits for as many nodes as before.
     """
     started = attempt.read_begin()
+    for job in waiting(plan, scheduler, own=own)[:1]:  # perhaps Slurm did not answer when the attempt ended
+        _adapt(run, plan, scheduler, job.id, delay=0)
     job_id = ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
-    Successor(job_id=job_id, time=time.time(), takes_place=True).write(attempt.successor)
     log(f"job {job_id} goes on in the place of job {own}, which has lost a node and would wait for as many as before")
     return job_id
 
 
-def took_place(attempt: Attempt) -> bool:
-    """Whether the attempt's own job was cancelled by the chain, as another one has taken its place."""
-    known = Successor.read(attempt.successor)
-    return known is not None and known.takes_place
+def make_place(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str) -> None:
+    """Cancel the job `own`, in whose place another one goes on.
+
+    That is on record first: the next `begin` would take it for a person's wish. Raises SchedulerError and OSError.
+    """
+    write_atomic(attempt.made_place, job_id)
+    scheduler.cancel(own)
+
+
+def _in_its_place(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> str | None:
+    """The job that has taken the place of `own` already; where that queues itself again, any that waits."""
+    if attempt.made_place.exists():
+        return attempt.made_place.read_text()
+    found = waiting(plan, scheduler, own=own) if plan.mode == "requeue" else []
+    return found[0].id if found else None
 
 
 def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:

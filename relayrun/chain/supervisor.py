@@ -155,8 +155,7 @@ def end(run: Run, number: int, exit_code: int) -> int:
     own = scheduler.current_job_id()
     record = attempt.read_end()
     if record is None:
-        cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
-        record = _close(run, plan, attempt, exit_code, cancelled=cancelled)
+        record = _close(run, plan, attempt, exit_code, cancelled=_cancelled(attempt, started, scheduler))
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     reason = record.verdict
     if reason is None and record.action in ("continue", "retry"):
@@ -394,9 +393,14 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     if attempt is None or attempt.number <= plan.submitted_after_attempt:
         return False, None
     started = _began(attempt)
-    cancelled = not successor.took_place(attempt) and scheduler.cancelled(started.job_id, nodes=started.nodes)
+    cancelled = _cancelled(attempt, started, scheduler)
     record = attempt.read_end() or _close(run, plan, attempt, decide.UNKNOWN, cancelled=cancelled)
     return cancelled, record.verdict or successor.cancelled_words(attempt, scheduler)
+
+
+def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:
+    """Whether a person cancelled the attempt's job. What the chain itself cancels is on record before."""
+    return scheduler.cancelled(started.job_id, nodes=started.nodes) and not attempt.made_place.exists()
 
 
 def _log_of(attempt: Attempt) -> str:

@@ -154,6 +154,14 @@ class Attempt:
         return self.path / "successor.json"
 
     @property
+    def made_place(self) -> Path:
+        """The id of the job in whose favour the chain itself cancels this attempt's: no person does.
+
+        Several agents may write `successor` at the same time; this one nobody writes back.
+        """
+        return self.path / "made_place"
+
+    @property
     def client(self) -> Path:
         """A folder in which a foreign program and the supervisor leave each other word; see `relayrun.trainers`."""
         return self.path / "client"

@@ -229,8 +229,6 @@ class Successor(Record):
     cancelled: bool = False
     """Somebody has cancelled it, so that the chain ends with this attempt."""
     cancelled_by: str | None = None
-    takes_place: bool = False
-    """It goes on where the attempt's own job would be queued again; so it says nothing that this one is cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -345,3 +345,19 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     }
     assert reasons.get(what, "") in (stop_reason(run) or "")
     assert (stop_reason(run) is not None) == (what in reasons)
+
+
+def test_watch_is_started_again_though_its_log_is_full(tmp_path: Path) -> None:
+    script = (ROOT / "launchers/lib/job.sh").read_text()
+    begin = script.index("\nkeep_watching() {")
+    count = tmp_path / "count"
+    lines = [
+        "set -euo pipefail",
+        "attempt=1",
+        "sleep() { :; }",
+        f'supervisor() {{ echo >>"{count}"; [[ "$(wc -l <"{count}")" -ge 3 ]]; }}',
+        script[begin : script.index("\n}\n", begin) + 2],
+        "keep_watching 2>/dev/full",
+    ]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], timeout=60)
+    assert (done.returncode, len(count.read_text())) == (0, 3)

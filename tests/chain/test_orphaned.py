@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from relayrun.agent import steps
 from relayrun.chain import orphaned as module
 from relayrun.chain import supervisor
 from relayrun.chain.log import log
@@ -179,10 +182,13 @@ module.become([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=P
     assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"
 
 
-def test_a_line_of_the_log_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("say", [log, partial(steps._say, "n0")], ids=["supervisor", "coordinator"])
+def test_a_line_of_the_log_that_cannot_be_written_ends_nobody(
+    monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
+) -> None:
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stderr", full)
-        log("no space is left for this")
+        say("no space is left for this")
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space"):
             full.close()

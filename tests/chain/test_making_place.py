@@ -1,0 +1,263 @@
+"""A job that has lost a node and would wait for it makes place for another one, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from relayrun.chain import orphaned, successor, supervisor
+from relayrun.chain.successor import waiting
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import Successor
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.slurm import Slurm
+
+from .exhaustion import Reached, run_child
+from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
+from .test_fallback_job import run_fallback_job
+from .test_next_nodes import ended, loses_for_good, outliving
+
+Patch = pytest.MonkeyPatch
+MODES = pytest.mark.parametrize("mode", ["singleton", "requeue"])
+
+
+def begun(stage: Stage, mode: str) -> None:  # noqa: F811
+    outliving(stage, nodes=2, spare_nodes=2, mode=mode, fallback_job=mode == "singleton")
+    assert fresh_begin(stage).code == 0
+
+
+def batch_host_is_lost(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
+    stage.slurm.down = {"n0"}
+    stage.slurm.set("1", lost="n1,n2,n3")
+    monkeypatch.setattr(orphaned, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm._node_is_down", lambda *_: True)
+
+
+def agent(stage: Stage) -> Reached:  # noqa: F811
+    reached = run_child(lambda: orphaned.orphaned(stage.run, 4, node=0, number_of_round=0), stage.run_path, stage.slurm)
+    assert reached.code == 1, reached.output
+    return reached
+
+
+def behind_end(monkeypatch: Patch, then: Callable[[], None]) -> None:
+    """What happens when an agent has done what `end` does, the first time."""
+    end, done = supervisor.end, list[int]()
+
+    def ended_and_then(run: Run, number: int, exit_code: int) -> int:
+        code = end(run, number, exit_code)
+        if not done:
+            then()
+        done.append(number)
+        return code
+
+    monkeypatch.setattr(supervisor, "end", ended_and_then)
+
+
+def cancel_successor(stage: Stage) -> None:  # noqa: F811
+    for job_id in stage.slurm.pending(but="1"):
+        stage.slurm.set(job_id, state="CANCELLED")
+
+
+@MODES
+def test_a_job_that_a_person_cancels_meanwhile_is_not_replaced(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+    mode: str,
+) -> None:
+    begun(stage, mode)
+    batch_host_is_lost(stage, monkeypatch)
+    behind_end(monkeypatch, lambda: cancel_successor(stage))
+    agent(stage)
+    assert stage.slurm.pending() == []
+    assert stop_reason(stage.run) == "the successor, job 3, was cancelled"
+    assert stage.slurm.jobs()["1"]["state"] == "CANCELLED"
+
+
+def test_nor_is_it_by_an_end_that_is_tried_again(stage: Stage) -> None:  # noqa: F811
+    begun(stage, "requeue")
+    loses_for_good(stage, "n3")
+    ended(stage)
+    cancel_successor(stage)
+    assert ended(stage).code == supervisor.FAILED
+    assert stage.slurm.pending() == []
+    assert "was cancelled" in (stop_reason(stage.run) or "")
+
+
+def next_begins(stage: Stage) -> Reached:  # noqa: F811
+    (job_id,) = stage.slurm.pending()
+    stage.slurm.set(job_id, state="RUNNING")
+    return fresh_begin(stage, job_id)
+
+
+def test_a_person_cancels_the_job_that_ends_by_itself(stage: Stage) -> None:  # noqa: F811
+    """Another one waits already; the chain itself does not cancel this one."""
+    begun(stage, "requeue")
+    loses_for_good(stage, "n3")
+    ended(stage)
+    stage.slurm.set("1", state="CANCELLED")
+    assert next_begins(stage).code == supervisor.CHAIN_ENDS
+    assert stop_reason(stage.run) == "the job before this one was cancelled"
+
+
+@MODES
+def test_a_person_cancels_the_job_that_an_agent_closes(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+    mode: str,
+) -> None:
+    begun(stage, mode)
+    batch_host_is_lost(stage, monkeypatch)
+    behind_end(monkeypatch, lambda: stage.slurm.set("1", state="CANCELLED"))
+    agent(stage)
+    assert next_begins(stage).code == supervisor.CHAIN_ENDS
+    assert stop_reason(stage.run) == "the job before this one was cancelled"
+
+
+def test_an_agent_that_slurm_does_not_answer_the_second_time(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
+    """In front of the other job this one would wait for the lost node, and hold it up."""
+    begun(stage, "requeue")
+    batch_host_is_lost(stage, monkeypatch)
+    behind_end(monkeypatch, lambda: setattr(stage.slurm, "tests_nothing", True))
+    agent(stage)
+    assert stage.slurm.jobs()["1"]["state"] == "CANCELLED"
+    assert next_begins(stage).code == 0
+
+
+def test_an_end_that_slurm_does_not_answer_the_second_time(stage: Stage) -> None:  # noqa: F811
+    begun(stage, "requeue")
+    loses_for_good(stage, "n3")
+    ended(stage)
+    stage.slurm.tests_nothing = True
+    assert ended(stage).code == supervisor.FAILED
+    assert stage.slurm.jobs()["1"]["state"] == "RUNNING"
+    assert len(stage.slurm.pending()) == 1
+
+
+def test_a_job_that_waits_already_is_given_the_nodes_that_are_up_the_second_time(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+) -> None:
+    """Slurm did not answer when the attempt was closed."""
+    begun(stage, "singleton")
+    batch_host_is_lost(stage, monkeypatch)
+    stage.slurm.tests_nothing = True
+    behind_end(monkeypatch, lambda: setattr(stage.slurm, "tests_nothing", False))
+    agent(stage)
+    (job_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[job_id]["nodes"] == "3-4"
+    assert stage.slurm.jobs()["1"]["state"] == "CANCELLED"
+
+
+@MODES
+def test_the_job_that_took_the_place_loses_a_node_in_its_turn(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+    mode: str,
+) -> None:
+    """It began with three nodes of four."""
+    begun(stage, mode)
+    batch_host_is_lost(stage, monkeypatch)
+    agent(stage)
+    (job_id,) = stage.slurm.pending()
+    stage.slurm.set(job_id, state="RUNNING", nodes="3", lost="n1,n2")
+    assert fresh_begin(stage, job_id).code == 0
+    stage.slurm.down = {"n0", "n3"}
+    reached = run_child(
+        lambda: orphaned.orphaned(stage.run, 5, node=0, number_of_round=0), stage.run_path, stage.slurm, job=job_id
+    )
+    assert reached.code == 1, reached.output
+    (next_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[next_id]["nodes"] == "2-4"
+    assert stage.slurm.jobs()[job_id]["state"] == "CANCELLED"
+    assert next_begins(stage).code == 0
+
+
+def another_agent_acts(monkeypatch: Patch, act: Callable[[], None]) -> None:
+    """Just when this one has asked whether a job waits, for the last time before it queues one."""
+    asked: list[str] = []
+
+    def found(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
+        jobs = waiting(plan, scheduler, own=own)
+        asked.append(own)
+        if len(asked) == 3:
+            act()
+        return jobs
+
+    monkeypatch.setattr(successor, "waiting", found)
+
+
+def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
+    begun(stage, "requeue")
+    batch_host_is_lost(stage, monkeypatch)
+    stage.slurm.limit = 3  # with the fallback job of the stage
+    another_agent_acts(monkeypatch, lambda: stage.slurm.set(stage.slurm.add(), nodes="3-4"))
+    agent(stage)
+    assert stage.slurm.jobs()["1"]["state"] == "CANCELLED"
+    assert next_begins(stage).code == 0
+
+
+def makes_place(stage: Stage, job_id: str) -> None:  # noqa: F811
+    """What another agent does at last."""
+    cancels = Mock(cancel=lambda own: stage.slurm.set(own, state="CANCELLED"))
+    successor.make_place(stage.run.attempt(4), cancels, own="1", job_id=job_id)
+
+
+def test_two_agents_queue_a_job_each(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
+    """The first has cancelled this job by the time at which the second writes down its own."""
+    begun(stage, "requeue")
+    batch_host_is_lost(stage, monkeypatch)
+    write = Successor.write
+
+    def written(record: Successor, path: Path) -> None:
+        monkeypatch.setattr(Successor, "write", write)
+        makes_place(stage, stage.slurm.add(nodes="3-4"))
+        write(record, path)
+
+    monkeypatch.setattr(Successor, "write", written)
+    agent(stage)
+    first, second = stage.slurm.pending()
+    stage.slurm.set(first, state="RUNNING")
+    assert fresh_begin(stage, first).code == 0
+    assert stage.slurm.pending() == [second]
+
+
+@MODES
+def test_the_chains_cancelling_is_no_persons_for_an_agent_that_closes_the_attempt_at_the_same_time(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+    mode: str,
+) -> None:
+    begun(stage, mode)
+    batch_host_is_lost(stage, monkeypatch)
+    cancelled = Slurm.cancelled
+
+    def asked(slurm: Slurm, job_id: str, *, nodes: str) -> bool:
+        makes_place(stage, next(iter(stage.slurm.pending()), "") or stage.slurm.add(nodes="3-4"))
+        return cancelled(slurm, job_id, nodes=nodes)
+
+    monkeypatch.setattr(Slurm, "cancelled", asked)
+    agent(stage)
+    monkeypatch.setattr(Slurm, "cancelled", cancelled)
+    assert stop_reason(stage.run) is None
+    assert next_begins(stage).code == 0
+
+
+def test_the_fallback_job_takes_no_cancelling_of_the_chain_for_a_persons(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
+    """Slurm did not answer when it was to be moved behind the job that took the place; and that one could not begin."""
+    begun(stage, "singleton")
+    batch_host_is_lost(stage, monkeypatch)
+    agent(stage)
+    for fallback_job in stage.slurm.fallback_jobs():
+        stage.slurm.set(fallback_job, after="1", comment="relayrun:starts-only-if-job=1-fails,failed-begins=0")
+    (job_id,) = stage.slurm.pending()
+    stage.slurm.set(job_id, state="FAILED")
+    reached = run_fallback_job(stage)
+    assert reached is not None
+    assert reached.code == 0, reached.output
+    assert stop_reason(stage.run) is None
+    assert len(stage.slurm.pending()) == 1
