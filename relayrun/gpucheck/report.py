@@ -120,7 +120,7 @@ def _recovery(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         value = f"{_counted(job['attempts'], 'attempt')} of {ranks}, {_counted(len(again), 'new round')}"
         met = job["attempts"] == 1 and len(failed) == len(again) == job["kills"]
         if not met and failed:  # who died besides those that were killed
-            value += f" ({'; '.join(each['words'] for each in failed)})"
+            value += f" ({'; '.join(dict.fromkeys(each['words'][:100] for each in failed))})"
         values[one] = value, met
     if failed:
         sources, lost = [each["source"] for each in failed], [each["steps_lost"] for each in failed]

@@ -120,8 +120,7 @@ def import_program() -> None:
     if torch.cuda.is_initialized() or _forks_have_no_cuda():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "CUDA was started, or counted its devices, while the training program was imported, and no process forked "
-            "after that can use it; a package does so (TransformerEngine beside flash-attn), or torch cannot ask NVML "
-            "for the devices (of a MIG slice it never does); set chain.recovery=job"
+            "after that can use it; set chain.recovery=job (docs/recovery.md says what does so)"
         )
 
 

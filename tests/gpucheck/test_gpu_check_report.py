@@ -134,19 +134,16 @@ KILLED = failed_round(steps_lost=0)
 @pytest.mark.parametrize(
     ("job", "missed"),
     [
-        ({"attempts": 2}, {"2 attempts of 4 ranks, 2 new rounds (killed by SIGKILL; killed by SIGKILL)"}),
+        ({"attempts": 2}, {"2 attempts of 4 ranks, 2 new rounds (killed by SIGKILL)"}),
         ({"rounds": [KILLED]}, {"1 attempt of 4 ranks, 1 new round (killed by SIGKILL)"}),
         ({"rounds": []}, {"1 attempt of 4 ranks, 0 new rounds", ""}),
         (
             {"rounds": [KILLED, failed_round(words="OutOfMemoryError: CUDA out of memory"), KILLED]},
-            {
-                "1 attempt of 4 ranks, 3 new rounds "
-                "(killed by SIGKILL; OutOfMemoryError: CUDA out of memory; killed by SIGKILL)"
-            },
+            {"1 attempt of 4 ranks, 3 new rounds (killed by SIGKILL; OutOfMemoryError: CUDA out of memory)"},
         ),
         (
             {"rounds": [KILLED, failed_round(again=False, seconds={"end": 0.1})]},
-            {"1 attempt of 4 ranks, 1 new round (killed by SIGKILL; killed by SIGKILL)"},
+            {"1 attempt of 4 ranks, 1 new round (killed by SIGKILL)"},
         ),
         ({"rounds": [KILLED, failed_round(source="disk")]}, {"memory, disk; 0, 1 steps lost"}),
         ({"rounds": [KILLED, failed_round(steps_lost=2)]}, {"memory, memory; 0, 2 steps lost"}),
