@@ -63,6 +63,13 @@ PARTS: tuple[Part, ...] = (
         least=40,
     ),
     Part(
+        name="recovery",
+        what="ranks that die, and go on inside their job",
+        function="relayrun.gpucheck.recovery:measure",
+        seconds=120,
+        least=40,
+    ),
+    Part(
         name="speed",
         what="a 1B model: batch, MFU, memory, time by part, one trace",
         function="relayrun.gpucheck.speed:measure",

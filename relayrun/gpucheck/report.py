@@ -104,6 +104,43 @@ def _resume(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
             yield Row(part="resume", what=what, value=value, target=target, verdict=verdict, hard=promised)
 
 
+def _recovery(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    job, bits = figures.get("job"), figures.get("bits")
+    one, state, equal = (
+        "a rank killed twice, training goes on inside its job",
+        "where a round has its state from",
+        "losses, gradient norms, states and weights after that",
+    )
+    targets = {one: "1 attempt, a new round for each", state: "memory, 1 step lost at most", equal: "bit for bit"}
+    values: dict[str, tuple[str, bool]] = {}
+    failed = [] if job is None else job["rounds"]
+    if job is not None:
+        again = [each for each in failed if each["again"]]
+        ranks = _counted(job["ranks"], "rank")
+        value = f"{_counted(job['attempts'], 'attempt')} of {ranks}, {_counted(len(again), 'new round')}"
+        met = job["attempts"] == 1 and len(failed) == len(again) == job["kills"]
+        if not met and failed:  # who died besides those that were killed
+            value += f" ({'; '.join(dict.fromkeys(each['words'][:100] for each in failed))})"
+        values[one] = value, met
+    if failed:
+        sources, lost = [each["source"] for each in failed], [each["steps_lost"] for each in failed]
+        value = f"{', '.join(sources)}; {', '.join(map(str, lost))} steps lost"
+        values[state] = value, set(sources) == {"memory"} and max(lost) <= 1
+    if bits is not None:
+        values[equal] = "bit for bit" if bits["equal"] else f"differs: {bits['difference']}", bits["equal"]
+    for what, target in targets.items():
+        value, met = values.get(what, ("", False))
+        verdict: Verdict = "not measured" if what not in values else "met" if met else "missed"
+        yield Row(part="recovery", what=what, value=value, target=target, verdict=verdict, hard=True)
+    if seconds := [each["seconds"]["all"] for each in failed if "all" in each["seconds"]]:
+        value = f"median {statistics.median(seconds):.3g} s, largest {max(seconds):.3g} s"
+        yield Row(part="recovery", what="from a rank's death to the next step", value=value)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _speed(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
     if "search" in figures:
         tries = ", ".join(
@@ -288,6 +325,7 @@ def _bandwidth(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
 _ROWS: dict[str, Callable[[Figures, Mapping[str, Any]], Iterator[Row]]] = {
     "environment": _environment,
     "resume": _resume,
+    "recovery": _recovery,
     "speed": _speed,
     "save": _save,
     "attention": _attention,

@@ -13,17 +13,15 @@ norm of every iteration, and the weights in the end.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 from relayrun.gpucheck import runs
+from relayrun.gpucheck.pieces import Piece, difference, undisturbed
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 from relayrun.rundir.run import Run
 
 MODES = {"deterministic": True, "default": False}
 CUTS = ("SIGUSR2", "SIGKILL", "asynchronous save")
-HOOKS = "relayrun.gpucheck.programs.hooks"
 
 
 def measure(setup: Setup, figures: Figures) -> None:
@@ -57,23 +55,12 @@ def plans(setup: Setup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]
         "sync": (False, [{"signal": "SIGUSR2", "iteration": early}, {"signal": "SIGKILL", "iteration": late}]),
         "async": (True, [{"signal": "SIGKILL", "saves": 1}]),
     }
-    training = {
-        "steps": sizes.steps,
-        "micro_batch_size": sizes.resumed_batch,
-        "global_batch_size": 2 * sizes.resumed_batch * setup.ranks,
-        "seq_length": sizes.resumed_seq_length,
-        "deterministic": MODES[mode],
-    }
     return [
         (
             name,
-            {
-                "model": dict(sizes.resumed_model),
-                "data": runs.real_data(setup),
-                "training": training
-                | {"hooks": [f"{HOOKS}:Digest", {"hook": f"{HOOKS}:Cut", "options": {"cuts": cuts}}]},
-                "checkpoint": {"interval": sizes.interval, "async_save": beside, "keep_last": 1},
-            },
+            runs.merged(
+                runs.noted(setup, cuts=cuts, deterministic=MODES[mode]), {"checkpoint": {"async_save": beside}}
+            ),
         )
         for name, (beside, cuts) in plans.items()
     ]
@@ -81,12 +68,10 @@ def plans(setup: Setup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]
 
 def compared(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
     """Hold the pieces of the runs against the whole one, by what cut them. Raises CheckFailed where none was cut."""
-    for run, attempts in ((whole, 1), (sync, 3), (beside, 2)):
+    expected = undisturbed(whole)
+    for run, attempts in ((sync, 3), (beside, 2)):
         if len(run.attempt_numbers()) != attempts:
             raise CheckFailed(f"{run.path.name} has {len(run.attempt_numbers())} attempts, not {attempts}")
-    expected = Piece.of(whole, 1)
-    if not expected.weights or len(expected.states) != len(expected.lines):
-        raise CheckFailed(f"{whole.path.name} left no digests of its states")
     found = {}
     for cut, (run, attempt) in zip(CUTS, ((sync, 2), (sync, 3), (beside, 2)), strict=True):
         begin = run.attempt(attempt).read_begin()
@@ -104,47 +89,3 @@ def compared(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
             "difference": different,
         }
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What one attempt computed. A digest has an entry for each rank."""
-
-    lines: dict[int, dict[str, Any]]
-    """The lines of metrics.jsonl by iteration."""
-    states: dict[int, Any]
-    """Digests of the optimizer's state by iteration."""
-    loaded: dict[int, Any]
-    """The one that it began with."""
-    weights: dict[int, Any]
-    """The digest of the weights that it ended with."""
-
-    @classmethod
-    def of(cls, run: Run, attempt: int) -> Piece:
-        """Read what an attempt left."""
-        notes = [entry for entry in runs.notes_of(run, "digest") if entry["attempt"] == attempt]
-
-        def digests(kind: str) -> dict[int, Any]:
-            return {entry["iteration"]: entry["ranks"] for entry in notes if entry["kind"] == kind}
-
-        lines = {line["iteration"]: line for line in runs.steps_of(run, attempt)}
-        return cls(lines=lines, states=digests("state"), loaded=digests("loaded"), weights=digests("weights"))
-
-
-def difference(own: Piece, expected: Piece) -> str | None:
-    """Return the first thing that is not as in the undisturbed run, in words; None: all is."""
-    if not own.lines:
-        return "no iteration was trained"
-    for iteration, digest in own.loaded.items():
-        if digest != expected.states[iteration]:
-            return f"optimizer state as loaded, of iteration {iteration}"
-    for iteration, line in own.lines.items():
-        other = expected.lines[iteration]
-        for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
-            if line[name] != other[name] or math.isnan(line[name]):  # no number, no training
-                return f"{words} of iteration {iteration}: {line[name]!r}, not {other[name]!r}"
-        if own.states.get(iteration) != expected.states[iteration]:
-            return f"optimizer state after iteration {iteration}, whose loss is equal"
-    if any(expected.weights.get(iteration, digest) != digest for iteration, digest in own.weights.items()):
-        return "weights in the end, where the optimizer's state is equal"
-    return None

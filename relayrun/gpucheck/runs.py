@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from relayrun.rundir.stop import stop_reason
 from relayrun.shards.indexed import ShardWriter, token_dtype
 
 SEED = 28
+HOOKS = "relayrun.gpucheck.programs.hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def train(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *,
 def train_until(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
     """Train that many iterations and kill the run: what is timed needs no save at the end. Raises CheckFailed."""
     cut = {
-        "hook": "relayrun.gpucheck.programs.hooks:Cut",
+        "hook": f"{HOOKS}:Cut",
         "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]},
     }
     training = dict(sections["training"])
@@ -134,6 +135,34 @@ def train_until(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any
     if not lines or lines[-1]["iteration"] < steps:
         raise CheckFailed(f"the training run {name} failed: {chain.why()}", where=chain.log)
     return chain.run
+
+
+def noted(
+    setup: Setup,
+    *,
+    cuts: Sequence[Mapping[str, Any]],
+    deterministic: bool,
+    ranks: int | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Sections of a small run that notes digests of every iteration, and cuts itself.
+
+    `cuts`: see `programs.hooks.Cut`. `ranks`: default one a GPU.
+    """
+    sizes, ranks = setup.sizes, ranks or setup.ranks
+    return {
+        "model": dict(sizes.resumed_model),
+        "data": real_data(setup),
+        "training": {
+            "steps": sizes.steps,
+            "micro_batch_size": sizes.resumed_batch,
+            "global_batch_size": 2 * sizes.resumed_batch * ranks,
+            "seq_length": sizes.resumed_seq_length,
+            "deterministic": deterministic,
+            "hooks": [f"{HOOKS}:Digest", {"hook": f"{HOOKS}:Cut", "options": {"cuts": list(cuts)}}],
+        },
+        "checkpoint": {"interval": sizes.interval, "keep_last": 1},
+        "job": {"ntasks_per_node": ranks},
+    }
 
 
 def real_data(setup: Setup) -> dict[str, Any]:

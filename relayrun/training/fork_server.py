@@ -117,11 +117,25 @@ def import_program() -> None:
     program.import_quietly()
     import torch
 
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized() or _forks_have_no_cuda():  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            "CUDA was started while the training program was imported, and no process forked after that can use it; "
-            "set chain.recovery=job"
+            "CUDA was started, or counted its devices, while the training program was imported, and no process forked "
+            "after that can use it; set chain.recovery=job (docs/recovery.md says what does so)"
         )
+
+
+def _forks_have_no_cuda() -> bool:
+    """Whether torch would refuse CUDA to what is forked now. It tells a fork alone: counting devices suffices."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = int(torch.cuda._is_in_bad_fork())
+        finally:
+            os._exit(code)
+    return _wait(pid) != 0
 
 
 def _gpus(run: Run) -> int:

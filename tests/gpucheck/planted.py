@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
-from relayrun.training.hooks import Context, Hook
+from relayrun.training.hooks import Context, Hook, Step
 
 
 class FlipsABit(Hook):
-    """A resume that is not exact: afterwards one bit of one moment of Adam is another."""
+    """A resume, or a later round, that is not exact: afterwards one bit of one moment of Adam is another."""
 
     def setup(self, context: Context) -> None:
         self._optimizer = context.optimizer
@@ -27,6 +28,17 @@ class FlipsABit(Hook):
         moment = adam.state[adam.param_groups[0]["params"][0]]["exp_avg"]
         flat = moment.view(-1).view(torch.int32)
         flat[flat.nonzero()[0]] ^= 1
+
+
+class LeavesItsJob(Hook):
+    """Rounds that are of no use: the ranks leave their job, as if it were over, and the next one goes on."""
+
+    def setup(self, context: Context) -> None:
+        self._leaves = context.attempt == 1 and context.config.chain.recovery == "node"
+
+    def after_step(self, step: Step) -> None:
+        if self._leaves and step.iteration == 3:
+            os.kill(os.getpid(), signal.SIGUSR2)
 
 
 class HoldsUpSaves(Hook):

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from relayrun.errors import ConfigError, RelayrunError
+from relayrun.files import append_line
 from relayrun.gpucheck import check, perform, report
 from relayrun.gpucheck.check import Part
-from relayrun.gpucheck.resume import Piece, difference
+from relayrun.gpucheck.pieces import Piece, difference
 from relayrun.gpucheck.save import affordable
-from relayrun.gpucheck.setup import CheckFailed, Setup
+from relayrun.gpucheck.setup import NOTES, CheckFailed, Setup
+from relayrun.rundir.run import Run
 
 PLANTED = "tests.gpucheck.planted"
 
@@ -136,11 +138,27 @@ def piece(**changes: Any) -> Piece:
         ({"lines": {4: {"loss": 5.1, "grad_norm": 1.5}}}, "gradient norm of iteration 4: 1.5, not 1.25"),
         ({"states": {3: "c", 4: "x"}}, "optimizer state after iteration 4, whose loss is equal"),
         ({"states": {3: "c"}}, "optimizer state after iteration 4, whose loss is equal"),
+        ({"twice": ["loss of iteration 3, when"]}, "loss of iteration 3, when"),
         ({"weights": {4: "x"}}, "weights in the end, where the optimizer's state is equal"),
     ],
 )
 def test_the_first_thing_that_differs_is_named(changes: dict[str, Any], words: str | None) -> None:
     assert difference(piece(**changes), piece()) == words
+
+
+def test_what_a_later_round_computes_otherwise_is_found_although_the_newest_is_right(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    notes, attempt = tmp_path / NOTES, run.attempt(1)
+    notes.mkdir()
+    attempt.path.mkdir(parents=True)
+    for iteration, loss, digest in ((1, 5.5, "a"), (2, 5.25, "b"), (2, 5.0, "c")):
+        append_line(attempt.metrics, {"iteration": iteration, "loss": loss, "grad_norm": 1.0})
+        note = {"attempt": 1, "kind": "state", "iteration": iteration, "ranks": [digest]}
+        append_line(notes / "digest.jsonl", note)
+    assert Piece.of(run, 1).twice == [
+        "loss of iteration 2, when it was computed again",
+        "optimizer state of iteration 2, when it was computed again",
+    ]
 
 
 def test_a_loss_that_is_no_number_is_never_equal() -> None:

@@ -17,6 +17,16 @@ def resumed(**changes: Any) -> dict[str, Any]:
     return {"resumed_at": 8, "iterations": 16, "equal": True, "differed_before": None, "difference": None} | changes
 
 
+def failed_round(**changes: Any) -> dict[str, Any]:
+    return {
+        "words": "killed by SIGKILL",
+        "again": True,
+        "source": "memory",
+        "steps_lost": 1,
+        "seconds": {"end": 0.1, "all": 4.0},
+    } | changes
+
+
 TRAINING = {
     "precision": "bf16",
     "micro_batch_size": 8,
@@ -29,6 +39,15 @@ TRAINING = {
 SAVE = {"stall_seconds": 0.5, "lost_seconds": 0.7, "durable_after_seconds": 12.0}
 PARTS: dict[str, dict[str, Any]] = {
     "resume": {mode: {cut: resumed() for cut in CUTS} for mode in ("deterministic", "default")},
+    "recovery": {
+        "job": {
+            "attempts": 1,
+            "kills": 2,
+            "ranks": 4,
+            "rounds": [failed_round(), failed_round(steps_lost=0, seconds={"end": 0.1, "all": 5.0})],
+        },
+        "bits": {"iterations": 24, "equal": True, "difference": None},
+    },
     "speed": {"training": TRAINING, "deterministic": TRAINING | {"step_seconds": 2.1}},
     "save": {
         "saves": {
@@ -74,6 +93,13 @@ def test_where_all_is_well_nothing_fails() -> None:
     assert row(table, "time of an iteration").value == "+5.0% (60,000 tokens/s)"
     assert row(table, "a save of 17.3 GB holds up").value == "0.5 s, 1.43 x the copy (0.35 s)"
     assert [row.verdict for row in table if row.part == "resume"] == ["met"] * 3 + [""] * 3
+    assert [row.value for row in table if row.part == "recovery"] == [
+        "1 attempt of 4 ranks, 2 new rounds",
+        "memory, memory; 1, 0 steps lost",
+        "bit for bit",
+        "median 4.5 s, largest 5 s",
+    ]
+    assert [row.verdict for row in table if row.part == "recovery"] == ["met"] * 3 + [""]
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -102,6 +128,43 @@ def test_a_mode_that_was_not_measured_fails_if_it_is_the_promised_one() -> None:
         assert report.exit_code(report.rows(result(resume=figures))) == code
 
 
+KILLED = failed_round(steps_lost=0)
+
+
+@pytest.mark.parametrize(
+    ("job", "missed"),
+    [
+        ({"attempts": 2}, {"2 attempts of 4 ranks, 2 new rounds (killed by SIGKILL)"}),
+        ({"rounds": [KILLED]}, {"1 attempt of 4 ranks, 1 new round (killed by SIGKILL)"}),
+        ({"rounds": []}, {"1 attempt of 4 ranks, 0 new rounds", ""}),
+        (
+            {"rounds": [KILLED, failed_round(words="OutOfMemoryError: CUDA out of memory"), KILLED]},
+            {"1 attempt of 4 ranks, 3 new rounds (killed by SIGKILL; OutOfMemoryError: CUDA out of memory)"},
+        ),
+        (
+            {"rounds": [KILLED, failed_round(again=False, seconds={"end": 0.1})]},
+            {"1 attempt of 4 ranks, 1 new round (killed by SIGKILL)"},
+        ),
+        ({"rounds": [KILLED, failed_round(source="disk")]}, {"memory, disk; 0, 1 steps lost"}),
+        ({"rounds": [KILLED, failed_round(steps_lost=2)]}, {"memory, memory; 0, 2 steps lost"}),
+    ],
+)
+def test_rounds_that_are_not_as_promised_fail_and_say_how_it_was(job: dict[str, Any], missed: set[str]) -> None:
+    figures = copy.deepcopy(PARTS["recovery"])
+    figures["job"] |= job
+    table = report.rows(result(recovery=figures))
+    assert {row.value for row in table if row.fails} == missed
+    assert report.exit_code(table) == 1
+
+
+def test_rounds_that_differ_or_were_not_compared_fail() -> None:
+    differs = {"iterations": 24, "equal": False, "difference": "loss of iteration 9: 5.2, not 5.1"}
+    table = report.rows(result(recovery=PARTS["recovery"] | {"bits": differs}))
+    assert [row.value for row in table if row.fails] == ["differs: loss of iteration 9: 5.2, not 5.1"]
+    table = report.rows(result(recovery={"job": PARTS["recovery"]["job"]}))
+    assert [(row.verdict, row.target) for row in table if row.fails] == [("not measured", "bit for bit")]
+
+
 @pytest.mark.parametrize(("stall", "verdict", "code"), [(0.69, "met", 0), (0.71, "missed", 1)])
 def test_a_save_may_hold_training_as_long_as_two_copies(stall: float, verdict: str, code: int) -> None:
     figures = copy.deepcopy(PARTS["save"])
@@ -119,7 +182,7 @@ def test_an_mfu_below_its_target_is_missed_and_no_broken_promise() -> None:
 
 
 def test_a_part_without_time_fails_only_by_what_it_was_to_prove() -> None:
-    for name, code in (("resume", 1), ("save", 1), ("export", 1), ("speed", 0)):
+    for name, code in (("resume", 1), ("recovery", 1), ("save", 1), ("export", 1), ("speed", 0)):
         made = result()
         for part in made["parts"]:
             if part["name"] == name:

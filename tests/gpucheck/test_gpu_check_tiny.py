@@ -41,7 +41,7 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     table = report.rows(result)
     promised = {row.what: row.verdict for row in table if row.hard}
     not_here = [name for name, way in WAYS.items() if "TransformerEngine" in way.what or "8 bits" in way.what]
-    assert len(promised) == 3 + 1 + len(WAYS) - len(not_here) + 1
+    assert len(promised) == 3 + 3 + 1 + len(WAYS) - len(not_here) + 1
     assert set(promised.values()) == {"met"}
     for row in table:
         assert row.what in done.stdout or len(row.what) > 50
@@ -52,6 +52,12 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
         for cut in figures["resume"][mode].values():
             assert cut["resumed_at"] >= 2
             assert cut["iterations"] >= 2
+    job, bits = figures["recovery"]["job"], figures["recovery"]["bits"]
+    assert (job["attempts"], job["ranks"], bits["iterations"]) == (1, 2, 12)
+    first, second = job["rounds"]
+    assert (first["next_iteration"], first["iteration"] - first["next_iteration"]) == (5, first["steps_lost"])
+    assert (second["iteration"], second["next_iteration"]) == (9, 9)  # killed before the update of the next one
+    assert min(first["seconds"]["all"], second["seconds"]["all"]) > 0
     assert [tried["micro_batch"] for tried in figures["speed"]["search"]["tries"]] == [1, 2, 4]
     spent = figures["speed"]["by_part"]
     assert sum(spent["seconds"].values()) == pytest.approx(spent["total"], rel=0.5)
@@ -100,6 +106,24 @@ def test_a_resume_that_is_not_exact_is_found_and_named(tmp_path: Path) -> None:
     for row in failed:
         assert row.value.startswith("differs: "), row.value
         assert f"FAILED: resume: {row.what}: {row.value}" in done.stdout
+
+
+def test_rounds_that_are_not_exact_are_found_and_named(tmp_path: Path) -> None:
+    done, result = gpu_check(tmp_path, "--only", "recovery", f"--hook={PLANTED}:FlipsABit")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (failed,) = [row for row in report.rows(result) if row.fails]
+    assert (failed.part, failed.verdict) == ("recovery", "missed")
+    assert failed.value == "differs: optimizer state as loaded, of iteration 5"
+    assert f"FAILED: recovery: {failed.what}: {failed.value}" in done.stdout
+
+
+def test_a_job_that_its_ranks_have_left_is_found_although_every_bit_is_right(tmp_path: Path) -> None:
+    done, result = gpu_check(tmp_path, "--only", "recovery", f"--hook={PLANTED}:LeavesItsJob")
+    assert done.returncode == 1, done.stdout + done.stderr
+    table = [row for row in report.rows(result) if row.part == "recovery"]
+    assert [row.what for row in table if row.fails] == ["a rank killed twice, training goes on inside its job"]
+    assert table[0].value.startswith("2 attempts of 2 ranks, 1 new round")
+    assert [row.value for row in table if row.target == "bit for bit"] == ["bit for bit"]
 
 
 @pytest.mark.long

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import socket
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,10 @@ from relayrun.rundir.run import Run
 from relayrun.training import __main__ as program
 from relayrun.training import fork_server
 from tests.history import began
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+"""No GPU of this machine is touched."""
 
 
 class Forks(RankServer):
@@ -64,3 +70,21 @@ def test_the_config_is_read_once_for_all_ranks_and_what_is_wrong_with_it_is_left
     began(run, 1)
     fork_server.read_config(run)  # it has no config
     assert program.config_of.cache_info().currsize == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [("nvml", []), ("mig", ["_cuda_getDeviceCount"]), ("asks", ["_lazy_init", "_get_device_properties"])],
+)
+def test_its_imports_leave_cuda_alone_or_it_says_that_no_rank_could_use_it(kind: str, asked: list[str]) -> None:
+    """torch keeps a fork from CUDA whose parent has so much as counted devices, and tells nobody but the fork."""
+    script = Path(__file__).with_name("pretended_gpu.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, kind], cwd=ROOT, env=ALONE, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["megatron"] == (kind == "nvml")
+    assert sorted(set(found["asked"])) == sorted(asked)
+    assert ("CUDA was started, or counted its devices, while" in found["words"]) == bool(asked), found["words"]

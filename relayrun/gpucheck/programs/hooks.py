@@ -16,36 +16,49 @@ from relayrun.files import append_line, read_lines
 from relayrun.gpucheck.setup import NOTES
 from relayrun.rundir.records import Commit, Outcome
 from relayrun.rundir.run import Run
-from relayrun.training.hooks import Context, Hook, Step
+from relayrun.training.hooks import Context, Gradients, Hook, Step
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer
+from relayrun.training.reporting import agent_link
 
 
 class Cut(Hook):
-    """Ends an attempt by a signal that every rank sends itself, behind an iteration or a save.
+    """Ends a start of the ranks by a signal that they send themselves, at an exact place of an iteration.
 
     A signal from outside comes at another place each time, and none of them would be late enough for certain.
     """
 
+    may_differ = False
+
     def __init__(self, cuts: list[dict[str, Any]]) -> None:
-        """`cuts`: one for each attempt from the first on, those after them go undisturbed; `{signal: SIGUSR2,
-        iteration: 5}`, or `{signal: SIGKILL, saves: 1}`: an iteration after that many durable saves."""
+        """`cuts`: one for each start of the ranks, an attempt or a later round of it, from the first on; those after
+        them go undisturbed. `{signal: SIGUSR2, iteration: 5}`, or `{signal: SIGKILL, saves: 1}`: behind an iteration,
+        of which that many saves are durable; with `before_update: true` once its gradients are there. `rank: 0`: that
+        rank alone."""
         self._cuts = cuts
 
     def setup(self, context: Context) -> None:
-        number = context.attempt - 1
-        self._cut = self._cuts[number] if number < len(self._cuts) else None
+        number = context.attempt - 1 + agent_link.round_number() - 1
+        cut = self._cuts[number] if number < len(self._cuts) else None
+        self._cut = cut if cut is not None and cut.get("rank", context.ranks.rank) == context.ranks.rank else None
         self._saves = 0
 
     def after_save(self, commit: Commit) -> None:
         self._saves += 1
 
+    def before_update(self, gradients: Gradients) -> None:
+        self._reached(gradients.iteration, before_update=True)
+
     def after_step(self, step: Step) -> None:
+        self._reached(step.iteration, before_update=False)
+
+    def _reached(self, iteration: int, *, before_update: bool) -> None:
         cut = self._cut
-        if cut is None or step.iteration < cut.get("iteration", 0) or self._saves < cut.get("saves", 0):
+        if cut is None or bool(cut.get("before_update")) != before_update:
             return
-        self._cut = None
-        os.kill(os.getpid(), signal.Signals[cut["signal"]])
+        if iteration >= cut.get("iteration", 0) and self._saves >= cut.get("saves", 0):
+            self._cut = None
+            os.kill(os.getpid(), signal.Signals[cut["signal"]])
 
 
 class Digest(Hook):
