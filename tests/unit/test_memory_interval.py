@@ -48,7 +48,7 @@ def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> N
 
 
 def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() -> None:
-    """Of a copy that takes 0.1 s, two steps of 1 s beside its way take 1.2 s."""
+    """A copy takes 0.1 s, and beside its way two steps of 1 s take 1.2 s each."""
     interval, steps = CopyInterval(None, at=0), StepsBeside()
     cost, since = 0.0, 0
     for at in range(1, 1000):
