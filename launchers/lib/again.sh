@@ -3,7 +3,8 @@
 # run directory is full or read-only, the supervisor was killed. A part of every rendered job script, so that it is
 # there whatever else is away. It needs Slurm's commands alone, and leaves a queued job or a reason.
 #
-# Needs RELAYRUN_RUN_DIR, RELAYRUN_JOB_NAME, RELAYRUN_AUTO_REQUEUE, RELAYRUN_MAX_FAILED_BEGINS, RELAYRUN_BEGIN_BACKOFF.
+# Needs RELAYRUN_RUN_DIR, RELAYRUN_JOB_NAME, RELAYRUN_AUTO_REQUEUE, RELAYRUN_MAX_FAILED_BEGINS, RELAYRUN_BEGIN_BACKOFF;
+# for a job that may start with fewer nodes RELAYRUN_NODE_COUNTS, all of them first, and RELAYRUN_NTASKS_PER_NODE.
 
 # A person's defaults for Slurm's commands, handed on by sbatch: with SQUEUE_STATES=RUNNING no job would wait.
 unset "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SINFO_@}"
@@ -96,7 +97,8 @@ again() { # what failed, exit code
   [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up "${what}" "${marker}1@${node}"
   [[ -n "${SLURM_JOB_ID:-}" ]] || exit 75 # whoever runs the local queue does what follows
 
-  local comment failed=0 refused=0 nodes="" others given exclude delay successor state taken
+  local comment failed=0 refused=0 nodes="" others given exclude count fewer="" delay successor state taken
+  local -a counts
   comment="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]:+${BASH_REMATCH[2]},}"
@@ -105,11 +107,21 @@ again() { # what failed, exit code
   delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))
   [[ ",${nodes}" == *",${node},"* ]] || nodes+="${node},"
   comment="${marker}${failed}@${nodes%,}"
-  # it may have been the node: the next try leaves it out, where Slurm says that there are others
+  # it may have been the node: the next try leaves it out, where Slurm says that there are others, if need be fewer
   given="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%x)"
   exclude="${nodes%,}"
   [[ -z "${given}" || "${given}" == "(null)" ]] || exclude="${given},${exclude}"
-  slurm sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null || exclude=""
+  read -ra counts <<<"${RELAYRUN_NODE_COUNTS:-}"
+  for exclude in "${exclude}" ""; do
+    for count in "${counts[@]:-}"; do
+      [[ -n "${exclude}${count}" ]] || break 2
+      ! slurm sbatch --test-only ${exclude:+--exclude="${exclude}"} ${count:+--nodes="${count}"} "$0" 2>/dev/null ||
+        break 2
+    done
+    count=""
+  done
+  [[ "${count}" == "${counts[0]:-}" || -z "${count}" ]] ||
+    fewer="NumNodes=${count}-${counts[0]} NumTasks=$((count * RELAYRUN_NTASKS_PER_NODE))"
 
   while :; do # as long as the job lasts: a controller may be away for hours
     others="$(asked_of_slurm squeue --noheader --me --name="${RELAYRUN_JOB_NAME}" --states=PENDING --format=%i)"
@@ -131,7 +143,7 @@ again() { # what failed, exit code
     [[ "${state}" != RUNNING* ]] || taken="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
     if [[ "${taken}" == "${comment}" ]]; then
       # one process: with the first order Slurm ends this script
-      printf '%s\n' "requeue ${job}" \
+      printf '%s\n' "requeue ${job}" ${fewer:+"update JobId=${job} ${fewer}"} \
         "update JobId=${job} StartTime=now+${delay} Comment=${comment}${exclude:+ ExcNodeList=${exclude}}" |
         slurm scontrol
       ! requeued "${job}" || exit 1

@@ -118,8 +118,7 @@ def _up(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) 
         return None
     without = [*filter(None, [options.get("exclude")]), *sorted(_lost(run))]
     asked = {**options, "exclude": ",".join(without)} if without else options
-    counts: list[int] = [*range(plan.nodes_of_job, plan.nodes - 1, -1), *plan.elastic_nodes]
-    for count in counts:
+    for count in plan.node_counts:
         if control.suffice(plan, run.job_script, {**asked, "nodes": str(count)}):
             if count < plan.nodes_of_job:
                 log(f"the next job starts with {count} nodes or more: those that are up are not {plan.nodes_of_job}")

@@ -55,6 +55,7 @@ def job_script(plan: Plan, run: Run) -> str:
                 "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
                 "RELAYRUN_LOG_FOLDER": plan.log_folder,
             }
+            | (_node_counts(plan) if plan.outlives_nodes else {})
         ),
         "",
         # here, and not sourced: the package may be what is away
@@ -64,6 +65,12 @@ def job_script(plan: Plan, run: Run) -> str:
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _node_counts(plan: Plan) -> dict[str, str]:
+    """For `again`: what a job that does not need all of its nodes can start with."""
+    counts = " ".join(map(str, plan.node_counts))
+    return {"RELAYRUN_NODE_COUNTS": counts, "RELAYRUN_NTASKS_PER_NODE": str(plan.ntasks_per_node)}
 
 
 def fallback_script(plan: Plan, run: Run) -> str:

@@ -163,6 +163,11 @@ class Plan(Record):
         """Whether a job goes on where it loses a node."""
         return self.spare_nodes > 0 or bool(self.elastic_nodes)
 
+    @property
+    def node_counts(self) -> list[int]:
+        """With how many nodes a job can start, all of them first."""
+        return [*range(self.nodes_of_job, self.nodes - 1, -1), *self.elastic_nodes]
+
     def training_nodes(self, num_nodes: int) -> int:
         """How many nodes of a job that has `num_nodes` train; where it outlives some, those that have places."""
         if not self.outlives_nodes:

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from relayrun.chain import render
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
@@ -250,6 +252,10 @@ case "${{0##*/}} $*" in
     cat "$folder/pending" 2>/dev/null ;;
   squeue*--jobs=8*) cat "$folder/successor" 2>/dev/null ;;
   squeue*%T*) cat "$folder/state" ;;
+  sbatch*--nodes=4*) exit 1 ;;
+  sbatch*--exclude=n0*--nodes=3*) [[ -e "$folder/spare.case" ]] || exit 1 ;;
+  sbatch*--exclude*) exit 1 ;;
+  sbatch*--nodes=3*) [[ -e "$folder/spare-is-down.case" ]] || exit 1 ;;
   sbatch*) exit 1 ;;
   "scontrol show job --oneliner 7")
     [[ ! -e "$folder/preempted.case" && ! (-e "$folder/slow-kill.case" && -e "$folder/orders") ]] ||
@@ -283,6 +289,9 @@ exit 0
         "preempted",
         "refused",
         "refused-with-fallback",
+        "spare",
+        "spare-is-down",
+        "too-few",
     ],
 )
 def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
@@ -290,7 +299,10 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
 
     Or it lets nobody change a job: then tries are not counted, and the job must not come back for ever.
     """
-    run, _plan = make_run()
+    run, plan = make_run()
+    if what in ("spare", "spare-is-down", "too-few"):  # of three nodes and a spare one, with two tasks each
+        plan = replace(plan, nodes=3, spare_nodes=1, ntasks_per_node=2)
+        run.job_script.write_text(render.job_script(plan, run))
     folder = tmp_path / "slurm"
     folder.mkdir()
     for name in ("squeue", "scontrol", "sbatch", "sleep"):
@@ -329,13 +341,15 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         text=True,
     )
     orders = (folder / "orders").read_text() if (folder / "orders").exists() else ""
-    if what in ("alone", "silent", "limit", "slow-kill"):
+    if what in ("alone", "silent", "limit", "slow-kill", "spare", "spare-is-down", "too-few"):
         assert orders.count("requeue 7") == 1
         assert "requeue 7" in orders, done.stderr
         assert "begin-failed=1@n0" in orders
         assert "StartTime=now+30" in orders
     else:
         assert "requeue" not in orders
+    assert ("update JobId=7 NumNodes=3-4 NumTasks=6\n" in orders) == what.startswith("spare")
+    assert ("ExcNodeList=n0\n" in orders) == (what == "spare")
     assert set((folder / "misled").read_text().split() if (folder / "misled").exists() else ()) == set()
     assert ("the fallback job 9 goes on" in done.stderr) == (what == "refused-with-fallback")
     reasons = {

@@ -51,6 +51,7 @@ def config(
     memory_interval: int = 0,
     elastic: bool = False,
     step_seconds: int = 1,
+    host_python: str | None = None,
     **chain: object,
 ) -> Path:
     hook = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": f"slow-after=6:{step_seconds}"}}
@@ -59,7 +60,7 @@ def config(
         "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": memory_interval},
         "chain": {"recovery": "node"} | chain,
         "job": SPARE | ({"spare_nodes": 0} if elastic else {}),
-        "cluster": CLUSTER,
+        "cluster": CLUSTER | ({"host_python": host_python} if host_python else {}),
     }
     return workspace.config(folder, **sections)
 
@@ -181,6 +182,26 @@ def test_no_job_waits_for_a_spare_node_that_is_not_up(
     assert begin is not None
     assert begin.nodes == ("n[0,2]" if node == "n1" else "n[1-2]")
     assert begin.job_id != job_of(run, 1)
+    assert_same_run(run, whole)
+
+
+def test_a_spare_node_takes_the_place_of_one_where_begin_fails(
+    cluster: TestCluster, workspace: Workspace, tmp_path: Path
+) -> None:
+    """Three nodes are up, all of them the job's; on its batch host no Python starts."""
+    whole = reference(cluster, workspace)
+    cluster.run(["scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=broken"])
+    python = tmp_path / "host-python"
+    python.write_text(f'#!/bin/bash\n[[ "${{SLURMD_NODENAME:-}}" != n0 ]] || exit 1\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    submit(cluster, config(workspace, "begin-fails", auto_requeue=True, host_python=str(python)))
+    run = workspace.run("begin-fails")
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["done"]
+    begin = AttemptStart.read(run.attempt(1).begin)
+    assert begin is not None
+    assert begin.nodes == "n[1-2]"
+    assert cluster.job(begin.job_id)["Restarts"] == "1"
     assert_same_run(run, whole)
 
 
