@@ -97,8 +97,9 @@ again() { # what failed, exit code
   [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up "${what}" "${marker}1@${node}"
   [[ -n "${SLURM_JOB_ID:-}" ]] || exit 75 # whoever runs the local queue does what follows
 
-  local comment failed=0 refused=0 nodes="" others given exclude count fewer="" delay successor state taken
-  local -a counts
+  local comment failed=0 refused=0 nodes="" others delay successor state taken
+  local given kept="" name exclude count number=""
+  local -a counts names
   comment="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]:+${BASH_REMATCH[2]},}"
@@ -107,12 +108,16 @@ again() { # what failed, exit code
   delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))
   [[ ",${nodes}" == *",${node},"* ]] || nodes+="${node},"
   comment="${marker}${failed}@${nodes%,}"
-  # it may have been the node: the next try leaves it out, where Slurm says that there are others, if need be fewer
+  # it may have been the node: the next try leaves it out, where Slurm says that there are others, if need be fewer; or
+  # those that this one leaves out; or those of a person
   given="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%x)"
-  exclude="${nodes%,}"
-  [[ -z "${given}" || "${given}" == "(null)" ]] || exclude="${given},${exclude}"
+  [[ "${given}" != "(null)" ]] || given=""
+  mapfile -t names < <([[ -z "${given}" ]] || asked_of_slurm scontrol show hostnames "${given}")
+  for name in "${names[@]:-}"; do
+    [[ -z "${name}" || ",${nodes}" == *",${name},"* ]] || kept+="${kept:+,}${name}"
+  done
   read -ra counts <<<"${RELAYRUN_NODE_COUNTS:-}"
-  for exclude in "${exclude}" ""; do
+  for exclude in "${given:+${given},}${nodes%,}" "${given}" ${given:+"${kept}"}; do
     for count in "${counts[@]:-}"; do
       [[ -n "${exclude}${count}" ]] || break 2
       ! slurm sbatch --test-only ${exclude:+--exclude="${exclude}"} ${count:+--nodes="${count}"} "$0" 2>/dev/null ||
@@ -120,8 +125,10 @@ again() { # what failed, exit code
     done
     count=""
   done
-  [[ "${count}" == "${counts[0]:-}" || -z "${count}" ]] ||
-    fewer="NumNodes=${count}-${counts[0]} NumTasks=$((count * RELAYRUN_NTASKS_PER_NODE))"
+  # all of them, too: the last time it may have been fewer
+  [[ -z "${count}" ]] || ((count == counts[0] && failed == 1)) ||
+    number="NumNodes=${count}-${counts[0]} NumTasks=$((count * RELAYRUN_NTASKS_PER_NODE))"
+  if [[ "${exclude}" == "${given}" ]]; then exclude=""; else exclude=" ExcNodeList=${exclude}"; fi
 
   while :; do # as long as the job lasts: a controller may be away for hours
     others="$(asked_of_slurm squeue --noheader --me --name="${RELAYRUN_JOB_NAME}" --states=PENDING --format=%i)"
@@ -143,8 +150,8 @@ again() { # what failed, exit code
     [[ "${state}" != RUNNING* ]] || taken="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
     if [[ "${taken}" == "${comment}" ]]; then
       # one process: with the first order Slurm ends this script
-      printf '%s\n' "requeue ${job}" ${fewer:+"update JobId=${job} ${fewer}"} \
-        "update JobId=${job} StartTime=now+${delay} Comment=${comment}${exclude:+ ExcNodeList=${exclude}}" |
+      printf '%s\n' "requeue ${job}" ${number:+"update JobId=${job} ${number}"} \
+        "update JobId=${job} StartTime=now+${delay} Comment=${comment}${exclude}" |
         slurm scontrol
       ! requeued "${job}" || exit 1
     fi

@@ -4,7 +4,8 @@ A job of `chain.mode: requeue` has none in the queue, nor one behind which none 
 script that queues it again. The guard is a step of
 its own in the job: when the batch script is gone, or the time limit is reached, Slurm ends the steps with SIGTERM
 and gives them KillWait. In that time the guard queues the job again, unless the attempt has been closed or the
-job was cancelled. The next `begin` judges, as ever; where the chain was stopped it ends there.
+job was cancelled; where it has lost a node, and would wait for as many as before, another one takes its place. The next
+`begin` judges, as ever; where the chain was stopped it ends there.
 """
 
 from __future__ import annotations

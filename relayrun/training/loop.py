@@ -292,7 +292,7 @@ class Training:
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
         if self.memory is not None:
-            self.memory.stepped(seconds)
+            self.memory.stepped(seconds, samples=size)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         measured = self.measures.take(number)
         measured |= self.stragglers.take(number, save_seconds=self.checkpointer.take_own_seconds())

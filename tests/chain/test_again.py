@@ -250,8 +250,11 @@ case "${{0##*/}} $*" in
   squeue*PENDING*)
     [[ -e "$folder/answers" ]] || exit 1
     cat "$folder/pending" 2>/dev/null ;;
+  squeue*%x*) [[ ! -e "$folder/comment" ]] || echo "n[1,7]" ;;
   squeue*--jobs=8*) cat "$folder/successor" 2>/dev/null ;;
   squeue*%T*) cat "$folder/state" ;;
+  sbatch*" --exclude=n[1,7] --nodes=3 "*) [[ -e "$folder/tried-before-spare.case" ]] || exit 1 ;;
+  sbatch*" --exclude=n7 --nodes=4 "*) ;;
   sbatch*--nodes=4*) exit 1 ;;
   sbatch*--exclude=n0*--nodes=3*) [[ -e "$folder/spare.case" ]] || exit 1 ;;
   sbatch*--exclude*) exit 1 ;;
@@ -260,6 +263,7 @@ case "${{0##*/}} $*" in
   "scontrol show job --oneliner 7")
     [[ ! -e "$folder/preempted.case" && ! (-e "$folder/slow-kill.case" && -e "$folder/orders") ]] ||
       echo "JobId=7 Requeue=1 Restarts=1 BatchFlag=1" ;;
+  "scontrol show hostnames n[1,7]") printf 'n1\nn7\n' ;;
   "scontrol show"*) ;;
   scontrol*)
     while read -r order; do
@@ -292,6 +296,8 @@ exit 0
         "spare",
         "spare-is-down",
         "too-few",
+        "tried-before",
+        "tried-before-spare",
     ],
 )
 def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
@@ -300,7 +306,8 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     Or it lets nobody change a job: then tries are not counted, and the job must not come back for ever.
     """
     run, plan = make_run()
-    if what in ("spare", "spare-is-down", "too-few"):  # of three nodes and a spare one, with two tasks each
+    tried_before = what.startswith("tried-before")
+    if what in ("spare", "spare-is-down", "too-few") or tried_before:  # of three nodes and a spare one, two tasks each
         plan = replace(plan, nodes=3, spare_nodes=1, ntasks_per_node=2)
         run.job_script.write_text(render.job_script(plan, run))
     folder = tmp_path / "slurm"
@@ -319,6 +326,8 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     if what != "silent":
         (folder / "answers").touch()
     (folder / f"{what}.case").touch()
+    if tried_before:  # n1, and n7 is left out by a person; without n0 and n1 there are too few
+        (folder / "comment").write_text("relayrun:begin-failed=1@n1\n")
     attempt = tmp_path / "attempt"
     attempt.mkdir()
     if what == "successor":
@@ -341,15 +350,17 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         text=True,
     )
     orders = (folder / "orders").read_text() if (folder / "orders").exists() else ""
-    if what in ("alone", "silent", "limit", "slow-kill", "spare", "spare-is-down", "too-few"):
+    if what in ("alone", "silent", "limit", "slow-kill", "spare", "spare-is-down", "too-few") or tried_before:
         assert orders.count("requeue 7") == 1
         assert "requeue 7" in orders, done.stderr
-        assert "begin-failed=1@n0" in orders
-        assert "StartTime=now+30" in orders
+        assert ("begin-failed=2@n1,n0" if tried_before else "begin-failed=1@n0") in orders
+        assert ("StartTime=now+60" if tried_before else "StartTime=now+30") in orders
     else:
         assert "requeue" not in orders
-    assert ("update JobId=7 NumNodes=3-4 NumTasks=6\n" in orders) == what.startswith("spare")
+    assert ("update JobId=7 NumNodes=3-4 NumTasks=6\n" in orders) == ("spare" in what)
+    assert ("update JobId=7 NumNodes=4-4 NumTasks=8\n" in orders) == (what == "tried-before")
     assert ("ExcNodeList=n0\n" in orders) == (what == "spare")
+    assert ("ExcNodeList=n7\n" in orders) == (what == "tried-before")
     assert set((folder / "misled").read_text().split() if (folder / "misled").exists() else ()) == set()
     assert ("the fallback job 9 goes on" in done.stderr) == (what == "refused-with-fallback")
     reasons = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.training.checkpoint.memory_interval import SHARE, CopyInterval, Measured, StepsBeside
+from relayrun.training.checkpoint.memory_interval import LEAST, SHARE, CopyInterval, Measured, StepsBeside
 
 seconds = st.floats(1e-4, 1e3)
 
@@ -19,7 +19,7 @@ def test_the_smallest_interval_costs_less_than_its_share_and_waits_for_no_neighb
     k = measured.interval
     assert measured.cost(k) <= SHARE * (1 + 1e-9)
     assert k * step >= 2 * neighbour * (1 - 1e-9)
-    assert k == 1 or measured.cost(k - 1) >= SHARE * (1 - 1e-9) or (k - 1) * step < 2 * neighbour
+    assert k == LEAST or measured.cost(k - 1) >= SHARE * (1 - 1e-9) or (k - 1) * step < 2 * neighbour
 
 
 def test_a_fixed_interval_has_its_multiples_copied() -> None:
@@ -41,7 +41,7 @@ def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> N
         copied = copy * (1 + 0.001 * (at % 7))
         if interval.copied(at, copy=copied, beside=0.0, neighbour=0.5, step=1.0) is not None:
             chosen[at] = interval.steps
-    assert copies[:4] == [1, 2, 3, 14]  # two that are not measured, and 0.2 s of 11 s are below 2 %
+    assert copies[:4] == [2, 4, 6, 17]  # two that are not measured, and 0.2 s of 11 s are below 2 %
     assert next(iter(chosen.values())) == 11
     assert list(chosen.values())[-1] == pytest.approx(21, abs=1)
     assert len(chosen) <= 5
@@ -57,7 +57,7 @@ def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() 
             steps.copied()
             since = 0
             cost += (0.1 + 2 * 0.2) * (at > 500)
-        steps.stepped(1.2 if since < 2 else 1.0, under_way=since < 1)
+        steps.stepped(1.2 if since < 2 else 1.0, samples=8, under_way=since < 1)
         since += 1
     assert interval.steps == pytest.approx(25.5, abs=0.5)
     assert cost / 500 <= SHARE
@@ -69,8 +69,39 @@ def test_steps_beside_copies_that_are_no_longer_than_others_cost_nothing() -> No
         if interval.due(at):
             interval.copied(at, copy=0.1, beside=steps.longer, neighbour=0.5, step=1.0)
             steps.copied()
-        steps.stepped(1.0 + 0.3 * (-1) ** at, under_way=False)
+        steps.stepped(1.0 + 0.3 * (at % 3 - 1), samples=8, under_way=False)
     assert interval.steps == 6
+
+
+def test_copies_after_every_step_would_leave_no_step_to_compare_with() -> None:
+    """A copy takes 0.01 s, and the step beside its way 1.1 s instead of 1 s: after each step they would cost 11 %."""
+    interval, steps = CopyInterval(None, at=0, known=1), StepsBeside()
+    beside, cost = False, 0.0
+    for at in range(1, 1000):
+        if interval.due(at):
+            interval.copied(at, copy=0.01, beside=steps.longer, neighbour=0.4, step=1.0)
+            steps.copied()
+            beside = True
+            cost += (0.01 + 0.1) * (at > 500)
+        steps.stepped(1.1 if beside else 1.0, samples=8, under_way=False)
+        beside = False
+    assert interval.steps == pytest.approx(5.5, abs=0.5)
+    assert cost / 500 <= SHARE * 1.1
+
+
+def test_steps_of_a_larger_batch_are_not_held_against_those_of_a_smaller_one() -> None:
+    """A batch that ramps up: from one size to the next a step takes twice as long, beside a copy or not."""
+    interval, steps = CopyInterval(None, at=0), StepsBeside()
+    chosen: list[int] = []
+    for at in range(1, 400):
+        larger = at > 200
+        step = 2.0 if larger else 1.0
+        if interval.due(at):
+            interval.copied(at, copy=0.03, beside=steps.longer, neighbour=0.5, step=step)
+            steps.copied()
+        steps.stepped(step, samples=16 if larger else 8, under_way=False)
+        chosen.append(interval.steps)
+    assert set(chosen) == {2}
 
 
 def test_a_later_round_begins_with_what_was_chosen_before() -> None:

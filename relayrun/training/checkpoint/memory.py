@@ -74,9 +74,10 @@ class MemoryTier:
         """Whether the state of this iteration is to be copied."""
         return self._on and self._interval.due(iteration)
 
-    def stepped(self, seconds: float) -> None:
-        """A step took so long."""
-        self._steps.stepped(seconds, under_way=self._neighbour is not None and self._neighbour.under_way)
+    def stepped(self, seconds: float, *, samples: int) -> None:
+        """A step over so many samples took so long."""
+        under_way = self._neighbour is not None and self._neighbour.under_way
+        self._steps.stepped(seconds, samples=samples, under_way=under_way)
 
     @torch.no_grad()
     def save(self, position: Progress, *, step_seconds: float) -> float:

@@ -2,10 +2,10 @@
 
     cost = (seconds that training waits for a copy + by which steps beside it are longer) / (k · seconds of a step)
 
-The smallest k for which that is below 2 % is taken, but none below twice the time of the neighbour's copy: else the
-next one would wait for it, or no step be left to compare with that is not beside one. What is measured is the most of
-all ranks, so that all take the same k. The state does not depend on it: a copy changes nothing, and a round from an
-earlier copy computes the same again.
+The smallest k for which that is below 2 % is taken, but none below 2, nor below twice the time of the neighbour's copy:
+else the next one would wait for it, or no step be left to compare with that is not beside one. What is measured is the
+most of all ranks, so that all take the same k. The state does not depend on it: a copy changes nothing, and a round
+from an earlier copy computes the same again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from statistics import median
 
 SHARE = 0.02
 """What copies may cost of the steps' time."""
+LEAST = 2
+"""Steps between copies: the one that follows a copy is beside it, and another one is to compare with."""
 FIRST = 2
 """Copies that are not measured: each is the first one in its slot, whose memory is new."""
 NEWEST = 9
@@ -43,7 +45,7 @@ class Measured:
     def interval(self) -> int:
         """The smallest number of steps between copies that costs less than SHARE of their time, and waits for none."""
         each = 1 + floor((self.copy + self.beside) / (SHARE * self.step))
-        return max(each, ceil(2 * self.neighbour / self.step))
+        return max(LEAST, each, ceil(2 * self.neighbour / self.step))
 
     def cost(self, interval: int) -> float:
         """What a copy every `interval` steps costs, as a part of the steps' time."""
@@ -54,21 +56,29 @@ class StepsBeside:
     """By how much a copy makes the steps longer that run while it is on its way to the next node.
 
     It takes processors, memory and network from them. So does the first step after a copy that goes nowhere: the caches
-    hold what was copied.
+    hold what was copied. Steps are compared with those of a batch of the same size.
     """
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._beside: list[float] = []
         self._under_way = False
+        self._samples = 0
 
     def copied(self) -> None:
         """A copy was made; the next step runs beside it."""
         self._beside.clear()
         self._under_way = True
 
-    def stepped(self, seconds: float, *, under_way: bool) -> None:
-        """A step took so long. `under_way`: the copy still is on its way, so that the next step is beside it."""
+    def stepped(self, seconds: float, *, samples: int, under_way: bool) -> None:
+        """A step over so many samples took so long.
+
+        `under_way`: the copy still is on its way, so that the next step is beside it.
+        """
+        if samples != self._samples:
+            self._samples = samples
+            self._usual.clear()
+            self._beside.clear()
         (self._beside if self._under_way else self._usual).append(seconds)
         self._under_way = under_way
 
@@ -89,7 +99,7 @@ class CopyInterval:
 
     def __init__(self, asked: int | None, *, at: int, known: int | None = None) -> None:
         self._chosen = asked is None
-        self.steps = asked or known or 1
+        self.steps = asked or max(LEAST, known or LEAST)
         self._last = at
         self._copies: deque[float] = deque(maxlen=NEWEST)
         self._beside: deque[float] = deque(maxlen=NEWEST)
