@@ -121,7 +121,8 @@ def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) ->
     for what in found["agent 0"].operations:  # the coordinator looks once a second, however many agents talk to it
         assert found["agent 0"].operations[what] <= 1.1 * SECONDS, told
     of_rank_0 = found["rank 0"].operations
-    assert of_rank_0.pop("openat /attempts/0001/metrics.jsonl", 0) <= steps + 2, told
+    # a line for each step; and it is on disk before the step's copy counts on the other node
+    assert of_rank_0.pop("openat /attempts/0001/metrics.jsonl", 0) <= 2 * (steps + 2), told
     assert of_rank_0.total() <= 10, told  # a heartbeat is five operations, and comes once a minute
     other = [counts.operations.total() for name, counts in found.items() if name.endswith("1")]
     assert sum(other) <= 10, told
