@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -245,7 +245,7 @@ def batch_script_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def guarded() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a library may have started a thread in the fork
         return guard.guard(stage.run, 4, batch_pid=1)
 
     reached = run_child(guarded, stage.run_path, stage.slurm)
