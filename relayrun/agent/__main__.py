@@ -24,7 +24,7 @@ from relayrun.agent.agent import ENVIRONMENT, HANDED_ON, Agent
 from relayrun.agent.between import between_of, last_words
 from relayrun.agent.coordinator import AGENT_SECONDS, Coordinator
 from relayrun.agent.health import health_of
-from relayrun.agent.journal import Journal
+from relayrun.agent.journal import Journal, say
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.reception import Reception
 from relayrun.agent.steps import NODE
@@ -43,15 +43,6 @@ REACH_SECONDS = AGENT_SECONDS
 """After which a step of its own takes a coordinator that it does not reach for lost: nobody else would see it."""
 BECOME_SECONDS = 10.0
 """Between two tries to start the program that an agent without a coordinator becomes."""
-
-
-def say(name: str, text: str, *, log: Journal | None = None) -> None:
-    """A line in the job's log, with the time and the node; and in that of this agent."""
-    line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
-    with contextlib.suppress(OSError):  # srun has gone with the batch host
-        print(line, file=sys.stderr, flush=True)
-    if log is not None:
-        log.write(line)
 
 
 def main() -> int:

@@ -1,8 +1,12 @@
-"""The log file of an agent, written in a thread: its file system may hang, and the agent goes on."""
+"""What an agent says: in the job's log, and in a file of its own.
+
+That one is written in a thread: its file system may hang, and the agent goes on.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from pathlib import Path
@@ -41,3 +45,12 @@ class Journal:
                 file.write(f"{line}\n")
             with self._lock:
                 self._left -= 1
+
+
+def say(name: str, text: str, *, log: Journal | None = None) -> None:
+    """A line in the job's log, with the time and the node; and in that of this agent."""
+    line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
+    with contextlib.suppress(OSError):  # srun has gone with the batch host, or the disk is full
+        print(line, file=sys.stderr, flush=True)
+    if log is not None:
+        log.write(line)

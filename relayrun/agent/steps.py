@@ -13,7 +13,6 @@ another one, and there are never two. Where this node is lost, the job is; its a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import selectors
 import signal
@@ -28,6 +27,7 @@ from pathlib import Path
 from relayrun.agent.between import between_of
 from relayrun.agent.coordinator import FAILED, Coordinator
 from relayrun.agent.health import health_of
+from relayrun.agent.journal import say
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.errors import RunDirError, run_main
@@ -113,14 +113,14 @@ def main() -> int:
         elastic_nodes=plan.elastic_nodes,
         ranks_per_node=plan.ntasks_per_node,
         links=links,
-        say=partial(_say, name),
+        say=partial(say, name),
         max_failed_rounds=plan.max_failed_rounds,
-        health=health_of(run, plan, attempt, say=partial(_say, name)),
-        between=between_of(run, plan, attempt, begin, say=partial(_say, name)),
+        health=health_of(run, plan, attempt, say=partial(say, name)),
+        between=between_of(run, plan, attempt, begin, say=partial(say, name)),
     )
     listener = socket.create_server(("", 0), backlog=len(names))
     job = {"job": begin.job_id, "attempt": attempt.number}
-    reception = Reception(coordinator, links, listener=listener, job=job, say=partial(_say, name))
+    reception = Reception(coordinator, links, listener=listener, job=job, say=partial(say, name))
     for number in HEEDED:  # the agents hear those that are for the ranks
         signal.signal(number, lambda heard, _frame: coordinator.ask("SIGTERM") if heard == signal.SIGTERM else None)
     selector = selectors.DefaultSelector()
@@ -139,11 +139,6 @@ def main() -> int:
                 break
     steps.end(steps.left(), how=signal.SIGKILL)  # of lost nodes: Slurm may not know of that for minutes
     return FAILED if coordinator.code is None else coordinator.code
-
-
-def _say(name: str, text: str) -> None:
-    with contextlib.suppress(OSError):  # a log on a full disk ends no coordinator
-        print(f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from relayrun.errors import RelayrunError
+from relayrun.submit.check.finding import counted
 
 Verdict = Literal["met", "missed", "not measured", ""]
 """`""`: there is no target."""
@@ -116,8 +117,8 @@ def _recovery(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
     failed = [] if job is None else job["rounds"]
     if job is not None:
         again = [each for each in failed if each["again"]]
-        ranks = _counted(job["ranks"], "rank")
-        value = f"{_counted(job['attempts'], 'attempt')} of {ranks}, {_counted(len(again), 'new round')}"
+        ranks = counted(job["ranks"], "rank")
+        value = f"{counted(job['attempts'], 'attempt')} of {ranks}, {counted(len(again), 'new round')}"
         met = job["attempts"] == 1 and len(failed) == len(again) == job["kills"]
         if not met and failed:  # who died besides those that were killed
             value += f" ({'; '.join(dict.fromkeys(each['words'][:100] for each in failed))})"
@@ -135,10 +136,6 @@ def _recovery(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
     if seconds := [each["seconds"]["all"] for each in failed if "all" in each["seconds"]]:
         value = f"median {statistics.median(seconds):.3g} s, largest {max(seconds):.3g} s"
         yield Row(part="recovery", what="from a rank's death to the next step", value=value)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _speed(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:

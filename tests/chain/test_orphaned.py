@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from relayrun.agent import steps
+from relayrun.agent import journal
 from relayrun.chain import orphaned as module
 from relayrun.chain import supervisor
 from relayrun.chain.log import log
@@ -182,7 +182,7 @@ module.become([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=P
     assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"
 
 
-@pytest.mark.parametrize("say", [log, partial(steps._say, "n0")], ids=["supervisor", "coordinator"])
+@pytest.mark.parametrize("say", [log, partial(journal.say, "n0")], ids=["supervisor", "coordinator"])
 def test_a_line_of_the_log_that_cannot_be_written_ends_nobody(
     monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
 ) -> None:
