@@ -18,28 +18,38 @@ from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.slurm import Slurm
 
 from .exhaustion import Reached, run_child
+from .fake_slurm import NODES
 from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
 from .test_fallback_job import run_fallback_job
-from .test_next_nodes import ended, loses_for_good, outliving
+from .test_next_nodes import batch_script_is_killed, begun, ended, lost, waiting_job
 
 Patch = pytest.MonkeyPatch
 MODES = pytest.mark.parametrize("mode", ["singleton", "requeue"])
 
 
-def begun(stage: Stage, mode: str) -> None:  # noqa: F811
-    outliving(stage, nodes=2, spare_nodes=2, mode=mode, fallback_job=mode == "singleton")
-    assert fresh_begin(stage).code == 0
+def loses_for_good(stage: Stage, node: str) -> None:  # noqa: F811
+    """The job goes on without the node, of which there is no other one; Slurm changes nothing of it any more."""
+    lost(stage, **{node: ""})
+    stage.slurm.down = {node}
+    stage.slurm.set("1", lost=",".join(sorted(NODES - {node})))
 
 
-def batch_host_is_lost(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
+def loses_its_batch_host(stage: Stage, monkeypatch: Patch, mode: str = "requeue") -> None:  # noqa: F811
+    """An attempt has begun, and the job runs on without a batch script."""
+    begun(stage, mode)
     stage.slurm.down = {"n0"}
     stage.slurm.set("1", lost="n1,n2,n3")
     monkeypatch.setattr(orphaned, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr("relayrun.scheduler.slurm.Slurm._node_is_down", lambda *_: True)
 
 
-def agent(stage: Stage) -> Reached:  # noqa: F811
-    reached = run_child(lambda: orphaned.orphaned(stage.run, 4, node=0, number_of_round=0), stage.run_path, stage.slurm)
+def agent(stage: Stage, *, attempt: int = 4, job: str = "1") -> Reached:  # noqa: F811
+    """What an agent of another node does, to its end."""
+
+    def closes() -> int:
+        return orphaned.orphaned(stage.run, attempt, node=0, number_of_round=0)
+
+    reached = run_child(closes, stage.run_path, stage.slurm, job=job)
     assert reached.code == 1, reached.output
     return reached
 
@@ -63,14 +73,58 @@ def cancel_successor(stage: Stage) -> None:  # noqa: F811
         stage.slurm.set(job_id, state="CANCELLED")
 
 
+def next_begins(stage: Stage) -> Reached:  # noqa: F811
+    (job_id,) = stage.slurm.pending()
+    stage.slurm.set(job_id, state="RUNNING")
+    return fresh_begin(stage, job_id)
+
+
+def another_goes_on(stage: Stage, *, cancelled: bool) -> None:  # noqa: F811
+    """In the place of the first job, which asks for more nodes than are up; it begins when that one is over."""
+    assert waiting_job(stage)["nodes"] == "3-4"
+    assert stage.slurm.jobs()["1"]["state"] == ("CANCELLED" if cancelled else "RUNNING")
+    if not cancelled:
+        stage.slurm.set("1", state="FAILED")
+    following = next_begins(stage)
+    assert following.code == 0, following.output
+    assert stop_reason(stage.run) is None
+
+
+def test_another_job_goes_on_where_this_one_would_wait_for_the_node_that_it_has_lost(stage: Stage) -> None:  # noqa: F811
+    begun(stage)
+    loses_for_good(stage, "n3")
+    ended(stage)
+    another_goes_on(stage, cancelled=False)
+
+
+@MODES
+def test_another_job_goes_on_where_this_one_would_wait_for_its_batch_host(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+    mode: str,
+) -> None:
+    loses_its_batch_host(stage, monkeypatch, mode)
+    agent(stage)
+    another_goes_on(stage, cancelled=True)
+
+
+def test_another_job_goes_on_where_the_batch_script_of_one_that_has_lost_a_node_is_killed(
+    stage: Stage,  # noqa: F811
+    monkeypatch: Patch,
+) -> None:
+    begun(stage)
+    loses_for_good(stage, "n3")
+    batch_script_is_killed(stage, monkeypatch)
+    another_goes_on(stage, cancelled=True)
+
+
 @MODES
 def test_a_job_that_a_person_cancels_meanwhile_is_not_replaced(
     stage: Stage,  # noqa: F811
     monkeypatch: Patch,
     mode: str,
 ) -> None:
-    begun(stage, mode)
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch, mode)
     behind_end(monkeypatch, lambda: cancel_successor(stage))
     agent(stage)
     assert stage.slurm.pending() == []
@@ -79,7 +133,7 @@ def test_a_job_that_a_person_cancels_meanwhile_is_not_replaced(
 
 
 def test_nor_is_it_by_an_end_that_is_tried_again(stage: Stage) -> None:  # noqa: F811
-    begun(stage, "requeue")
+    begun(stage)
     loses_for_good(stage, "n3")
     ended(stage)
     cancel_successor(stage)
@@ -88,15 +142,9 @@ def test_nor_is_it_by_an_end_that_is_tried_again(stage: Stage) -> None:  # noqa:
     assert "was cancelled" in (stop_reason(stage.run) or "")
 
 
-def next_begins(stage: Stage) -> Reached:  # noqa: F811
-    (job_id,) = stage.slurm.pending()
-    stage.slurm.set(job_id, state="RUNNING")
-    return fresh_begin(stage, job_id)
-
-
 def test_a_person_cancels_the_job_that_ends_by_itself(stage: Stage) -> None:  # noqa: F811
     """Another one waits already; the chain itself does not cancel this one."""
-    begun(stage, "requeue")
+    begun(stage)
     loses_for_good(stage, "n3")
     ended(stage)
     stage.slurm.set("1", state="CANCELLED")
@@ -110,8 +158,7 @@ def test_a_person_cancels_the_job_that_an_agent_closes(
     monkeypatch: Patch,
     mode: str,
 ) -> None:
-    begun(stage, mode)
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch, mode)
     behind_end(monkeypatch, lambda: stage.slurm.set("1", state="CANCELLED"))
     agent(stage)
     assert next_begins(stage).code == supervisor.CHAIN_ENDS
@@ -120,8 +167,7 @@ def test_a_person_cancels_the_job_that_an_agent_closes(
 
 def test_an_agent_that_slurm_does_not_answer_the_second_time(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
     """In front of the other job this one would wait for the lost node, and hold it up."""
-    begun(stage, "requeue")
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch)
     behind_end(monkeypatch, lambda: setattr(stage.slurm, "tests_nothing", True))
     agent(stage)
     assert stage.slurm.jobs()["1"]["state"] == "CANCELLED"
@@ -129,7 +175,7 @@ def test_an_agent_that_slurm_does_not_answer_the_second_time(stage: Stage, monke
 
 
 def test_an_end_that_slurm_does_not_answer_the_second_time(stage: Stage) -> None:  # noqa: F811
-    begun(stage, "requeue")
+    begun(stage)
     loses_for_good(stage, "n3")
     ended(stage)
     stage.slurm.tests_nothing = True
@@ -143,8 +189,7 @@ def test_a_job_that_waits_already_is_given_the_nodes_that_are_up_the_second_time
     monkeypatch: Patch,
 ) -> None:
     """Slurm did not answer when the attempt was closed."""
-    begun(stage, "singleton")
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch, "singleton")
     stage.slurm.tests_nothing = True
     behind_end(monkeypatch, lambda: setattr(stage.slurm, "tests_nothing", False))
     agent(stage)
@@ -160,17 +205,13 @@ def test_the_job_that_took_the_place_loses_a_node_in_its_turn(
     mode: str,
 ) -> None:
     """It began with three nodes of four."""
-    begun(stage, mode)
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch, mode)
     agent(stage)
     (job_id,) = stage.slurm.pending()
     stage.slurm.set(job_id, state="RUNNING", nodes="3", lost="n1,n2")
     assert fresh_begin(stage, job_id).code == 0
     stage.slurm.down = {"n0", "n3"}
-    reached = run_child(
-        lambda: orphaned.orphaned(stage.run, 5, node=0, number_of_round=0), stage.run_path, stage.slurm, job=job_id
-    )
-    assert reached.code == 1, reached.output
+    agent(stage, attempt=5, job=job_id)
     (next_id,) = stage.slurm.pending()
     assert stage.slurm.jobs()[next_id]["nodes"] == "2-4"
     assert stage.slurm.jobs()[job_id]["state"] == "CANCELLED"
@@ -192,8 +233,7 @@ def another_agent_acts(monkeypatch: Patch, act: Callable[[], None]) -> None:
 
 
 def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
-    begun(stage, "requeue")
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch)
     stage.slurm.limit = 3  # with the fallback job of the stage
     another_agent_acts(monkeypatch, lambda: stage.slurm.set(stage.slurm.add(), nodes="3-4"))
     agent(stage)
@@ -209,8 +249,7 @@ def makes_place(stage: Stage, job_id: str) -> None:  # noqa: F811
 
 def test_two_agents_queue_a_job_each(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
     """The first has cancelled this job by the time at which the second writes down its own."""
-    begun(stage, "requeue")
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch)
     write = Successor.write
 
     def written(record: Successor, path: Path) -> None:
@@ -232,8 +271,7 @@ def test_the_chains_cancelling_is_no_persons_for_an_agent_that_closes_the_attemp
     monkeypatch: Patch,
     mode: str,
 ) -> None:
-    begun(stage, mode)
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch, mode)
     cancelled = Slurm.cancelled
 
     def asked(slurm: Slurm, job_id: str, *, nodes: str) -> bool:
@@ -249,8 +287,7 @@ def test_the_chains_cancelling_is_no_persons_for_an_agent_that_closes_the_attemp
 
 def test_the_fallback_job_takes_no_cancelling_of_the_chain_for_a_persons(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
     """Slurm did not answer when it was to be moved behind the job that took the place; and that one could not begin."""
-    begun(stage, "singleton")
-    batch_host_is_lost(stage, monkeypatch)
+    loses_its_batch_host(stage, monkeypatch, "singleton")
     agent(stage)
     for fallback_job in stage.slurm.fallback_jobs():
         stage.slurm.set(fallback_job, after="1", comment="relayrun:starts-only-if-job=1-fails,failed-begins=0")

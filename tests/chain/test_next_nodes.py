@@ -12,11 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.chain import guard, next_nodes, nodes, orphaned, render, successor, supervisor
+from relayrun.chain import guard, next_nodes, nodes, render, successor, supervisor
 from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.choose import for_plan
 
 from .exhaustion import Reached, run_child
@@ -173,6 +172,12 @@ def outliving(stage: Stage, **changes: object) -> None:  # noqa: F811
     stage.slurm.set("1", nodes=str(plan.nodes_of_job))
 
 
+def begun(stage: Stage, mode: str = "requeue") -> None:  # noqa: F811
+    """An attempt has begun in a job of two nodes and two spare ones."""
+    outliving(stage, nodes=2, spare_nodes=2, mode=mode, fallback_job=mode == "singleton")
+    assert fresh_begin(stage).code == 0
+
+
 def asked_for(stage: Stage) -> str:  # noqa: F811
     """How many nodes the next job is queued with."""
     next_job(stage, waits=False)
@@ -221,8 +226,7 @@ def test_with_elastic_nodes_the_next_job_has_as_many_as_are_up(
 @pytest.mark.parametrize("left", ["4", "3", "1"])
 def test_a_job_that_queues_itself_again_does_without_the_lost_spare_node(stage: Stage, left: str) -> None:  # noqa: F811
     """Whatever Slurm says that it has left: nodes that have failed, or are done with it already, are gone from it."""
-    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
-    assert fresh_begin(stage).code == 0
+    begun(stage)
     stage.slurm.set("1", nodes=left)
     stage.slurm.down = {"n3"}
     ended(stage)
@@ -256,69 +260,11 @@ def test_a_job_whose_batch_script_is_killed_does_without_the_node_that_is_not_up
     stage: Stage,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
-    assert fresh_begin(stage).code == 0
+    begun(stage)
     stage.slurm.down = {"n3"}
     batch_script_is_killed(stage, monkeypatch)
     job = stage.slurm.jobs()["1"]
     assert (job["state"], job["nodes"], job.get("tasks")) == ("PENDING", "3-4", "6")
-
-
-def test_another_job_goes_on_where_the_batch_script_of_one_that_has_lost_a_node_is_killed(
-    stage: Stage,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
-    assert fresh_begin(stage).code == 0
-    loses_for_good(stage, "n3")
-    batch_script_is_killed(stage, monkeypatch)
-    another_goes_on(stage, cancelled=True)
-
-
-def loses_for_good(stage: Stage, node: str) -> None:  # noqa: F811
-    """The job goes on without the node, of which there is no other one; Slurm changes nothing of it any more."""
-    lost(stage, **{node: ""})
-    stage.slurm.down = {node}
-    stage.slurm.set("1", lost=",".join(sorted(NODES - {node})))
-
-
-def another_goes_on(stage: Stage, *, cancelled: bool) -> None:  # noqa: F811
-    """In the place of the first job, which asks for more nodes than are up; it begins when that one is over."""
-    job = waiting_job(stage)
-    assert job["nodes"] == "3-4"
-    assert stage.slurm.jobs()["1"]["state"] == ("CANCELLED" if cancelled else "RUNNING")
-    if not cancelled:
-        stage.slurm.set("1", state="FAILED")
-    (job_id,) = stage.slurm.pending()
-    stage.slurm.set(job_id, state="RUNNING")
-    begun = fresh_begin(stage, job_id)
-    assert begun.code == 0, begun.output
-    assert stop_reason(stage.run) is None
-
-
-def test_another_job_goes_on_where_this_one_would_wait_for_the_node_that_it_has_lost(stage: Stage) -> None:  # noqa: F811
-    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
-    assert fresh_begin(stage).code == 0
-    loses_for_good(stage, "n3")
-    ended(stage)
-    another_goes_on(stage, cancelled=False)
-
-
-@pytest.mark.parametrize("mode", ["singleton", "requeue"])
-def test_another_job_goes_on_where_this_one_would_wait_for_its_batch_host(
-    stage: Stage,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-) -> None:
-    outliving(stage, nodes=2, spare_nodes=2, mode=mode, fallback_job=mode == "singleton")
-    assert fresh_begin(stage).code == 0
-    stage.slurm.down = {"n0"}
-    stage.slurm.set("1", lost="n1,n2,n3")
-    monkeypatch.setattr(orphaned, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm._node_is_down", lambda *_: True)
-    reached = run_child(lambda: orphaned.orphaned(stage.run, 4, node=0, number_of_round=0), stage.run_path, stage.slurm)
-    assert reached.code == 1, reached.output
-    another_goes_on(stage, cancelled=True)
 
 
 def test_a_spare_node_takes_the_place_of_one_where_begin_failed(stage: Stage) -> None:  # noqa: F811
