@@ -134,9 +134,12 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     cancelled = cancelled_words(attempt, scheduler)
     if cancelled is not None:
         return cancelled
+    started = attempt.read_begin()
     try:
-        _queue_like(attempt, run, plan, scheduler, own=own, delay=delay)
+        ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
     except SchedulerError as error:  # a limit of submitted jobs, say: this one does not need a second one
+        if waiting(plan, scheduler, own=own):  # it was queued all the same
+            return None
         log(f"no job could be queued behind this one: {error.message}")
         come_back(run, plan, scheduler, attempt, own=own, delay=delay)
     return None
@@ -161,6 +164,8 @@ def come_back(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, o
         try:
             return another(run, plan, scheduler, attempt, own=own, delay=delay)
         except SchedulerError as error:
+            if found := waiting(plan, scheduler, own=own):  # it was queued all the same, or by another agent
+                return found[0].id
             log(f"no job can take the place of job {own}, which may wait for nodes that are not up: {error.message}")
     log(f"job {own} is queued again, not before {delay} s from now")
     scheduler.requeue(own, delay=delay, few=few)
@@ -172,22 +177,12 @@ def another(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own
 
     Of such a job Slurm 22.05 changes nothing any more, so that it waits for as many nodes as before.
     """
+    started = attempt.read_begin()
     for job in waiting(plan, scheduler, own=own)[:1]:  # perhaps Slurm did not answer when the attempt ended
         _adapt(run, plan, scheduler, job.id, delay=0)
-    job_id = _queue_like(attempt, run, plan, scheduler, own=own, delay=delay)
+    job_id = ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
     log(f"job {job_id} goes on in the place of job {own}, which has lost a node and would wait for as many as before")
     return job_id
-
-
-def _queue_like(attempt: Attempt, run: Run, plan: Plan, scheduler: Scheduler, *, own: str, delay: int) -> str:
-    """Queue a job like the attempt's behind `own`, unless one waits there; return its id. Raises SchedulerError."""
-    started = attempt.read_begin()
-    try:
-        return ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
-    except SchedulerError:
-        if found := waiting(plan, scheduler, own=own):  # it was queued all the same, or by another agent
-            return found[0].id
-        raise
 
 
 def make_place(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str) -> None:
