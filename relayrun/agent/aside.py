@@ -67,7 +67,8 @@ class Aside:
         threading.Thread(target=run, name="aside", daemon=True).start()
 
     def attend(self) -> None:
-        """Now and then: see whose time is over."""
+        """Now and then: take what is done, and see whose time is over."""
+        self._take()
         now = time.monotonic()
         for number, (until, late) in [*self._until.items()]:
             if now > until and self._until.pop(number, None) is not None:

@@ -158,7 +158,7 @@ class Program:
 
         What it has left running that holds its output open is not waited for.
         """
-        if self._process is None:
+        if self._process is None or self._process.stdout is None:
             return None, self._error
         ended = self._process.poll() is not None
         with contextlib.suppress(BlockingIOError):
@@ -167,6 +167,7 @@ class Program:
         if not ended and time.monotonic() - self._began <= self._seconds:
             return None
         self.end()
+        self._process.stdout.close()
         if not ended:
             return None, f"no answer within {self._seconds:g} s"
         return self._process.returncode, self._output.decode(errors="replace")
@@ -178,11 +179,13 @@ class Program:
         return found
 
     def end(self) -> None:
-        """End it, with what it has started. One that waits for a disk ends later."""
+        """Kill the program and what it has started; any thread may. One that waits for a disk ends later.
+
+        `answer` closes the descriptor: a number that is closed beside a thread that reads it is soon another file's.
+        """
         if self._process is not None and self._process.stdout is not None and not self._process.stdout.closed:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.stdout.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PAUSE * 10)
 

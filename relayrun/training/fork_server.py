@@ -111,13 +111,18 @@ def _wait(pid: int) -> int:
 
 
 def import_program() -> None:
-    """Import all that a rank needs before its first step. Raises what an import raises."""
+    """Import all that a rank needs before its first step. Raises what an import raises.
+
+    Raises RuntimeError where no fork could use the GPUs that are here. Without a GPU or its driver, none needs CUDA
+    (a rank whose job asks for GPUs says so itself, see `parallel.require_gpu`).
+    """
     from relayrun.training import __main__ as program
 
     program.import_quietly()
     import torch
 
-    if torch.cuda.is_initialized() or _forks_have_no_cuda():  # type: ignore[no-untyped-call]
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if started or (_forks_have_no_cuda() and torch.cuda.device_count()):
         raise RuntimeError(
             "CUDA was started, or counted its devices, while the training program was imported, and no process forked "
             "after that can use it; set chain.recovery=job (docs/recovery.md says what does so)"

@@ -417,7 +417,8 @@ def train(
     *,
     process_began: float,
 ) -> None:
-    """Run the attempt; on return its outcome is written. Raises what `Training` raises, and ConfigError.
+    """Run the attempt; on return its outcome is written. Raises what `Training` raises, ConfigError, and
+    NoGpu.
 
     `process_began`: seconds since 1970, for the record.
     """
@@ -426,6 +427,7 @@ def train(
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     determinism.enter(config)
+    parallel.require_gpu(config)
     ranks = parallel.start(config)
     for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(SAVES), InputError):
         timings.save(seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from relayrun.config.sbatch import script_options
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError, RelayrunError
+from relayrun.scheduler.gres import asks_for_gpus
 from relayrun.training import file_limit
 from relayrun.training.loss import LossSum
 from relayrun.training.messages import Messages
@@ -203,6 +206,24 @@ def start(config: RunConfig) -> Ranks:
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_stages=config.virtual_stages,
         is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+class NoGpu(RelayrunError):
+    """This node has no GPU that torch can use; another node may."""
+
+
+def require_gpu(config: RunConfig) -> None:
+    """Raise NoGpu where the job asks for GPUs and torch finds none: the ranks of this node would train on its CPUs."""
+    job = config.job
+    if torch.cuda.is_available() or not (job.gpus_per_node or asks_for_gpus(script_options(job.sbatch))):
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    build = "CPUs alone" if torch.version.cuda is None and torch.version.hip is None else build
+    raise NoGpu(
+        f"the job asks for GPUs, and torch {torch.__version__}, built for {build}, finds none on node "
+        f"{socket.gethostname()}",
+        hint="`nvidia-smi` there says whether it has a driver; a job without GPUs sets job.gpus_per_node=0",
     )
 
 

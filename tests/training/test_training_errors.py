@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,21 @@ def with_data(made: Harness, prefix: str, *, held_out: str | None = None) -> Har
         tokenizer="none",
     ).write(made.run.manifest)
     return made
+
+
+def test_no_rank_trains_on_cpus_where_its_job_asks_for_gpus(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node without its driver is the node's fault; another attempt may have a good one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    attempt = harness(job={"gpus_per_node": RANKS}, training={"precision": "fp32"}).start()
+    assert set(attempt.wait()) == {1}, attempt.output()
+    for failure in attempt.failures():
+        assert "the job asks for GPUs, and torch" in failure.error
+        assert f"finds none on node {socket.gethostname()}" in failure.error
+        assert not failure.repeats
+    assert [failure.rank for failure in attempt.failures()] == [*range(RANKS)]
+    assert not attempt.directory.metrics.exists()
 
 
 def test_too_few_tokens_for_one_window(harness: MakeHarness, tmp_path: Path) -> None:

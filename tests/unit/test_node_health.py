@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -239,6 +240,35 @@ def test_a_program_that_says_something_and_hangs_is_not_waited_for(tmp_path: Pat
     assert time.monotonic() - began < 3
     assert own._running
     own.end()
+
+
+def test_a_program_that_another_thread_ends_is_read_by_its_own_alone() -> None:
+    """A descriptor that is closed while a thread still reads it may be another's by then, whose words it would take."""
+    program, words = Program(["sleep", "600"], 600.0), list[tuple[int | None, str]]()
+    reader = threading.Thread(target=lambda: words.append(program.wait()))
+    reader.start()
+    time.sleep(0.2)  # it waits
+    program.end()
+    taken = [os.pipe() for _ in range(8)]  # one of them has the number that was closed
+    for heard, told in taken:
+        os.set_blocking(heard, False)
+        os.write(told, b".")
+    reader.join(60)
+    for heard, told in taken:
+        assert os.read(heard, 1) == b"."
+        os.close(heard)
+        os.close(told)
+    assert words == [(-signal.SIGKILL, "")]
+
+
+def test_what_is_done_is_heard_without_the_word_that_wakes() -> None:
+    aside, told = Aside(selectors.DefaultSelector()), list[int]()
+    aside.start(lambda: 7, told.append, seconds=600.0, otherwise=lambda _: 0)
+    for thread in threading.enumerate():
+        if thread.name == "aside":
+            thread.join(60)
+    aside.attend()
+    assert told == [7]
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["before", "behind"])
