@@ -174,8 +174,10 @@ class Program:
 
     def wait(self) -> tuple[int | None, str]:
         """Wait for its answer."""
+        output = select.poll()  # `select.select` takes no descriptor above 1023
         while (found := self.answer()) is None:
-            select.select([self._fd], [], [], PAUSE)
+            output.register(self._fd, select.POLLIN)
+            output.poll(PAUSE * 1000)
         return found
 
     def end(self) -> None:
