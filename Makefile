@@ -15,12 +15,12 @@ SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo demo-slurm test test-long check format gpu-check container-env drill drill-kills bench cluster-up cluster-down clean
+.PHONY: help setup demo demo-slurm test test-long test-torch check format gpu-check container-env drill drill-kills bench cluster-up cluster-down clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: $(VENV)/.ready ## create .venv/ with everything (torch first, at the version of constraints.txt)
+setup: $(VENV)/.ready ## create .venv/ with everything (torch first; BUILD=cpu or cuda chooses its build)
 
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/tools/setup.sh
 	scripts/tools/setup.sh $(VENV)
@@ -42,6 +42,15 @@ test-long: setup accounting browser ## the tests that take long
 	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "long and not alone" || status=$$?; \
 	$(PYTEST) $(SHUFFLE) -m "long and alone" $(ALONE) || status=$$?; \
 	exit $$status
+
+# In an environment of its own, .venv-torch-cuda or .venv-torch-cpu.
+TORCH_VENV = .venv-torch-$(BUILD)
+TORCH_TESTS := tests/unit/test_fork_server.py tests/gpucheck tests/chain/test_local_recovery.py \
+  tests/chain/test_local_rounds.py tests/chain/test_local_hangs.py tests/chain/test_node_health.py
+test-torch: ## the tests of recovery and of gpu-check with another build of torch: BUILD=cuda or cpu
+	@[[ "$(BUILD)" == cuda || "$(BUILD)" == cpu ]] || { echo "error: say which build: make test-torch BUILD=cuda" >&2; exit 2; }
+	BUILD=$(BUILD) scripts/tools/setup.sh $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pytest $(BESIDE) -m "not long and not alone" $(TORCH_TESTS)
 
 check: setup ## style, types, and the fast tests: shellcheck and shfmt are among these
 	$(BIN)/ruff check .
@@ -96,4 +105,4 @@ cluster-down: ## stop it
 	scripts/tools/test_cluster.sh down
 
 clean: ## remove what make and the demo made
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

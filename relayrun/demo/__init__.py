@@ -1,1 +1,1 @@
-"""The demo: real text that every machine has, and what is made of it."""
+"""The demo: text that every machine has or makes, and what becomes of it."""

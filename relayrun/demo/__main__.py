@@ -2,6 +2,9 @@
 
     python -m relayrun.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
 
+The first job trains a third of the steps and measures what a start and a step take on this machine, now. From that
+follows the time limit of the jobs after it, so that the rest needs two of them at least, on any machine, idle or busy.
+
 With --slurm the dumps are tokenized by jobs and the training is a chain of jobs over two nodes, on the
 cluster that SLURM_CONF names (`make demo-slurm` starts one). Everything lies in demo-output/ and
 logs/runs/relayrun/demo (demo-slurm); a second demo removes the first one's.
@@ -12,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -25,19 +30,34 @@ from rich.console import Console
 from relayrun import places
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
-from relayrun.demo import continuation, corpus, unigram
+from relayrun.demo import continuation, corpus, stories, unigram
+from relayrun.demo.continuation import first_words
 from relayrun.errors import RelayrunError, run_main
+from relayrun.files import read_lines
 from relayrun.monitoring import report
 from relayrun.monitoring.follow import Follower
+from relayrun.monitoring.report import Report
+from relayrun.rundir.lead import SAVES, measured_lead
+from relayrun.rundir.lineage import Lineage, durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.rundir.start_time import start_seconds
 from relayrun.scheduler.choose import for_plan
+from relayrun.slurmtime import format_time
 from relayrun.tokenization.train_tokenizer import train_tokenizer
 
 OUTPUT = places.CODE / "demo-output"
 MARKER = OUTPUT / ".made-by-relayrun-demo"
-MARGIN = 0.3
+MARGIN = 1.0
 """Nats per token that the held-out loss must lie below the unigram entropy."""
+TRAINED_ON = {"stories": 0.8, "docs": 0.12, "code": 0.08}
+"""Shares of the mixture."""
+SHARE_OF_A_JOB = 0.55
+"""Of the iterations that are left, what the time limit of the next jobs is made for: two of them, then."""
+WIDTH = 48
+"""Characters of the relay's track."""
+TRIES = 4
+"""Jobs in a row without a new checkpoint, each with twice the time of the one before, after which the demo gives up."""
 
 console = Console(stderr=True, highlight=False)
 
@@ -53,7 +73,7 @@ def main() -> int:
         default="3m",
     )
     parser.add_argument("--slurm", action="store_true", help="jobs of the cluster that SLURM_CONF names")
-    parser.add_argument("--megabytes", type=float, default=24.0, help="text of the corpus")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="of stories, and as much documentation and code")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -71,50 +91,50 @@ def main() -> int:
     run = Run(Path(config.run_dir or ""))
     clear_former(run, f"{config.project}/{config.name}")
 
-    headline("1. text: documentation and sources of this Python installation, as parquet")
-    made = corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
-    console.print(str(made))
+    headline("1. text: made-up stories, and documentation and sources of this Python installation, as parquet")
+    told = stories.build(OUTPUT / "stories", megabytes=options.megabytes)
+    corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
+    texts = {
+        "stories": told.train,
+        "heldout": told.heldout,
+        **{name: OUTPUT / "text" / name for name in ("docs", "code")},
+    }
+    console.print(f"{told.documents:,} stories; the first words of one: {first_words(told.train, words=16)} ...")
     headline("2. tokenizer: byte-level BPE, trained on this text")
-    tokenizer = train_tokenizer([OUTPUT / "text" / name for name in ("docs", "code")], OUTPUT / "tokenizer")
+    tokenizer = train_tokenizer([texts[name] for name in TRAINED_ON], OUTPUT / "tokenizer")
     console.print(str(tokenizer))
 
     headline("3. tokens: dumps, tokenized with datatrove as jobs")
-    for name, dumps in (("docs", 2), ("code", 2), ("heldout", 1)):
-        folder = OUTPUT / "dumps" / name
+    for name, folder in texts.items():
+        dumps = OUTPUT / "dumps" / name
         run_program(
             "scripts/tokenization/prepare_dumps.py",
             "--dataset-folder",
-            OUTPUT / "text" / name,
-            "--preprocessing-metadata-folder",
             folder,
-            "--n-dumps",
+            "--preprocessing-metadata-folder",
             dumps,
+            "--n-dumps",
+            1 if name == "heldout" else 2,
         )
         executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
-        run_program("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer), *executor)
+        run_program("launchers/submit_tokenization.py", write_tokenization_config(name, dumps, tokenizer), *executor)
 
-    headline("4. mixture: a folder of links, 70 % documentation and 30 % code")
-    tokens = OUTPUT / "tokens" / "demo"
+    headline("4. mixture: a folder of links, " + ", ".join(f"{share:.0%} {name}" for name, share in TRAINED_ON.items()))
     run_program(
         "scripts/tools/create_data_mixture.py",
         "--folders",
-        tokens / "docs",
-        tokens / "code",
+        *(OUTPUT / "tokens" / "demo" / name for name in TRAINED_ON),
         "--weights",
-        0.7,
-        0.3,
+        *TRAINED_ON.values(),
         "--output",
         OUTPUT / "mixture",
     )
 
-    headline("5. training: a Llama on two ranks, through as many jobs as the time limit asks for")
-    run_program("launchers/submit.py", config_file, *(f"--set={text}" for text in overrides))
-    if options.slurm:
-        wait_for_chain(run)
+    headline("5. training: a Llama on two ranks, through as many jobs as their time limits ask for")
+    train(run, config, [config_file, *(f"--set={text}" for text in overrides)], slurm=options.slurm)
 
     headline("6. the model as a Hugging Face folder")
-    arguments = ("export", "hf", run.path, "--output", OUTPUT / "hf", "--test-logits")
-    run_python([Path(sys.executable).with_name("relayrun"), *arguments], shown=["relayrun", *arguments])
+    run_relayrun("export", "hf", run.path, "--output", OUTPUT / "hf", "--test-logits")
 
     headline("7. report")
     return show(run, config, seconds=time.monotonic() - started)
@@ -138,6 +158,66 @@ def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Pa
     return path
 
 
+def train(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool) -> None:
+    """Train to the last step. Raises RelayrunError, with the reason, where several jobs in a row save nothing."""
+    run_program("launchers/submit.py", *submit, f"--set=training.stop_after={config.training.steps // 3}", chain=True)
+    wait_for_chain(run, slurm=slurm)
+    fruitless = 0
+    while (done := durable(run).iteration) < config.training.steps:
+        work, lead = work_and_lead(run, left=config.training.steps - done)
+        unit = 60 if slurm else 1  # Slurm counts minutes
+        limit = math.ceil((work * 2**fruitless + lead) / unit) * unit
+        lead = limit - math.ceil(work * 2**fruitless)
+        console.print(
+            f"jobs of {limit} s, which leave {lead} s before that: about half of the iterations that are left"
+        )
+        changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.lead={lead}")
+        run_relayrun("resume", run.path, *(f"--set={change}" for change in changes), chain=True)
+        wait_for_chain(run, slurm=slurm)
+        fruitless = fruitless + 1 if durable(run).iteration == done else 0
+        if fruitless == TRIES:
+            why = (
+                run.stop.read_text(encoding="utf-8").partition("\n")[0] if run.stop.exists() else "its jobs have ended"
+            )
+            raise RelayrunError(
+                f"{TRIES} chains in a row saved nothing behind iteration {done}: {why}",
+                where=run.path,
+                hint=f"relayrun status {run.path} says what its jobs did, relayrun logs {run.path} what they printed",
+            )
+
+
+def work_and_lead(run: Run, *, left: int) -> tuple[float, float]:
+    """Seconds in which a job does a little more than half of the iterations that are left, and seconds to leave in.
+
+    By the newest attempt: what it took besides its steps (start, evaluation, saves), the next one takes as well.
+    """
+    attempts = [row for row in report.read_report(run).attempts if row.seconds is not None]
+    trained = [row for row in attempts if row.trained]
+    if not trained:
+        took = sum(row.seconds or 0.0 for row in attempts) or 60.0
+        return took, took
+    newest = trained[-1]
+    steps = [line for line in read_lines(run.attempt(newest.number).metrics) if "step_seconds" in line]
+    step: float = statistics.mean(line["step_seconds"] for line in steps)
+    besides: float = max((newest.seconds or 0.0) - step * len(steps), *start_seconds(run))
+    lead = measured_lead([step], Lineage(run).newest_saves(SAVES), floor=0.0, ceiling=math.inf)
+    return besides + step * SHARE_OF_A_JOB * left, besides if lead is None else lead
+
+
+def relay(summary: Report) -> str:
+    """The attempts as a relay: what each trained, one under the other."""
+    last = max((row.last_iteration for row in summary.attempts), default=0) or 1
+    lines = []
+    for row in summary.attempts:
+        if row.trained:
+            begin, end = (
+                round(WIDTH * iteration / last) for iteration in (row.first_iteration - 1, row.last_iteration)
+            )
+            bar = " " * begin + "█" * max(1, end - begin)
+            lines.append(f"  job {row.number}  {bar:{WIDTH}}  {row.first_iteration}-{row.last_iteration}: {row.reason}")
+    return "\n".join(lines)
+
+
 def show(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print what was made; return 1 if the model has not learned."""
     summary = report.read_report(run)
@@ -148,19 +228,10 @@ def show(run: Run, config: RunConfig, *, seconds: float) -> int:
         raise RelayrunError(
             "the training ended before its last iteration", where=run.path, hint=f"relayrun status {run.path} says why"
         )
-    print(report.terminal_curve(summary))
     picture = run.path / "loss.png"
     report.write_png(summary, picture)
-    iteration, loss = summary.validation["heldout"][-1]
-    entropy = unigram.entropy(config, run, "heldout")
-    learned = loss <= entropy - MARGIN
-    print(
-        f"held-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
-        f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
-        f"{'learned' if learned else 'NOT LEARNED'}"
-    )
     for what, path in (
-        ("text", OUTPUT / "text"),
+        ("text", f"{OUTPUT / 'stories'}, {OUTPUT / 'text'}"),
         ("tokens", OUTPUT / "tokens"),
         ("mixture", OUTPUT / "mixture"),
         ("run directory", run.path),
@@ -169,16 +240,31 @@ def show(run: Run, config: RunConfig, *, seconds: float) -> int:
         ("logs", places.CODE / "logs/slurm/training"),
     ):
         print(f"{what:14} {path}")
-    prompt = continuation.first_words(OUTPUT / "text" / "heldout")
+    print(report.terminal_curve(summary))
+    print("The relay: each job went on from the checkpoint of the one before.\n" + relay(summary))
+    iteration, loss = summary.validation["heldout"][-1]
+    entropy = unigram.entropy(config, run, "heldout")
+    learned = loss <= entropy - MARGIN
     print(
-        f"{seconds:.0f} s in all\nA line of the held-out text, and how the exported model goes on:\n"
-        f"  {prompt} | {continuation.continued(OUTPUT / 'hf', prompt)}"
+        f"\nheld-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
+        f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
+        f"{'learned' if learned else 'NOT LEARNED'}"
+    )
+    prompt = continuation.first_words(OUTPUT / "stories/heldout", words=continuation.WORDS)
+    before, after = continuation.before_and_after(OUTPUT / "hf", prompt)
+    print(
+        f"\nThe first words of a story that it never saw, and how the model goes on:\n  {prompt} ...\n"
+        f"  before training: {before}\n  after training:  {after}\n\n"
+        f"{seconds:.0f} s in all. The next command, a project of your own:\n"
+        f"  {Path(sys.executable).parent / 'relayrun'} init my-project --cluster local"
     )
     return 0 if learned else 1
 
 
-def wait_for_chain(run: Run) -> None:
-    """Follow a chain on Slurm until none of its jobs is left."""
+def wait_for_chain(run: Run, *, slurm: bool) -> None:
+    """Follow a chain on Slurm until none of its jobs is left; a submit to this machine has waited itself."""
+    if not slurm:
+        return
     plan = Plan.load(run)
     follower = Follower(run, total_steps=plan.total_steps)
     seen: dict[str, str] = {}
@@ -209,16 +295,26 @@ def clear_former(run: Run, name: str) -> None:
         shutil.rmtree(run.path)
 
 
-def run_program(program: str, *arguments: object) -> None:
-    """Run one of the project's programs as a user would, and show the command. Raises RelayrunError."""
-    run_python([places.shared(program), *arguments], shown=[program, *arguments])
+def run_program(program: str, *arguments: object, chain: bool = False) -> None:
+    """Run one of the project's programs as a user would, and show the command. Raises RelayrunError.
+
+    `chain`: it waits for a chain, whose records say how that went.
+    """
+    run_python([places.shared(program), *arguments], shown=[program, *arguments], chain=chain)
 
 
-def run_python(command: Sequence[object], *, shown: Sequence[object]) -> None:
+def run_relayrun(*arguments: object, chain: bool = False) -> None:
+    """The same, for a `relayrun` command."""
+    command = [Path(sys.executable).with_name("relayrun"), *arguments]
+    run_python(command, shown=["relayrun", *arguments], chain=chain)
+
+
+def run_python(command: Sequence[object], *, shown: Sequence[object], chain: bool = False) -> None:
     """Run a Python program, and show it as a user would write it. Raises RelayrunError."""
     words = shlex.join(map(str, shown))
     console.print("[bold]$[/] " + words, soft_wrap=True)
-    if subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE, check=False).returncode:
+    failed = subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE, check=False).returncode
+    if failed and not chain:
         raise RelayrunError("this step of the demo failed; its message stands above", where=words)
 
 

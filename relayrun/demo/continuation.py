@@ -1,4 +1,4 @@
-"""The demo's last word: a line of the held-out documentation, continued by the exported model."""
+"""The demo's last word: the beginning of a held-out story, continued by the model before and after its training."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
 
-WORDS = 10
-NEW_TOKENS = 40
+WORDS = 12
+NEW_TOKENS = 60
 
 
-def first_words(folder: Path) -> str:
-    """The beginning of a line of prose in the parquet files below `folder`. Raises InputError if there is none."""
+def first_words(folder: Path, *, words: int) -> str:
+    """The first words of the first text in the parquet files below `folder`. Raises InputError if there is none."""
     for path in sorted(folder.glob("*.parquet")):
         for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
-            for line in text.splitlines():
-                words = line.split()
-                if len(words) > WORDS + 1 and line[0].isupper() and all(word.isalpha() for word in words[:WORDS]):
-                    return " ".join(words[:WORDS])
-    raise InputError("no line of prose in these files", where=folder)
+            return " ".join(text.split()[:words])
+    raise InputError("no text in these files", where=folder)
 
 
-def continued(model_folder: Path, prompt: str) -> str:
-    """What the model in a Hugging Face folder writes after `prompt`; drawn with a fixed seed."""
+def before_and_after(model_folder: Path, prompt: str) -> tuple[str, str]:
+    """What a model with random weights, and that of a Hugging Face folder, write after `prompt`; drawn by one seed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    trained: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     set_seed(0)
-    ids = model.generate(
-        **inputs,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=True,
-        temperature=0.7,
-        top_k=20,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    text: str = tokenizer.decode(ids[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return " ".join(text.split())
+    untrained: Any = type(trained)(trained.config)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    found = []
+    for model in (untrained, trained):
+        set_seed(0)
+        ids = model.generate(
+            **inputs,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=True,
+            temperature=0.7,
+            top_k=20,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        text = tokenizer.decode(ids[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        found.append(" ".join(text.split()))
+    return found[0], found[1]

@@ -3,6 +3,9 @@
 # so that no other package pulls in another torch.
 #
 #   scripts/tools/setup.sh [VENV]      default: .venv; PYTHON=... chooses the interpreter (3.11 or 3.12)
+#
+# BUILD=cpu or cuda chooses torch's build. Without it: on a machine without an NVIDIA or AMD driver the build for CPUs,
+# where pip's configuration offers it (an index or a folder of wheels with a version `+cpu`), else what pip takes.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -30,10 +33,35 @@ if ! "${VENV}/bin/python" -c "${SUPPORTED}" 2>/dev/null; then
     exit 1
   }
 fi
-readonly PIP=("${VENV}/bin/python" -m pip --disable-pip-version-check --quiet)
-echo "set-up: torch $(sed -n 's/^torch==//p' constraints.txt) ..."
-"${PIP[@]}" install --constraint constraints.txt torch
+readonly PIP=("${VENV}/bin/python" -m pip --disable-pip-version-check)
+TORCH="$(sed -n 's/^torch==//p' constraints.txt)"
+readonly TORCH BUILD="${BUILD:-auto}"
+
+has_driver() {
+  [[ -e /proc/driver/nvidia/version || -e /dev/kfd ]]
+}
+
+# Install torch at the version `$1`, which names its build: X+cpu, or ===X for one without a name.
+install_torch() { # version, further options
+  "${PIP[@]}" install --constraint constraints.txt "${@:2}" "torch==$1"
+}
+
+wants_cpu_build() {
+  [[ "${BUILD}" == cpu ]] || { [[ "${BUILD}" == auto ]] && ! has_driver; }
+}
+
+if wants_cpu_build && install_torch "${TORCH}+cpu" --quiet 2>/dev/null; then
+  echo "set-up: torch ${TORCH}, its build for CPUs: BUILD=cpu, or this machine has no driver of a GPU"
+elif [[ "${BUILD}" == cpu ]]; then
+  echo "error: pip finds no torch ${TORCH}+cpu; name an index that has it: PIP_EXTRA_INDEX_URL=..." >&2
+  exit 1
+else
+  echo "set-up: torch ${TORCH} as pip finds it; built for CUDA it is several GB"
+  echo "set-up: (PIP_EXTRA_INDEX_URL=... names an index with the small build for CPUs, which is taken where no GPU is)"
+  install_torch "=${TORCH}" || install_torch "${TORCH}"
+fi
 echo "set-up: the other packages ..."
-"${PIP[@]}" install --constraint constraints.txt --editable '.[dev,bench]'
+"${PIP[@]}" install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 touch "${VENV}/.ready"
-echo "set-up: done"
+torch="$("${VENV}/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')"
+echo "set-up: done, with torch ${torch}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +39,9 @@ def rows() -> list[AttemptRow]:
             attempt, cause, why, iterations, durable, tokens, wall, speed = (
                 cell.strip() for cell in line[1:-1].split("│")
             )
+            if not attempt:  # the rest of a reason that takes two lines
+                found[-1] = replace(found[-1], reason=f"{found[-1].reason} {why}")
+                continue
             first, last = iterations.split("–")
             found.append(
                 AttemptRow(

@@ -1,0 +1,173 @@
+"""The demo's jobs have as much time as this machine needs, now; and the stories that it learns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from relayrun.config import compose
+from relayrun.demo import __main__ as demo
+from relayrun.demo import stories
+from relayrun.errors import RelayrunError
+from relayrun.monitoring import report
+from relayrun.places import CODE as ROOT
+from relayrun.rundir.records import Commit, End, Started
+from relayrun.rundir.run import Run
+from relayrun.slurmtime import parse_time
+from tests.history import began
+
+STEPS = 360
+CONFIG = compose.native(compose.load(ROOT / "configs/runs/demo.yaml"))
+
+
+class Machine:
+    """Does what a job of the demo would do: so many seconds for a start, a step, a save and the end.
+
+    `busy`: how many times slower it is in each attempt; the last figure goes on.
+    """
+
+    start, step, save = 12.0, 0.2, 1.0
+
+    def __init__(self, run: Run, *, busy: Sequence[float]) -> None:
+        self.run, self.busy = run, busy
+        self.iteration = self.attempt = 0
+        self.limits: list[float] = []
+
+    def submit(self, _program: str, *arguments: object, chain: bool) -> None:
+        assert chain
+        (stop,) = (int(str(text).partition("stop_after=")[2]) for text in arguments if "stop_after" in str(text))
+        self.job(time=3600.0, lead=600.0, last=stop)
+
+    def resume(self, command: str, folder: Path, *arguments: str, chain: bool) -> None:
+        assert (command, folder, chain) == ("resume", self.run.path, True)
+        changes = dict(text.removeprefix("--set=").split("=") for text in arguments)
+        assert changes.pop("training.stop_after") == "null"
+        limit, lead = float(parse_time(changes.pop("job.time"))), float(changes.pop("chain.lead"))
+        assert not changes
+        assert 0 < lead < limit
+        self.limits.append(limit)
+        while self.iteration < STEPS and self.job(time=limit, lead=lead, last=STEPS):
+            pass
+
+    def job(self, *, time: float, lead: float, last: int) -> bool:
+        """One attempt; whether it has trained."""
+        self.attempt += 1
+        slow = self.busy[min(self.attempt, len(self.busy)) - 1]
+        began(self.run, self.attempt, base=self.iteration, start_time=0.0, job_end_time=time)
+        attempt, base = self.run.attempt(self.attempt), self.iteration
+        most = int((time - lead - self.start * slow) / (self.step * slow))
+        self.iteration = min(last, max(base, base + most))
+        if time > self.start * slow:
+            Started(process=1, imported=2, initialised=3, loaded=self.start * slow).write(attempt.started)
+        lines = [
+            {"iteration": i, "loss": 3.0, "step_seconds": self.step * slow} for i in range(base + 1, self.iteration + 1)
+        ]
+        attempt.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        wall = self.start * slow + len(lines) * self.step * slow + self.save * slow
+        if lines:
+            folder = self.run.checkpoint(self.iteration)
+            folder.mkdir(parents=True)
+            attempt.append_commit(
+                Commit(
+                    iteration=self.iteration, path=str(folder), consumed_samples=1, time=wall, seconds=self.save * slow
+                )
+            )
+        end = End(
+            attempt=self.attempt,
+            cause="saved",
+            reason="time limit near",
+            exit_code=0,
+            durable_iteration=self.iteration,
+            progress=bool(lines),
+            end_time=min(wall, time),
+        )
+        end.write(attempt.end)
+        return bool(lines)
+
+
+Make = Callable[..., Machine]
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    def make(*busy: float) -> Machine:
+        machine = Machine(Run(tmp_path / "run"), busy=busy)
+        machine.run.path.mkdir()
+        monkeypatch.setattr(demo, "run_program", machine.submit)
+        monkeypatch.setattr(demo, "run_relayrun", machine.resume)
+        return machine
+
+    return make
+
+
+def trained_by(machine: Machine) -> list[int]:
+    """Let the demo train there; return how many iterations each attempt did."""
+    demo.train(machine.run, CONFIG, ["demo.yaml"], slurm=False)
+    rows = report.read_report(machine.run).attempts
+    assert rows[-1].last_iteration == machine.iteration == STEPS
+    return [row.last_iteration - row.first_iteration + 1 if row.trained else 0 for row in rows]
+
+
+@pytest.mark.parametrize("slow", [0.1, 1.0, 20.0])
+def test_any_machine_shows_three_attempts(machines: Make, slow: float) -> None:
+    machine = machines(slow)
+    trained = trained_by(machine)
+    assert len(trained) >= 3
+    assert trained[0] == STEPS // 3
+    assert min(trained) > 0
+    assert len(machine.limits) == 1
+
+
+def test_a_machine_that_becomes_busy_gets_more_time(machines: Make) -> None:
+    """Four times as slow behind the first job: a start alone would take the whole time that was measured."""
+    machine = machines(1.0, 8.0)
+    trained = trained_by(machine)
+    assert 0 in trained, "the case is the one that is meant"
+    assert machine.limits == sorted(machine.limits)
+    assert len(machine.limits) >= 2
+
+
+def test_a_machine_that_saves_nothing_ends_the_demo_with_the_reason(machines: Make) -> None:
+    machine = machines(1.0)
+    machine.job = lambda **_: False  # type: ignore[method-assign]
+    machine.run.stop.write_text("2 attempts in a row without a new durable iteration\n\nThe chain has ended.\n")
+    with pytest.raises(RelayrunError) as raised:
+        demo.train(machine.run, CONFIG, ["demo.yaml"], slurm=False)
+    why = "4 chains in a row saved nothing behind iteration 0: 2 attempts in a row without a new durable iteration"
+    assert why in str(raised.value)
+    assert "relayrun status" in str(raised.value)
+
+
+def test_the_relay_shows_each_attempt_where_it_went_on(machines: Make) -> None:
+    machine = machines(1.0)
+    trained_by(machine)
+    summary = report.read_report(machine.run)
+    lines = demo.relay(summary).splitlines()
+    assert len(lines) == len(summary.attempts)
+    bars = [line[9 : 9 + demo.WIDTH] for line in lines]
+    for before, after in pairwise(bars):
+        assert len(before.rstrip()) == len(after) - len(after.lstrip())
+    assert len(bars[-1].rstrip()) == demo.WIDTH
+
+
+def texts(folder: Path) -> list[str]:
+    return [text for file in sorted(folder.iterdir()) for text in pq.read_table(file)["text"].to_pylist()]
+
+
+def test_stories_are_the_same_again_never_twice_and_held_out_ones_are_not_trained_on(tmp_path: Path) -> None:
+    made = stories.build(tmp_path / "a", megabytes=0.2)
+    again = stories.build(tmp_path / "b", megabytes=0.2)
+    train, heldout = texts(made.train), texts(made.heldout)
+    assert (train, heldout) == (texts(again.train), texts(again.heldout))
+    assert len({*train, *heldout}) == len(train) + len(heldout)
+    assert made.documents == len(train)
+    assert made.bytes == sum(len(text.encode()) for text in train) >= 200_000
+    assert len(train) * 0.003 < len(heldout) < len(train) * 0.03
+    assert len({*islice(stories.stories(1), 50)} & {*islice(stories.stories(2), 50)}) == 0
+    for text in islice(stories.stories(3), 500):
+        assert not {"{", "}"} & set(text)
