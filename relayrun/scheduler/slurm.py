@@ -200,7 +200,7 @@ class Slurm:
         return [f"ExcNodeList={','.join(node for node in given if node not in tried)}", "Comment="]
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        step = [*_step_beside(job_id, nodes=1), "--relative=0", f"--output={literal(str(log))}", "--export=ALL"]
+        step = [*self._step_on_batch_host(job_id), f"--output={literal(str(log))}", "--export=ALL"]
         environment = clean_environment(os.environ)  # srun would take the job's own options from it
         devnull = subprocess.DEVNULL
         try:  # it ends with the job; nobody waits for it
@@ -209,12 +209,19 @@ class Slurm:
             raise SchedulerError(f"srun: {error}") from None
 
     def run_beside(self, job_id: str, command: Sequence[str], *, nodes: int) -> str:
-        """Run a program once on each of the first nodes of a running job, beside its ranks; return what it printed.
+        """Run a program beside the ranks of a running job: on the batch host, or once on each of its nodes.
 
-        Raises SchedulerError.
+        Return what it printed. Raises SchedulerError.
         """
-        where = ["--relative=0"] if nodes == 1 else []
-        return self._once([*_step_beside(job_id, nodes=nodes), *where, *command])
+        step = self._step_on_batch_host(job_id) if nodes == 1 else _step_beside(job_id, nodes=nodes)
+        return self._once([*step, *command])
+
+    def _step_on_batch_host(self, job_id: str) -> list[str]:
+        """What starts one task where the batch script of a running job runs: each Slurm counts nodes in its own way."""
+        job = self.query(job_id)
+        if job is None or not job.batch_host:
+            raise SchedulerError(f"Slurm does not say on which node the batch script of job {job_id} runs")
+        return [*_step_beside(job_id, nodes=1), f"--nodelist={job.batch_host}"]
 
     def kill_wait(self) -> float:
         """Seconds from SIGTERM to SIGKILL when a job is ended."""

@@ -284,6 +284,19 @@ def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:
     assert (other.begin_failed, other.begin_failed_on) == (False, "")
 
 
+def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Slurm 24.05 `--relative=0` is another node for each step; with a topology it is that of a switch."""
+    slurm = slurm_of(tmp_path, monkeypatch, srun='echo "$@"')
+    monkeypatch.setattr(slurm, "query", lambda _id: parse_job(LINE.replace("BatchHost=n0", "BatchHost=n1")))
+    steps = [slurm.run_beside("17", ["env"], nodes=1).split()]
+    monkeypatch.setattr("relayrun.scheduler.slurm.subprocess.Popen", lambda words, **_: steps.append(words))
+    slurm.guard("17", ["env"], log=tmp_path / "guard.log")
+    assert len(steps) == 2
+    for words in steps:
+        assert "--nodelist=n1" in words
+        assert not [word for word in words if word.startswith("--relative")]
+
+
 def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
     inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
     assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
