@@ -374,8 +374,9 @@ def _why_failed(
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
     who = _last_round(attempt) or node_health.why_ended(attempt) or evidence.failure_words(log_text, failures)
-    words = [who, start_time.shortage(attempt, now=time.time())]
-    return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
+    if attempt.started.exists() or nodes.is_of_no_node(who):  # it was no lack of time
+        return who, fatal
+    return "; ".join(filter(None, [who, start_time.shortage(attempt, now=time.time())])), fatal
 
 
 def _moved(plan: Plan, attempt: Attempt) -> bool:

@@ -297,6 +297,8 @@ class Slurm:
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         nodes = self.nodes.expand(job.nodes)
+        # one port per job: jobs that share a node must not meet; and another one each time that it is queued again
+        port = 20_000 + (int(job.id) + 7_001 * int(os.environ.get("SLURM_RESTART_COUNT") or 0)) % 20_000
         if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
             command.insert(1, "--overlap")  # else a step waits where another one has not ended
@@ -308,11 +310,7 @@ class Slurm:
             command=command,
             nodes=nodes if plan.outlives_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
-            environment={
-                "MASTER_ADDR": nodes[0],
-                # one port per job: jobs that share a node must not meet
-                "MASTER_PORT": str(20_000 + int(job.id) % 20_000),
-            },
+            environment={"MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)},
         )
 
     def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:

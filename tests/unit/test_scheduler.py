@@ -297,6 +297,20 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
         assert not [word for word in words if word.startswith("--relative")]
 
 
+def test_a_job_that_is_queued_again_takes_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayrun.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, nodes: [nodes])
+    ports = []
+    for count in (None, "0", "1", "2"):
+        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+        if count is not None:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        launch = Slurm().rank_launch(Plan.of(PLAN), parse_job(LINE), leave_signal=None)
+        ports.append(int(launch.environment["MASTER_PORT"]))
+    assert ports[0] == ports[1] == 20_017
+    assert len(set(ports)) == 3
+    assert all(20_000 <= port < 40_000 for port in ports)
+
+
 def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
     inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
     assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
