@@ -172,8 +172,8 @@ def blamed(log: str, failures: Sequence[Failure], *, ntasks: int) -> dict[str, s
 
     `log` is the standard error of its job. A node failure that Slurm reports always counts. Otherwise it is the
     node of the first task that failed by itself (`first_failure`), or could not be started. Where every task ended in
-    the same way, where several nodes had the same error, where the cause lies in no node (`cause_of_no_node`), and where
-    nobody can be named, nobody is blamed.
+    the same way, where several nodes had the same error, where the cause lies in no node (`cause_of_no_node`), and
+    where nobody can be named, nobody is blamed.
     """
     if lost := [node for nodes in _LOST.findall(log) for node in expand(nodes.strip(":,."))]:
         return dict.fromkeys(lost, "node failure")
