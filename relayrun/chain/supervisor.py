@@ -11,7 +11,9 @@ job itself again (`launchers/lib/again.sh`). STOP is written only where another 
 from __future__ import annotations
 
 import os
+import shlex
 import time
+from dataclasses import replace
 from itertools import islice
 
 from relayrun.chain import (
@@ -39,7 +41,7 @@ from relayrun.rundir.plan import FORMAT, Plan
 from relayrun.rundir.records import AttemptStart, End, Hang, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
-from relayrun.scheduler.base import PATIENCE, Job, Scheduler, user_python_path
+from relayrun.scheduler.base import PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
 from relayrun.scheduler.choose import for_plan
 from relayrun.trainers.base import Trainer
 from relayrun.trainers.choose import trainer_of
@@ -50,6 +52,10 @@ CHAIN_ENDS = 10
 
 FAILED = 12
 """Exit code of `end` when the attempt failed and all is done that follows from it."""
+
+
+USEFUL_SECONDS = 60.0
+"""With less time than this, and the lead, before the end of its reservation no other job begins."""
 
 
 def begin(run: Run) -> int:
@@ -82,6 +88,8 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
+    if (name := job.options.get("reservation")) is not None and (over := scheduler.reservation_end(name)) is not None:
+        job = replace(job, end_time=over if job.end_time is None else min(job.end_time, over))
     scheduler.adopt(job, plan)
     if plan.format != FORMAT:
         log(f"the run directory is brought from format {plan.format} to {FORMAT}")
@@ -155,7 +163,9 @@ def end(run: Run, number: int, exit_code: int) -> int:
     own = scheduler.current_job_id()
     record = attempt.read_end()
     if record is None:
-        record = _close(run, plan, attempt, exit_code, cancelled=_cancelled(attempt, started, scheduler))
+        cancelled = _cancelled(attempt, started, scheduler)
+        over = _reservation_over(run, plan, started, scheduler, own)
+        record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=over)
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     reason = record.verdict
     if reason is None and record.action in ("continue", "retry"):
@@ -290,7 +300,28 @@ def _began(attempt: Attempt) -> AttemptStart:
     return started
 
 
-def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> End:
+def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
+    """That the reservation of the attempt's job has ended, or leaves no time for another job, in words; else empty.
+
+    Slurm takes a reservation that has ended from a job that it still ends.
+    """
+    name = started.options.get("reservation")
+    job = scheduler.query(own) if name is not None else None
+    if name is None or job is None:
+        return ""
+    end = scheduler.reservation_end(name)
+    if "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_SECONDS):
+        return ""
+    for job in map(scheduler.query, [job.id for job in successor.waiting(plan, scheduler, own=own)]):
+        if job is not None and job.state != RESERVATION_GONE and job.options.get("reservation") != name:
+            return ""  # a person has moved it to another one
+    ended = end is None or time.time() >= end
+    when = "ended" if ended else f"ends at {time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(end))}"
+    command = shlex.join(["relayrun", "resume", str(run.path), "--set", "job.reservation=null"])
+    return f"reservation {name} {when}; to go on without it: {command}"
+
+
+def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = "") -> End:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
     _conclude(run, plan, attempt, started, exit_code)
@@ -311,6 +342,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         failed_attempts=failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
         max_failed_attempts=plan.max_failed_attempts,
         auto_requeue=plan.auto_requeue,
+        reservation=reservation,
     )
     decision = decide.at_end(facts)
     record = End(

@@ -17,7 +17,7 @@ from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import gres, slurm_command
 from relayrun.scheduler.base import PATIENCE, FallbackJobs, Fewest, Job, NodeControl, RankLaunch, clean_environment
-from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
+from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job, timestamp
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
 from relayrun.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer, says_too_few
@@ -253,6 +253,16 @@ class Slurm:
             command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
             name = self.ask(command, answer="Invalid job id").removesuffix("\n")
         return parse_job(text, name=name)
+
+    def reservation_end(self, name: str) -> float | None:
+        try:
+            text = self._once(["scontrol", "show", "reservation", "--oneliner", name])
+        except SchedulerError:
+            return None
+        found = dict(re.findall(r"(\S+?)=(\S*)", text))
+        if "FLEX" in found.get("Flags", "").split(","):  # a job may go on behind the end of such a one
+            return None
+        return timestamp(found.get("EndTime", ""))
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)

@@ -11,7 +11,7 @@ from typing import Any
 Jobs = dict[str, dict[str, Any]]
 
 NODES = {"n0", "n1", "n2", "n3"}
-LIVE = ("PENDING", "RUNNING", "COMPLETING")
+LIVE = ("PENDING", "RUNNING", "COMPLETING", "RESV_DEL_HOLD")
 
 
 class RefusedError(Exception):
@@ -164,6 +164,8 @@ class FakeSlurm:
             return rest[2].replace(",", "\n") + "\n"
         if rest[:2] == ["show", "job"]:
             return self._shown(rest[2], jobs[rest[2]])
+        if rest[:2] == ["show", "reservation"]:
+            raise RefusedError(f"Reservation {rest[2]} not found")
         if rest[0] == "requeue":
             if jobs[rest[1]]["state"] == "PENDING":
                 raise RefusedError(f"Job is pending execution for job {rest[1]}")
@@ -216,6 +218,6 @@ class FakeSlurm:
         return (
             f"JobId={job_id} JobName={job['name']} JobState={job['state']} Requeue={job['requeue']} "
             f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 "
-            f"NodeList={job.get('lost', 'n0')} BatchHost=n0 "
+            f"NodeList={job.get('lost', 'n0')} BatchHost=n0 Reservation={job.get('reservation', '(null)')} "
             f"NumNodes={job['nodes']} ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -189,6 +190,20 @@ def test_cancel_stops_a_job_that_would_queue_itself_again(cluster: TestCluster, 
     assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
     assert cluster.job(job)["Restarts"] == "0"
     assert "queued again" not in guard.read_text()
+
+
+def test_ranks_save_before_a_reservation_that_was_made_shorter_ends(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, _ = make_run("--steps=10000", total_steps=10000, fallback_job=True, **SLURM)
+    camp, where = "reservationname=camp", "nodes=n2,n3"
+    cluster.run(["scontrol", "create", "reservation", camp, "starttime=now", "duration=120", "users=root", where])
+    start(cluster, run, "--reservation=camp")
+    wait_for_iteration(cluster, run)
+    cluster.run(["scontrol", "update", camp, "endtime=now+40seconds"])
+    cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=240)
+    (record,) = ends(run)
+    assert record.cause == "saved", logs(run)
+    assert record.durable_iteration > 0
+    assert re.match(r"reservation camp (ended|ends at .*); to go on without it: relayrun resume", run.stop.read_text())
 
 
 @pytest.mark.long

@@ -311,6 +311,52 @@ def test_a_job_that_is_queued_again_takes_another_port(monkeypatch: pytest.Monke
     assert all(20_000 <= port < 40_000 for port in ports)
 
 
+RESERVATION = (
+    "ReservationName=res StartTime=2026-11-21T04:00:00 EndTime=2026-11-21T06:00:00 Duration=02:00:00 Nodes=n3 "
+    "NodeCnt=1 Features=(null) Flags=IGNORE_JOBS,SPEC_NODES Users=ann State=ACTIVE"
+)
+
+
+def test_when_a_reservation_ends_that_ends_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(script: str) -> float | None:
+        return slurm_of(tmp_path, monkeypatch, scontrol=script).reservation_end("res")
+
+    assert asked(f'echo "{RESERVATION}"') == timestamp("2026-11-21T06:00:00")
+    assert asked(f'echo "{RESERVATION.replace("SPEC_NODES", "FLEX")}"') is None  # jobs may go on behind its end
+    assert asked('echo "Reservation res not found" >&2; exit 1') is None
+
+
+def test_a_job_that_slurm_ends_with_its_reservation_was_not_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm 22.05 shows it: the reservation has gone from it, and its time limit was not reached."""
+    line = LINE.replace("JobState=RUNNING Reason=None", "JobState=COMPLETING Reason={reason}")
+    line = line.replace("EndTime=2026-11-22", "EndTime=2026-11-21").replace("Reservation=res", "Reservation=(null)")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for reason, cancelled in (("TimeLimit", False), ("None", True)):
+        script = f'echo "{line.format(reason=reason)}"'
+        slurm = slurm_of(tmp_path, monkeypatch, scontrol=script, sinfo="echo idle")
+        assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
+@pytest.mark.parametrize(
+    "state", ["RESV_DEL_HOLD", "REQUEUE_HOLD", "SPECIAL_EXIT", "EXPEDITING", "STAGE_OUT", "PENDING"]
+)
+def test_a_job_in_whatever_state_is_cancelled_unless_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    gone = tmp_path / "gone"
+    line = LINE.replace("JobState=RUNNING", f"JobState={state}")
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{line}"', scancel=f"echo $1 > {gone}")
+    slurm.cancel("17")
+    assert gone.read_text() == "17\n"
+    gone.unlink()
+    for ended in ("CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED"):
+        slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{line.replace(state, ended)}"')
+        slurm.cancel("17")
+    assert not gone.exists()
+
+
 def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
     inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
     assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
