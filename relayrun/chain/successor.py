@@ -77,8 +77,12 @@ def cancel(scheduler: Scheduler, job: Job) -> None:
 
 
 def own_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
-    """The options of the running job without the nodes that it leaves out because its `begin` failed there."""
-    options = dict(job.options)
+    """The options of the running job that hold for its successors.
+
+    Not its time limit, which Slurm or a person may have lowered: they ask for the plan's. Nor the nodes that it leaves
+    out because its `begin` failed there.
+    """
+    options = {name: value for name, value in job.options.items() if name != "time"}
     if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
         return options
     tried = set(job.begin_failed_on.split(","))

@@ -10,6 +10,7 @@ job itself again (`launchers/lib/again.sh`). STOP is written only where another 
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import time
@@ -205,6 +206,23 @@ def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | N
     return plan.lead if measured is None else measured, lead.percentile(evaluations, 0.95) if evaluations else None
 
 
+def _time_limit(plan: Plan, job: Job) -> float:
+    """Seconds that Slurm, or the reservation, gives the job; at most what the plan asks for."""
+    if job.end_time is None or job.start_time is None or job.end_time - job.start_time > plan.time_limit - 1:
+        return plan.time_limit
+    return job.end_time - job.start_time
+
+
+def _in_the_time_there_is(plan: Plan, job: Job) -> Plan:
+    """The plan with the leads of the time limit that Slurm gave the job, where that is less than the plan asks for."""
+    limit = _time_limit(plan, job)
+    if limit >= plan.time_limit:
+        return plan
+    ceiling = min(plan.lead_ceiling, limit / 2)
+    first = ceiling if plan.lead_floor == plan.lead_ceiling else lead.first_lead(limit)
+    return replace(plan, lead=min(plan.lead, first), lead_floor=min(plan.lead_floor, ceiling), lead_ceiling=ceiling)
+
+
 def _open_attempt(
     run: Run,
     plan: Plan,
@@ -224,6 +242,7 @@ def _open_attempt(
     attempt = run.attempt(number)
     attempt.path.mkdir()
     fsync_directory(run.attempts)
+    plan = _in_the_time_there_is(plan, job)
     leave_before, evaluation = measured_lead(run, plan, line)
     for text in line.quarantine(base, attempt=number):
         log(text)
@@ -330,7 +349,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
     now = lineage.durable(run)
     facts = decide.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
-        outcome_reason=fatal or (_with_shortage(attempt, outcome) if outcome else ""),
+        outcome_reason=fatal or (_with_shortage(plan, attempt, outcome) if outcome else ""),
         failure=failure,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
@@ -376,9 +395,11 @@ def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exi
         observer.conclude(None if exit_code == decide.UNKNOWN else exit_code)
 
 
-def _with_shortage(attempt: Attempt, outcome: Outcome) -> str:
+def _with_shortage(plan: Plan, attempt: Attempt, outcome: Outcome) -> str:
     """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
-    short = start_time.shortage(attempt, now=outcome.time) if outcome.outcome == "saved" else ""
+    if outcome.outcome != "saved":
+        return outcome.reason
+    short = start_time.shortage(attempt, now=outcome.time, asked=plan.time_limit)
     return "; ".join(filter(None, [outcome.reason, short]))
 
 
@@ -408,7 +429,7 @@ def _why_failed(
     who = _last_round(attempt) or node_health.why_ended(attempt) or evidence.failure_words(log_text, failures)
     if attempt.started.exists() or nodes.is_of_no_node(who):  # it was no lack of time
         return who, fatal
-    return "; ".join(filter(None, [who, start_time.shortage(attempt, now=time.time())])), fatal
+    return "; ".join(filter(None, [who, start_time.shortage(attempt, now=time.time(), asked=plan.time_limit)])), fatal
 
 
 def _moved(plan: Plan, attempt: Attempt) -> bool:
@@ -486,6 +507,10 @@ def _environment(
         ),
         signal_command=launch.signal_command,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
+        # Slurm's warning is that of the plan: in a job with less time it comes with the start
+        leave_from=math.floor((begin.job_end_time or 0) - begin.lead)
+        if _time_limit(plan, job) < plan.time_limit and begin.lead < plan.signal_lead
+        else 0,
     )
 
 

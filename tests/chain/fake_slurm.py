@@ -215,9 +215,11 @@ class FakeSlurm:
 
     @staticmethod
     def _shown(job_id: str, job: dict[str, Any]) -> str:
+        minutes, seconds = divmod(48 * 60 + 32 + job.get("seconds", 3600), 60)
+        hours, minutes = divmod(4 * 60 + minutes, 60)
         return (
             f"JobId={job_id} JobName={job['name']} JobState={job['state']} Requeue={job['requeue']} "
-            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 "
+            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T{hours:02}:{minutes:02}:{seconds:02} "
             f"NodeList={job.get('lost', 'n0')} BatchHost=n0 Reservation={job.get('reservation', '(null)')} "
             f"NumNodes={job['nodes']} ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
         )
