@@ -26,6 +26,7 @@ attempt_dir=""
 task=""
 asked="${asked:-}" # why the ranks were asked to leave, before there was somebody to ask
 interrupted=""     # a trap ran since the last wait
+leave_from=0       # seconds since 1970; before, SIGUSR2 is Slurm's warning for a job that has more time than this one
 
 leave() { # exit code
   trap - EXIT
@@ -97,6 +98,12 @@ begin() {
 ask_to_leave() {
   asked="$1"
   interrupted=1
+  if [[ "${asked}" == SIGUSR2 && ! -e "${attempt_dir}/stop" ]] && (($(date +%s) < leave_from)); then
+    echo "[relayrun $(date +%FT%T)] SIGUSR2 comes early for a job with so little time; the ranks leave by their clock" >&2 ||
+      true
+    asked="" leave_from=0 # Slurm sends it once: the next one is meant
+    return 0
+  fi
   [[ -n "${attempt_dir}" ]] || return 0
   printf '%s\n' "${asked}" >"${attempt_dir}/stop" || true # a full disk must not end this script
   [[ -n "${task}" ]] || return 0

@@ -30,7 +30,7 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
     with contextlib.suppress(SchedulerError):  # it finds STOP; it may be a former owner's
         withdrawn = fallback.withdraw(plan, scheduler, anyone=True)
     jobs = scheduler.jobs(plan, anyone=True)
-    for job in sorted(jobs, key=lambda job: job.state != "PENDING"):  # or one that waits would start
+    for job in sorted(jobs, key=lambda job: not job.waits):  # or one that waits would start
         scheduler.cancel(job.id)
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
     said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""

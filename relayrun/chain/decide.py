@@ -82,6 +82,8 @@ class EndFacts:
     auto_requeue: bool
     failure: str = ""
     """Who failed first and how, in words, where that is known."""
+    reservation: str = ""
+    """That the reservation which the chain's jobs ask for has ended or is about to, in words; empty otherwise."""
 
 
 def at_begin(facts: BeginFacts) -> Decision:
@@ -113,7 +115,9 @@ def at_end(facts: EndFacts) -> Decision:
         return Decision(action="stop", reason=f"fatal: {facts.outcome_reason}")
     if facts.cancelled:
         return Decision(action="stop", reason="the job was cancelled")
-    reason = facts.hang or facts.outcome_reason or _without_outcome(facts)
+    reason = facts.reservation or facts.hang or facts.outcome_reason or _without_outcome(facts)
+    if facts.reservation and facts.auto_requeue:
+        return Decision(action="stop", reason=reason)
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1

@@ -24,7 +24,7 @@ NOT_STARTED = (126, 127)
 SIGNALLED = 128
 """A shell's exit codes from here on say that a signal ended the program: its node may have been the reason."""
 
-_SCHEDULER = re.compile(r"(?:srun|slurmstepd\S*|slurmd\S*): ")
+_SCHEDULER = re.compile(r"(?:\[[^\]]*\] |\d+: )*(?:srun|slurmstepd\S*|slurmd\S*): |.*\berror: \*\*\* (?:STEP|JOB) ")
 _TROUBLE = re.compile(
     r"(?:\[rank\d+\]: )?Traceback\b|(?:\S+: )?(?:fatal )?error\b"
     r"|[\w.]*(?:Error|Exception)\b|.*: (?:No such file or directory|Permission denied|command not found)$",
@@ -102,6 +102,8 @@ def _end_of_traceback(lines: Sequence[str]) -> int:
 def failure_words(log: str, failures: Sequence[Failure]) -> str:
     """Who failed first by itself, and how, in one line; empty where nobody can be named. `log`: standard error."""
     first = nodes.first_failure(log, failures)
+    if not isinstance(first, Failure) and (cause := nodes.cause_of_no_node(log, first)):
+        return _one_line(cause)
     if first is None:
         return ""
     if isinstance(first, Failure):
@@ -159,6 +161,8 @@ def fatal_reason(
     if len(failures) >= ntasks and len(errors) == 1 and (error := errors.pop()).startswith(_MISSING_MODULE):
         return f"every rank: {_one_line(error)}"
     if exit_code in NOT_STARTED and not began and not failures and _no_task_started(log, ntasks):
+        if cause := nodes.cause_of_no_node(log, first):  # the program is there, and what it was to run is not
+            return _one_line(cause)
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (
             f"{program} {what} on any rank (exit code {exit_code}); see cluster.python and cluster.command_prefix, "

@@ -51,7 +51,7 @@ def put_behind(run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str |
 
 
 def _waiting(plan: Plan, jobs: FallbackJobs) -> list[Job]:
-    return [job for job in jobs.live(plan.fallback_job_name) if job.state == "PENDING"]
+    return [job for job in jobs.live(plan.fallback_job_name) if job.waits]
 
 
 def _moved(jobs: FallbackJobs, job_id: str, order: FallbackOrder) -> bool:
@@ -81,7 +81,7 @@ def _limit(plan: Plan, given: Mapping[str, str]) -> int:
 
 def withdraw(plan: Plan, scheduler: Scheduler, *, anyone: bool = False) -> list[str]:
     """Cancel the fallback jobs that wait: this user's, or `anyone`'s; return their ids. Raises SchedulerError."""
-    waiting = [job.id for job in live(plan, scheduler, anyone=anyone) if job.state == "PENDING"]
+    waiting = [job.id for job in live(plan, scheduler, anyone=anyone) if job.waits]
     for job_id in waiting:
         scheduler.cancel(job_id)
     return waiting

@@ -36,7 +36,7 @@ def look(run: Run) -> int:
     order = jobs.order(own)
     live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # such a one carries nothing on
     if live:
-        last = next((job for job in live if job.state == "PENDING"), live[-1])
+        last = next((job for job in live if job.waits), live[-1])
         known = scheduler.query(last.id)
         options, failed_begins = (known.options, known.failed_begins) if known else (plan.sbatch_options, 0)
         fallback.put_behind(run, plan, last.id, options=options, failed_begins=failed_begins)

@@ -26,7 +26,7 @@ SHARE = 2 / 3
 
 
 def guard(run: Run, number: int, *, batch_pid: int) -> int:
-    """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on this node."""
+    """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on the batch host."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return _guard(run, number, batch_pid)
@@ -40,11 +40,13 @@ def _guard(run: Run, number: int, batch_pid: int) -> int:
     attempt = run.attempt(number)
     own = scheduler.current_job_id()
     patience = SHARE * scheduler.kill_wait()
-    log(f"guarding attempt {number}, job {own}")
+    here, job = os.environ.get("SLURMD_NODENAME"), scheduler.query(own)
+    beside = job is not None and job.batch_host == here  # elsewhere the number is another process's, or nobody's
+    log(f"guarding attempt {number}, job {own}{'' if beside else f', from {here}: this is not the batch host'}")
     signal.sigwait({signal.SIGTERM})
-    killed = not alive(batch_pid)  # a job that is cancelled, or at its limit, still has it
+    killed = beside and not alive(batch_pid)  # a job that is cancelled, or at its limit, still has it
     deadline = time.monotonic() + patience
-    while not attempt.end.exists() and alive(batch_pid) and time.monotonic() < deadline:
+    while not attempt.end.exists() and not (beside and not alive(batch_pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
         return 0  # seen to by the batch script, or by the successor, which could be queued after all

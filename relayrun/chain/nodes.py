@@ -34,16 +34,29 @@ class Strike(Record):
     """The node itself was looked at, and ranks cannot train there: it counts as many."""
 
 
-_TASK = re.compile(r"^srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
-_LOST = re.compile(r"^(?:srun|slurmstepd\S*): .*[Nn]ode failure on (\S+)", re.M)
-_LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
-_TERMINATING = re.compile(r"^srun: .*\bTerminating Step|^slurmstepd\S*: error: \*\*\* STEP ")
+_TASK = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
+_LOST = re.compile(r"^(?:.*[ \t])?(?:(?:srun|slurmstepd\S*): .*[Nn]|error: N)ode failure on (\S+)", re.M)
+_LAUNCH = re.compile(r"^(?:.*[ \t])?srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
+_TERMINATING = re.compile(r"^(?:.*\s)?(?:srun: .*\bTerminating Step|error: \*\*\* (?:STEP|JOB) )")
+"""Here and above a line may begin with anything: slurmstepd puts a time there, its name, or a label."""
 _SECONDARY = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|watchdog"
     r"|collective operation timeout|timeout caused pair closure|Dist(?:Network|Store)Error|socket timeout"
-    r"|wait timeout|terminated|SIGTERM|^KeyboardInterrupt|^SystemExit",
+    r"|wait timeout|terminated|SIGTERM|^KeyboardInterrupt|^SystemExit|ChildFailedError|CalledProcessError",
     re.I,
 )
+_OF_NO_NODE = re.compile(
+    r"EADDRINUSE|address already in use|name or service not known|failure in name resolution|gaierror"
+    r"|python\S*: (?:can't open file .*\[Errno 2\]|No module named)"
+    r"|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open \S+: |(?!line )\S+: )No such file",
+    re.I,
+)
+"""A port that another program holds, a name that does not resolve, a script that is not there."""
+_LAST_WORDS = re.compile(
+    r"^(?:\[[^\]]*\]:? |\d+: )*(?:[\w.]*(?:Error|Exception|gaierror)(?::| \()|The (?:IPv4|server socket) "
+    r"|(?:\S*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh): )"
+)
+"""The last line of a traceback, torch's words on a socket, an interpreter's on its script; behind labels of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +77,25 @@ class TaskEnd:
 
 def is_secondary(error: str) -> bool:
     """Whether a rank's last words only say that another one is gone, or that it was told to end."""
-    return _SECONDARY.search(error) is not None
+    return _SECONDARY.search(error) is not None and not is_of_no_node(error)
+
+
+def is_of_no_node(words: str) -> bool:
+    """Whether an attempt failed for something that lies in no node, by the words of its cause."""
+    return _OF_NO_NODE.search(words) is not None
+
+
+def cause_of_no_node(log: str, first: TaskEnd | Failure | None) -> str:
+    """The words of such a cause; empty where there is another one. `first`: who failed first.
+
+    What a rank put on record counts; else the last words in the log, unless a task was ended by a signal of its own.
+    """
+    if isinstance(first, Failure):
+        return first.error if is_of_no_node(first.error) else ""
+    if first is not None and first.signalled and not first.ended:
+        return ""
+    said = [line.strip() for line in log.splitlines() if _LAST_WORDS.match(line) and not is_secondary(line)]
+    return said[-1] if said and is_of_no_node(said[-1]) else ""
 
 
 def task_ends(log: str) -> list[TaskEnd]:
@@ -141,7 +172,8 @@ def blamed(log: str, failures: Sequence[Failure], *, ntasks: int) -> dict[str, s
 
     `log` is the standard error of its job. A node failure that Slurm reports always counts. Otherwise it is the
     node of the first task that failed by itself (`first_failure`), or could not be started. Where every task ended in
-    the same way, where several nodes had the same error, and where nobody can be named, nobody is blamed.
+    the same way, where several nodes had the same error, where the cause lies in no node (`cause_of_no_node`), and
+    where nobody can be named, nobody is blamed.
     """
     if lost := [node for nodes in _LOST.findall(log) for node in expand(nodes.strip(":,."))]:
         return dict.fromkeys(lost, "node failure")
@@ -151,6 +183,8 @@ def blamed(log: str, failures: Sequence[Failure], *, ntasks: int) -> dict[str, s
     if len(failures) >= ntasks > 1 and len({failure.error for failure in failures}) == 1:
         return {}
     first = first_failure(log, failures)
+    if cause_of_no_node(log, first):
+        return {}
     if isinstance(first, Failure):
         primary = [failure for failure in failures if not is_secondary(failure.error)]
         alike = {failure.node for failure in primary if failure.error == first.error}

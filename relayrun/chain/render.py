@@ -229,10 +229,12 @@ def attempt_environment(
     task_command: Sequence[str],
     signal_command: Sequence[str],
     leave_signal: str,
+    leave_from: int = 0,
 ) -> str:
     """The text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
 
-    `leave_signal`: a signal's name without SIG; empty where a file alone asks.
+    `leave_signal`: a signal's name without SIG; empty where a file alone asks. `leave_from`: seconds since 1970, before
+    which Slurm's warning of the time limit comes too early.
     """
     return (
         "\n".join(
@@ -242,6 +244,7 @@ def attempt_environment(
                 f"task_command=({shlex.join(task_command)})",
                 f"signal_command=({shlex.join(signal_command)})",
                 f"leave_signal={shlex.quote(leave_signal)}",
+                *([f"leave_from={leave_from}"] if leave_from else []),
             ]
         )
         + "\n"

@@ -18,12 +18,12 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Successor
 from relayrun.rundir.run import Run
-from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.base import RESERVATION_GONE, Job, Scheduler
 
 
 def waiting(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
     """The chain's pending jobs but for `own`, the one that this runs in. Raises SchedulerError."""
-    return [job for job in scheduler.jobs(plan) if job.id != own and job.state == "PENDING"]
+    return [job for job in scheduler.jobs(plan) if job.id != own and job.waits]
 
 
 def ensure(
@@ -77,8 +77,12 @@ def cancel(scheduler: Scheduler, job: Job) -> None:
 
 
 def own_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
-    """The options of the running job without the nodes that it leaves out because its `begin` failed there."""
-    options = dict(job.options)
+    """The options of the running job that hold for its successors.
+
+    Not its time limit, which Slurm or a person may have lowered: they ask for the plan's. Nor the nodes that it leaves
+    out because its `begin` failed there.
+    """
+    options = {name: value for name, value in job.options.items() if name != "time"}
     if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
         return options
     tried = set(job.begin_failed_on.split(","))
@@ -129,6 +133,8 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
         return cancelled
     found = waiting(plan, scheduler, own=own)
     if found:
+        if found[0].state == RESERVATION_GONE:
+            return f"the successor, job {found[0].id}, never starts: its reservation was deleted"
         _adapt(run, plan, scheduler, found[0].id, delay)
         return None
     cancelled = cancelled_words(attempt, scheduler)

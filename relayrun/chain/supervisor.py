@@ -10,8 +10,11 @@ job itself again (`launchers/lib/again.sh`). STOP is written only where another 
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 import time
+from dataclasses import replace
 from itertools import islice
 
 from relayrun.chain import (
@@ -39,7 +42,7 @@ from relayrun.rundir.plan import FORMAT, Plan
 from relayrun.rundir.records import AttemptStart, End, Hang, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
-from relayrun.scheduler.base import PATIENCE, Job, Scheduler, user_python_path
+from relayrun.scheduler.base import PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
 from relayrun.scheduler.choose import for_plan
 from relayrun.trainers.base import Trainer
 from relayrun.trainers.choose import trainer_of
@@ -50,6 +53,10 @@ CHAIN_ENDS = 10
 
 FAILED = 12
 """Exit code of `end` when the attempt failed and all is done that follows from it."""
+
+
+USEFUL_SECONDS = 60.0
+"""With less time than this, and the lead, before the end of its reservation no other job begins."""
 
 
 def begin(run: Run) -> int:
@@ -82,6 +89,8 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
+    if (name := job.options.get("reservation")) is not None and (over := scheduler.reservation_end(name)) is not None:
+        job = replace(job, end_time=over if job.end_time is None else min(job.end_time, over))
     scheduler.adopt(job, plan)
     if plan.format != FORMAT:
         log(f"the run directory is brought from format {plan.format} to {FORMAT}")
@@ -155,7 +164,9 @@ def end(run: Run, number: int, exit_code: int) -> int:
     own = scheduler.current_job_id()
     record = attempt.read_end()
     if record is None:
-        record = _close(run, plan, attempt, exit_code, cancelled=_cancelled(attempt, started, scheduler))
+        cancelled = _cancelled(attempt, started, scheduler)
+        over = _reservation_over(run, plan, started, scheduler, own)
+        record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=over)
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     reason = record.verdict
     if reason is None and record.action in ("continue", "retry"):
@@ -195,6 +206,23 @@ def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | N
     return plan.lead if measured is None else measured, lead.percentile(evaluations, 0.95) if evaluations else None
 
 
+def _time_limit(plan: Plan, job: Job) -> float:
+    """Seconds that Slurm, or the reservation, gives the job; at most what the plan asks for."""
+    if job.end_time is None or job.start_time is None or job.end_time - job.start_time > plan.time_limit - 1:
+        return plan.time_limit
+    return job.end_time - job.start_time
+
+
+def _in_the_time_there_is(plan: Plan, job: Job) -> Plan:
+    """The plan with the leads of the time limit that Slurm gave the job, where that is less than the plan asks for."""
+    limit = _time_limit(plan, job)
+    if limit >= plan.time_limit:
+        return plan
+    ceiling = min(plan.lead_ceiling, limit / 2)
+    first = ceiling if plan.lead_floor == plan.lead_ceiling else lead.first_lead(limit)
+    return replace(plan, lead=min(plan.lead, first), lead_floor=min(plan.lead_floor, ceiling), lead_ceiling=ceiling)
+
+
 def _open_attempt(
     run: Run,
     plan: Plan,
@@ -214,6 +242,7 @@ def _open_attempt(
     attempt = run.attempt(number)
     attempt.path.mkdir()
     fsync_directory(run.attempts)
+    plan = _in_the_time_there_is(plan, job)
     leave_before, evaluation = measured_lead(run, plan, line)
     for text in line.quarantine(base, attempt=number):
         log(text)
@@ -290,7 +319,28 @@ def _began(attempt: Attempt) -> AttemptStart:
     return started
 
 
-def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> End:
+def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
+    """That the reservation of the attempt's job has ended, or leaves no time for another job, in words; else empty.
+
+    Slurm takes a reservation that has ended from a job that it still ends.
+    """
+    name = started.options.get("reservation")
+    job = scheduler.query(own) if name is not None else None
+    if name is None or job is None:
+        return ""
+    end = scheduler.reservation_end(name)
+    if "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_SECONDS):
+        return ""
+    for job in map(scheduler.query, [job.id for job in successor.waiting(plan, scheduler, own=own)]):
+        if job is not None and job.state != RESERVATION_GONE and job.options.get("reservation") != name:
+            return ""  # a person has moved it to another one
+    ended = end is None or time.time() >= end
+    when = "ended" if ended else f"ends at {time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(end))}"
+    command = shlex.join(["relayrun", "resume", str(run.path), "--set", "job.reservation=null"])
+    return f"reservation {name} {when}; to go on without it: {command}"
+
+
+def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = "") -> End:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
     _conclude(run, plan, attempt, started, exit_code)
@@ -299,7 +349,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
     now = lineage.durable(run)
     facts = decide.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
-        outcome_reason=fatal or (_with_shortage(attempt, outcome) if outcome else ""),
+        outcome_reason=fatal or (_with_shortage(plan, attempt, outcome) if outcome else ""),
         failure=failure,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
@@ -311,6 +361,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         failed_attempts=failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
         max_failed_attempts=plan.max_failed_attempts,
         auto_requeue=plan.auto_requeue,
+        reservation=reservation,
     )
     decision = decide.at_end(facts)
     record = End(
@@ -344,9 +395,11 @@ def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exi
         observer.conclude(None if exit_code == decide.UNKNOWN else exit_code)
 
 
-def _with_shortage(attempt: Attempt, outcome: Outcome) -> str:
+def _with_shortage(plan: Plan, attempt: Attempt, outcome: Outcome) -> str:
     """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
-    short = start_time.shortage(attempt, now=outcome.time) if outcome.outcome == "saved" else ""
+    if outcome.outcome != "saved":
+        return outcome.reason
+    short = start_time.shortage(attempt, now=outcome.time, asked=plan.time_limit)
     return "; ".join(filter(None, [outcome.reason, short]))
 
 
@@ -374,8 +427,9 @@ def _why_failed(
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
     who = _last_round(attempt) or node_health.why_ended(attempt) or evidence.failure_words(log_text, failures)
-    words = [who, start_time.shortage(attempt, now=time.time())]
-    return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
+    if attempt.started.exists() or nodes.is_of_no_node(who):  # it was no lack of time
+        return who, fatal
+    return "; ".join(filter(None, [who, start_time.shortage(attempt, now=time.time(), asked=plan.time_limit)])), fatal
 
 
 def _moved(plan: Plan, attempt: Attempt) -> bool:
@@ -453,6 +507,10 @@ def _environment(
         ),
         signal_command=launch.signal_command,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
+        # Slurm's warning is that of the plan: in a job with less time it comes with the start
+        leave_from=math.floor((begin.job_end_time or 0) - begin.lead)
+        if _time_limit(plan, job) < plan.time_limit and begin.lead < plan.signal_lead
+        else 0,
     )
 
 

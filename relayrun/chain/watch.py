@@ -26,6 +26,7 @@ from relayrun.chain.messenger import Messenger
 from relayrun.chain.quota import QuotaWatch
 from relayrun.chain.signs import silence
 from relayrun.errors import RunDirError, SchedulerError
+from relayrun.files import write_atomic
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Hang, Heartbeat
 from relayrun.rundir.run import Run
@@ -53,6 +54,8 @@ PATIENCE = 10.0
 """Seconds for which a controller that does not answer is asked again."""
 UNWRITABLE = 5
 """Ranks whose signs of life cannot be written, for a full disk, may be silent for this many times as long."""
+RESERVATION_SECONDS = 15.0
+"""Between two questions when the reservation ends; a person may move that."""
 LOOKS = 10
 """Looks for another heartbeat between two that are rare: there is a file for each node."""
 USUAL = 10
@@ -96,7 +99,7 @@ class Watch:
         self._guarded = False
         self._commits = 0
         """Bytes of commits.jsonl when evaluations and the campaign were last looked after."""
-        self._next_look = 0.0
+        self._next_look = self._next_reservation = 0.0
 
     def loop(self, batch_pid: int) -> None:
         """Until SIGTERM, or until the batch script, this process of this node, has gone."""
@@ -121,6 +124,7 @@ class Watch:
         self._try("the merged views", self._follow)
         self._try("the look for ranks that hang", self._look_for_hang)
         self._try("the guard", lambda: self._guard(batch_pid))
+        self._try("the end of the reservation", lambda: self._look_at_reservation(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations, and the runs behind this one", self._look_at_saves)
         saved = evidence.size(str(self.attempt.commits))
@@ -277,6 +281,21 @@ class Watch:
         ]
         self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
         self._guarded = True
+
+    def _look_at_reservation(self, batch_pid: int) -> None:
+        """Have the ranks leave before a reservation ends that was made shorter since the attempt began."""
+        if self.begin is None or "reservation" not in self.begin.options or self.attempt.stop.exists():
+            return
+        if time.monotonic() < self._next_reservation:
+            return
+        self._next_reservation = time.monotonic() + RESERVATION_SECONDS
+        end, known = self.scheduler.reservation_end(self.begin.options["reservation"]), self.begin.job_end_time
+        if end is None or (known is not None and end > known - 1):  # the ranks know of it
+            return
+        if time.time() + RESERVATION_SECONDS >= end - self.begin.lead:
+            log(f"reservation {self.begin.options['reservation']} ends in {end - time.time():.0f} s: the ranks leave")
+            write_atomic(self.attempt.stop, "the reservation ends\n")
+            os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
 
     def _ranks(self) -> int:
         nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes

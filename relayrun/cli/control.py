@@ -100,4 +100,4 @@ def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
 def _at_work(run: Run, plan: Plan, jobs: list[Job]) -> str | None:
     """Id of the job that has started and not yet gone; another user's may be hidden, but not its signs of life."""
     sign = signs.of_life(run, plan, now=time.time()) if signs.is_anothers(plan) else None
-    return next((job.id for job in jobs if job.state != "PENDING"), sign.job_id if sign else None)
+    return next((job.id for job in jobs if not job.waits), sign.job_id if sign else None)

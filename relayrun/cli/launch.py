@@ -10,7 +10,7 @@ from pathlib import Path
 
 from relayrun import places
 from relayrun.cli import check
-from relayrun.config import compose
+from relayrun.config import compose, sites
 from relayrun.submit import launcher_environment, submission
 from relayrun.submit.check.state import Intent
 
@@ -31,6 +31,12 @@ def run(options: argparse.Namespace) -> int:
     """Make this job the first of a chain, with the settings of the environment; print the run directory."""
     file = places.project() / options.config
     settings = launcher_environment.overrides(os.environ, trainer=compose.trainer_of(file))
+    # sbatch itself heeds these
+    settings += [
+        f"job.{name}={launcher_environment.quoted(value)}" for name, value in sites.of_environment(os.environ).items()
+    ]
+    for name in sites.OF_CLUSTERS:
+        os.environ.pop(name, None)
     flag = partial(launcher_environment.flag, os.environ)
     resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")
     if options.dry_run or options.check is not None:

@@ -24,7 +24,7 @@ from relayrun.rundir import campaign, find
 from relayrun.rundir.find import find_run, runs_below
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler.base import LIVE_STATES
+from relayrun.scheduler.base import is_live
 from relayrun.submit import relocate
 
 DEPTH = 4
@@ -195,7 +195,7 @@ def _refuse_living(run: Run) -> None:
         name = user_name(plan.owner)
         raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
     asked = queue.ask(run)
-    if jobs := {job: state for job, state in asked.evaluations.items() if state.upper() in LIVE_STATES}:
+    if jobs := {job: state for job, state in asked.evaluations.items() if state != "gone" and is_live(state.upper())}:
         told = ", ".join(f"{job} ({state})" for job, state in jobs.items())
         end = "" if plan.scheduler == "local" else f", or end them: scancel {' '.join(jobs)}"
         raise InputError(

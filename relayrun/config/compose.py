@@ -8,6 +8,7 @@ the line and, for an unknown name, the nearest one that there is.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import types
 import typing
@@ -78,6 +79,8 @@ def read_settings(
         settings.merge(own)
     sites.insert(settings, folders=sites.folders(path))
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
+    sites.refuse_other_cluster(settings, os.environ)
+    sites.insert_environment(settings, os.environ)
     sites.insert_job_defaults(settings)
     _insert_notify_defaults(settings)
     _insert_nodes(settings)

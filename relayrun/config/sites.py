@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from relayrun import places
@@ -12,6 +12,12 @@ from relayrun.errors import ConfigError, nearest
 
 CLUSTER = "CLUSTER"
 """The variable that names the cluster where no config does."""
+
+
+OF_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
+"""Options that sbatch takes from variables, SBATCH_ACCOUNT and so on."""
+OF_CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
+"""Variables that send Slurm's commands to other clusters."""
 
 
 def folders(config: Path | None = None) -> list[Path]:
@@ -53,6 +59,47 @@ def insert(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
         cluster = read(name, folders=folders, where=settings.place(("cluster",)))
         settings.values["cluster"] = cluster.values
         settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
+
+
+def of_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options of sbatch that variables of a person's shell give."""
+    found = {name: environment.get(f"SBATCH_{name.upper()}", "") for name in OF_ENVIRONMENT}
+    return {name: value for name, value in found.items() if value}
+
+
+def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where a variable sends jobs to another cluster than the one whose Slurm is asked here."""
+    cluster, executor = settings.values.get("cluster"), settings.values.get("executor")
+    if executor == "local" or (isinstance(cluster, dict) and cluster.get("scheduler") == "local"):
+        return
+    for name in OF_CLUSTERS:
+        if environment.get(name):
+            raise ConfigError(
+                f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm",
+                where="environment",
+                hint=f"unset {name}; for another cluster, submit from its login node",
+            )
+
+
+def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
+    """Put the options of sbatch that variables give into the config's jobs: relayrun starts sbatch without them.
+
+    They hold over the site's defaults, and `--set` over them. Raises ConfigError where the config says another value.
+    """
+    for option, value in of_environment(environment).items():
+        variable, own = f"SBATCH_{option.upper()}", settings.values.setdefault("job", {})
+        if not isinstance(own, dict):
+            return
+        place = (settings.place(("job", option)) or "") if option in own else ""
+        if place.startswith("--set"):
+            continue
+        if own.get(option) is not None and str(own[option]) != value:
+            raise ConfigError(
+                f"{variable}={value}, and job.{option} is {own[option]}",
+                where=place,
+                hint=f"unset {variable}, or say which one counts: --set job.{option}=...",
+            )
+        own[option], settings.places["job", option] = value, variable
 
 
 def insert_job_defaults(settings: LocatedSettings, *, only: Collection[str] | None = None) -> None:

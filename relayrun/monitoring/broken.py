@@ -9,6 +9,7 @@ from relayrun.monitoring.queue import Queue
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
+from relayrun.scheduler.base import RESERVATION_GONE
 from relayrun.scheduler.history import JobEnd
 
 
@@ -21,6 +22,8 @@ def why_broken(run: Run, plan: Plan, queue: Queue, begin: AttemptStart | None, l
     job = queue.last_job
     if queue.abandoned:
         return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
+    if gone := [job.id for job in queue.jobs if job.state == RESERVATION_GONE]:
+        return f"job {', '.join(gone)} never starts: its reservation was deleted; `relayrun cancel` takes it away"
     newest = begin if begin is not None and begin.attempt > plan.submitted_after_attempt else None
     if newest is None or (job is not None and job.id != newest.job_id and not _older(job, newest)):
         if job is None:

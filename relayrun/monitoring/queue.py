@@ -58,7 +58,7 @@ def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
         asked = for_plan(plan, run, patience=PATIENCE)
         states = {} if brief else _evaluations(run, asked)
         jobs = asked.jobs(plan, anyone=True)
-        waiting_jobs = [job for job in jobs if job.state == "PENDING"]
+        waiting_jobs = [job for job in jobs if job.waits]
         hidden = not jobs and plan.owner is not None and signs.is_anothers(plan)
         if hidden and history.others_are_hidden():
             name = user_name(plan.owner or 0)
@@ -94,7 +94,7 @@ def _ask_local(run: Run, plan: Plan, *, brief: bool) -> Queue:
 
 
 def _nothing_runs(jobs: list[Job]) -> bool:
-    return all(job.state in ("PENDING", "COMPLETING") for job in jobs)
+    return all(job.waits or job.state == "COMPLETING" for job in jobs)
 
 
 def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:

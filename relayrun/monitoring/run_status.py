@@ -141,7 +141,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
-        go_on=shlex.join(["relayrun", "resume", str(run.path)]) if look.state == "broken" else None,
+        go_on=shlex.join(["relayrun", "resume", str(run.path)]) if look.state == "broken" and not queue.jobs else None,
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
         job_end_time=end_time,

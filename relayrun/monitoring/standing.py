@@ -29,6 +29,7 @@ from relayrun.rundir.sentinel import Asked, LastLook, last_look
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.ways_back import goes_back
 from relayrun.scheduler import history
+from relayrun.scheduler.base import RESERVATION_GONE
 
 State = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
 """State of a chain. `waiting`: its sweep, or the stage before it, begins it later. `broken`: it has not ended, and
@@ -93,7 +94,7 @@ class Damaged:
 
 def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End | None) -> State:
     """`last_end`: of the newest attempt, where that has ended."""
-    at_work = [job for job in queue.jobs if job.state != "PENDING"]
+    at_work = [job for job in queue.jobs if not job.waits]
     if plan.mode == "singleton" and last_end is not None:  # the batch script of a job that is COMPLETING has gone
         at_work = [job for job in at_work if job.state != "COMPLETING"]
     if at_work:
@@ -102,7 +103,7 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
         return "stopped"
     if queue.error is not None:
         return "unknown"
-    if any(job.state == "PENDING" and job.id not in queue.abandoned for job in queue.jobs):
+    if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
         return "queued"
     if any(not history.for_ever(queue.reasons.get(job.id)) for job in queue.fallback_jobs):  # it waits for room
         return "queued"

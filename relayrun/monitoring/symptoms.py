@@ -170,7 +170,7 @@ def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:
 def _waiting(status: RunStatus) -> Iterator[Symptom]:
     for job in status.jobs:
         reason = status.pending.get(job.id)
-        if job.state != "PENDING" or reason is None:
+        if not job.waits or reason is None:
             continue
         if history.for_ever(reason):
             held = "hel" in reason.lower() or "hold" in reason.lower()

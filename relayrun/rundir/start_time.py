@@ -24,18 +24,20 @@ def start_seconds(run: Run) -> list[float]:
     return found
 
 
-def shortage(attempt: Attempt, *, now: float) -> str:
+def shortage(attempt: Attempt, *, now: float, asked: float = 0.0) -> str:
     """That an attempt had little of its time limit to train in, in words; empty where it had enough, or no limit.
 
-    `now`: when it ended, in seconds since 1970.
+    `now`: when it ended, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less.
     """
     begin, started = attempt.read_begin(), Started.read(attempt.started)
     if begin is None or begin.job_end_time is None:
         return ""
     limit = begin.job_end_time - begin.start_time
+    less = limit < 0.9 * asked  # of what was asked for the start of the job has taken a little
+    advice = f"job.time asks for {asked:.0f} s, and Slurm gave this job less" if less else "raise job.time"
     if started is None:
         over = now >= begin.job_end_time
-        return f"the time limit of {limit:.0f} s was over before the start was; raise job.time" if over else ""
+        return f"the time limit of {limit:.0f} s was over before the start was; {advice}" if over else ""
     start = started.loaded - begin.start_time
     left = limit - start - begin.lead
     if left >= ENOUGH * limit:
@@ -43,5 +45,5 @@ def shortage(attempt: Attempt, *, now: float) -> str:
     rest = f"{left:.0f} s are" if left >= 1 else "nothing is"
     return (
         f"of the time limit of {limit:.0f} s the start took {start:.0f} s, and leaving is given {begin.lead:.0f} s: "
-        f"{rest} left to train in; raise job.time"
+        f"{rest} left to train in; {advice}"
     )

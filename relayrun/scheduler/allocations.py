@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler import history
-from relayrun.scheduler.base import LIVE_STATES
+from relayrun.scheduler.base import is_live
 from relayrun.scheduler.history import RESIZING
 from relayrun.scheduler.job_text import timestamp
 from relayrun.scheduler.local_queue import LocalQueue
@@ -66,7 +66,7 @@ def _local(run: Run) -> list[Allocation]:
             submit=job.submit_time,
             eligible=job.eligible_time,
             start=job.start_time,
-            end=None if job.state in LIVE_STATES else job.end_time,
+            end=None if is_live(job.state) else job.end_time,
             source="the local queue",
             state=job.state,
         )
@@ -138,7 +138,7 @@ def _row(row: Sequence[str], *, source: str) -> Allocation | None:
         submit=timestamp(submit),
         eligible=timestamp(eligible),
         start=began,
-        end=None if state in LIVE_STATES and state != "REQUEUED" else ended,
+        end=None if is_live(state) and state != "REQUEUED" else ended,
         source=source,
         state=state.partition(" ")[0],  # behind it may stand who cancelled it
     )

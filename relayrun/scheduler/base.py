@@ -22,7 +22,22 @@ BEGIN_BACKOFF = 30
 USER_PYTHONPATH = "RELAYRUN_USER_PYTHONPATH"
 """Where job.sh keeps the PYTHONPATH that its job was submitted with."""
 
-LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})
+_ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "REVOKED", "TIMEOUT"}
+)
+"""States of a job that has ended; in any other one it is queued or has nodes, also in one that is not known here."""
+
+RESERVATION_GONE = "RESV_DEL_HOLD"
+"""State of a queued job whose reservation was over before it started: it never starts."""
+
+_WAITING = frozenset({"PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT", RESERVATION_GONE})
+"""States of a queued job; in all but the first one Slurm or a person holds it."""
+
+
+def is_live(state: str) -> bool:
+    """Whether a job in this state, in Slurm's word, is queued or runs."""
+    return state.partition(" ")[0] not in _ENDED  # behind it may stand who cancelled it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +81,12 @@ class Job:
     @property
     def live(self) -> bool:
         """Queued or running."""
-        return self.state in LIVE_STATES
+        return is_live(self.state)
+
+    @property
+    def waits(self) -> bool:
+        """Queued, and perhaps held."""
+        return self.state in _WAITING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +183,9 @@ class Scheduler(Protocol):
 
     def query(self, job_id: str) -> Job | None:
         """The job, or None where the scheduler does not know it any more."""
+
+    def reservation_end(self, name: str) -> float | None:
+        """When this reservation ends, and its jobs with it; None where they do not, or the scheduler does not say."""
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""

@@ -15,7 +15,7 @@ from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler import job_text, slurm_command
-from relayrun.scheduler.base import LIVE_STATES
+from relayrun.scheduler.base import is_live
 from relayrun.scheduler.job_text import timestamp
 from relayrun.scheduler.local_queue import LocalJob, LocalQueue
 
@@ -57,7 +57,7 @@ def last_job(plan: Plan, *, since: float) -> JobEnd | None:
 def pending_reasons(plan: Plan) -> dict[str, str]:
     """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words."""
     names = ",".join([plan.job_name, plan.fallback_job_name])
-    text = ask(["squeue", "--noheader", "--states=PENDING", f"--name={names}", "--format=%i|%r"])
+    text = ask(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
     rows = [line.partition("|") for line in (text or "").splitlines()]
     return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
 
@@ -74,6 +74,7 @@ def out_of_budget(reason: str | None) -> bool:
 
 _FOR_EVER = (
     r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
+    r"|Reservation[ _].*[ _]was[ _]deleted"
     r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit"  # what one job may have: it asks for more
     r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
@@ -100,7 +101,7 @@ def abandoned(plan: Plan, run: Run) -> list[str]:
 def last_of(every: Sequence[LocalJob]) -> JobEnd | None:
     """The same as `last_job`, of the jobs of a local queue."""
     jobs = [job for job in every if not job.auxiliary and job.end_time]
-    ended = [job for job in jobs if job.state not in LIVE_STATES]
+    ended = [job for job in jobs if not is_live(job.state)]
     ran = [job for job in ended if job.start_time is not None] or ended
     if not ran:
         return None
@@ -123,7 +124,7 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
         ]
     )
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
-    ended = [row for row in rows if row[1] not in (*LIVE_STATES, RESIZING)]
+    ended = [row for row in rows if not is_live(row[1]) and row[1] != RESIZING]
     if not ended:
         return None
     row = _newest([row for row in ended if timestamp(row[4]) is not None] or ended)
@@ -140,7 +141,7 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
 def _remembered(plan: Plan) -> JobEnd | None:
     text = ask(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
-    ended = [row for row in rows if row[1] not in LIVE_STATES]
+    ended = [row for row in rows if not is_live(row[1])]
     if not ended:
         return None
     row = _newest([row for row in ended if row[2]] or ended)

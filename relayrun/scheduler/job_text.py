@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 
-from relayrun.scheduler.base import LIVE_STATES, Job
+from relayrun.scheduler.base import Job, is_live
 from relayrun.slurmtime import parse_time
 
 COMMENT = "relayrun:"
@@ -100,12 +100,13 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         nodes=known.get("NodeList", ""),
         num_nodes=int(known.get("NumNodes", "1").partition("-")[0]),
         batch_host=known.get("BatchHost", ""),
-        end_time=end if limit is not None or state not in LIVE_STATES else None,
+        end_time=end if limit is not None or not is_live(state) else None,
         submit_time=timestamp(known.get("SubmitTime", "")),
         eligible_time=timestamp(known.get("EligibleTime", "")),
         start_time=None if state == "PENDING" else start,  # until then it is a guess
         options=options,
-        at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
+        at_limit=known.get("Reason") == "TimeLimit"  # also of a job whose reservation was over
+        or (start is not None and end is not None and limit is not None and end - start >= limit),
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
         failed_begins=int(failed[1]) if failed else 0,

@@ -26,7 +26,7 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler import leftover
 from relayrun.scheduler.auxiliary import Auxiliary
-from relayrun.scheduler.base import BEGIN_BACKOFF, LIVE_STATES, MAX_FAILED_BEGINS, Fewest, Job, RankLaunch
+from relayrun.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS, Fewest, Job, RankLaunch, is_live
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 
 KILL_WAIT = 30.0
@@ -100,7 +100,7 @@ class LocalScheduler:
         )
 
     def named(self, name: str) -> str | None:
-        return next((job.id for job in self._queue.every_job() if job.name == name and job.state in LIVE_STATES), None)
+        return next((job.id for job in self._queue.every_job() if job.name == name and is_live(job.state)), None)
 
     def cancel(self, job_id: str) -> None:
         if not self._queue.path(job_id).exists():
@@ -166,6 +166,9 @@ class LocalScheduler:
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
+
+    def reservation_end(self, name: str) -> float | None:
+        return None
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         return self.live(self.every_job())

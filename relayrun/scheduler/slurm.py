@@ -17,7 +17,7 @@ from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import gres, slurm_command
 from relayrun.scheduler.base import PATIENCE, FallbackJobs, Fewest, Job, NodeControl, RankLaunch, clean_environment
-from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
+from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job, timestamp
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
 from relayrun.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer, says_too_few
@@ -200,7 +200,7 @@ class Slurm:
         return [f"ExcNodeList={','.join(node for node in given if node not in tried)}", "Comment="]
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        step = [*_step_beside(job_id, nodes=1), "--relative=0", f"--output={literal(str(log))}", "--export=ALL"]
+        step = [*self._step_on_batch_host(job_id), f"--output={literal(str(log))}", "--export=ALL"]
         environment = clean_environment(os.environ)  # srun would take the job's own options from it
         devnull = subprocess.DEVNULL
         try:  # it ends with the job; nobody waits for it
@@ -209,12 +209,19 @@ class Slurm:
             raise SchedulerError(f"srun: {error}") from None
 
     def run_beside(self, job_id: str, command: Sequence[str], *, nodes: int) -> str:
-        """Run a program once on each of the first nodes of a running job, beside its ranks; return what it printed.
+        """Run a program beside the ranks of a running job: on the batch host, or once on each of its nodes.
 
-        Raises SchedulerError.
+        Return what it printed. Raises SchedulerError.
         """
-        where = ["--relative=0"] if nodes == 1 else []
-        return self._once([*_step_beside(job_id, nodes=nodes), *where, *command])
+        step = self._step_on_batch_host(job_id) if nodes == 1 else _step_beside(job_id, nodes=nodes)
+        return self._once([*step, *command])
+
+    def _step_on_batch_host(self, job_id: str) -> list[str]:
+        """What starts one task where the batch script of a running job runs: each Slurm counts nodes in its own way."""
+        job = self.query(job_id)
+        if job is None or not job.batch_host:
+            raise SchedulerError(f"Slurm does not say on which node the batch script of job {job_id} runs")
+        return [*_step_beside(job_id, nodes=1), f"--nodelist={job.batch_host}"]
 
     def kill_wait(self) -> float:
         """Seconds from SIGTERM to SIGKILL when a job is ended."""
@@ -246,6 +253,16 @@ class Slurm:
             command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
             name = self.ask(command, answer="Invalid job id").removesuffix("\n")
         return parse_job(text, name=name)
+
+    def reservation_end(self, name: str) -> float | None:
+        try:
+            text = self._once(["scontrol", "show", "reservation", "--oneliner", name])
+        except SchedulerError:
+            return None
+        found = dict(re.findall(r"(\S+?)=(\S*)", text))
+        if "FLEX" in found.get("Flags", "").split(","):  # a job may go on behind the end of such a one
+            return None
+        return timestamp(found.get("EndTime", ""))
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
@@ -290,6 +307,8 @@ class Slurm:
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         nodes = self.nodes.expand(job.nodes)
+        # one port per job: jobs that share a node must not meet; and another one each time that it is queued again
+        port = 20_000 + (int(job.id) + 7_001 * int(os.environ.get("SLURM_RESTART_COUNT") or 0)) % 20_000
         if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
             command.insert(1, "--overlap")  # else a step waits where another one has not ended
@@ -301,11 +320,7 @@ class Slurm:
             command=command,
             nodes=nodes if plan.outlives_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
-            environment={
-                "MASTER_ADDR": nodes[0],
-                # one port per job: jobs that share a node must not meet
-                "MASTER_PORT": str(20_000 + int(job.id) % 20_000),
-            },
+            environment={"MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)},
         )
 
     def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:

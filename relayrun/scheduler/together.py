@@ -32,5 +32,5 @@ def jobs_of(names: Sequence[str], *, patience: float) -> dict[str, list[Waiting]
         job_id, state, reason, name = (*line.split("|", 3), "", "", "")[:4]
         if name in found:
             job = Job(id=job_id, name=name, state=state)
-            found[name].append(Waiting(job=job, reason=reason if state == "PENDING" and reason != "None" else ""))
+            found[name].append(Waiting(job=job, reason=reason if job.waits and reason != "None" else ""))
     return found

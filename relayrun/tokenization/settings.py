@@ -193,6 +193,8 @@ def load_config(path: str | os.PathLike[str]) -> TokenizationConfig:
     source = yamlfile.read(Path(path))
     _rename_section(source)
     sites.insert(source, folders=sites.folders(Path(path)))
+    sites.refuse_other_cluster(source, os.environ)
+    sites.insert_environment(source, os.environ)
     sites.insert_job_defaults(source, only=OF_A_SITE)
     if isinstance(cluster := source.values.get("cluster"), dict) and "scheduler" in cluster:
         source.values.setdefault("executor", cluster["scheduler"])

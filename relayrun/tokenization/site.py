@@ -28,6 +28,7 @@ def write(name: str, file: Path) -> None:
     """Write the two files of cluster `name`. Raises ConfigError."""
     given = LocatedSettings({"cluster": name}, {("cluster",): sites.CLUSTER})
     sites.insert(given, folders=sites.folders())
+    sites.insert_environment(given, os.environ)
     sites.insert_job_defaults(given, only=OF_A_SITE)
     try:
         cluster = Cluster.model_validate(given.values["cluster"])

@@ -11,7 +11,7 @@ from typing import Any
 Jobs = dict[str, dict[str, Any]]
 
 NODES = {"n0", "n1", "n2", "n3"}
-LIVE = ("PENDING", "RUNNING", "COMPLETING")
+LIVE = ("PENDING", "RUNNING", "COMPLETING", "RESV_DEL_HOLD")
 
 
 class RefusedError(Exception):
@@ -164,6 +164,8 @@ class FakeSlurm:
             return rest[2].replace(",", "\n") + "\n"
         if rest[:2] == ["show", "job"]:
             return self._shown(rest[2], jobs[rest[2]])
+        if rest[:2] == ["show", "reservation"]:
+            raise RefusedError(f"Reservation {rest[2]} not found")
         if rest[0] == "requeue":
             if jobs[rest[1]]["state"] == "PENDING":
                 raise RefusedError(f"Job is pending execution for job {rest[1]}")
@@ -213,9 +215,11 @@ class FakeSlurm:
 
     @staticmethod
     def _shown(job_id: str, job: dict[str, Any]) -> str:
+        minutes, seconds = divmod(48 * 60 + 32 + job.get("seconds", 3600), 60)
+        hours, minutes = divmod(4 * 60 + minutes, 60)
         return (
             f"JobId={job_id} JobName={job['name']} JobState={job['state']} Requeue={job['requeue']} "
-            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 "
-            f"NodeList={job.get('lost', 'n0')} BatchHost=n0 "
+            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T{hours:02}:{minutes:02}:{seconds:02} "
+            f"NodeList={job.get('lost', 'n0')} BatchHost=n0 Reservation={job.get('reservation', '(null)')} "
             f"NumNodes={job['nodes']} ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
         )

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import re
+import time
+from pathlib import Path
 
 import pytest
+
+from relayrun.chain import decide, supervisor
+from tests.history import began
 
 from .conftest import MakeRun
 from .test_local_chain import ends, logs, run_chain
 
 pytestmark = pytest.mark.slow  # they wait for real clocks
+
+
+def test_a_name_that_does_not_resolve_is_the_reason_and_not_the_time_limit(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = make_run()
+    log = tmp_path / "job.err"
+    said = "[W1126 12:01:00.123 socket.cpp:697] [c10d] The IPv4 network addresses of (n0, 25007) cannot be retrieved "
+    log.write_text(f"{said}(gai error: -2 - Name or service not known).\n")
+    now = time.time()
+    started = began(run, 1, start_time=now - 180, job_end_time=now - 1, log=str(log))
+    words, fatal = supervisor._why_failed(run, plan, run.attempt(1), started, decide.UNKNOWN)
+    assert words.startswith(said)
+    assert "job.time" not in words
+    assert fatal is None
 
 
 def test_a_chain_whose_start_eats_the_time_limit_says_so(make_run: MakeRun) -> None:

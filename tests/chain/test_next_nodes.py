@@ -243,9 +243,10 @@ def test_a_job_that_queued_itself_again_with_few_nodes_has_all_of_them_the_next_
     assert (job["nodes"], job["tasks"]) == ("4-4", "8")
 
 
-def batch_script_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm.kill_wait", lambda _self: 30.0)
+def batch_script_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch, *, guard_on: str = "n0") -> None:  # noqa: F811
+    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm.kill_wait", lambda _self: 30.0 if guard_on == "n0" else 0.1)
     monkeypatch.setattr("relayrun.chain.guard.alive", lambda _pid: False)
+    monkeypatch.setenv("SLURMD_NODENAME", guard_on)
 
     def guarded() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -265,6 +266,21 @@ def test_a_job_whose_batch_script_is_killed_does_without_the_node_that_is_not_up
     batch_script_is_killed(stage, monkeypatch)
     job = stage.slurm.jobs()["1"]
     assert (job["state"], job["nodes"], job.get("tasks")) == ("PENDING", "3-4", "6")
+
+
+@pytest.mark.parametrize(("cancelled", "state"), [(True, "RUNNING"), (False, "PENDING")])
+def test_a_guard_on_another_node_judges_nothing_by_process_ids(
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    cancelled: bool,
+    state: str,
+) -> None:
+    """There the batch script has no process: Slurm says whether the job was cancelled, and then it stays so."""
+    outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
+    assert fresh_begin(stage).code == 0
+    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm.cancelled", lambda _self, _id, *, nodes: cancelled)
+    batch_script_is_killed(stage, monkeypatch, guard_on="n2")
+    assert stage.slurm.jobs()["1"]["state"] == state
 
 
 def test_a_spare_node_takes_the_place_of_one_where_begin_failed(stage: Stage) -> None:  # noqa: F811

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +116,16 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
         assert (action == "stop") == (failed >= allowed)
         if action == "stop":
             break
+
+
+@pytest.mark.slow
+@given(END)
+def test_no_job_follows_where_the_reservation_has_ended(facts: EndFacts) -> None:
+    decision = at_end(replace(facts, reservation="reservation camp ended", cancelled=False))
+    assert decision.action == ("stop" if facts.auto_requeue or decision.action == "stop" else "end")
+    last = min(facts.total_steps or 0, facts.stop_after or 50)
+    if facts.outcome in (None, "saved") and facts.durable_iteration < last:
+        assert decision.reason.startswith("reservation camp ended")
 
 
 @given(st.integers(1, 10**6))

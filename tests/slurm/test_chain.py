@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -90,7 +91,10 @@ def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, m
         begin = AttemptStart.read(run.attempt(attempt).begin)
         assert begin is not None
         job = cluster.job(begin.job_id)
-        assert (job["NumNodes"].split("-")[0], job["TimeLimit"], job["Partition"]) == ("1", "00:05:00", "high"), job
+        limit = (
+            "00:05:00" if attempt == 1 else "00:10:00"
+        )  # the plan's: what Slurm gave a job is no wish of the next one
+        assert (job["NumNodes"].split("-")[0], job["TimeLimit"], job["Partition"]) == ("1", limit, "high"), job
         assert (job["ExcNodeList"], job["MinMemoryNode"], job["CPUs/Task"]) == ("n3", "100M", "2"), job
         assert job["TresPerNode"] in ("gres:gpu:3", "gres/gpu:3"), job
         if attempt == 1:
@@ -189,6 +193,39 @@ def test_cancel_stops_a_job_that_would_queue_itself_again(cluster: TestCluster, 
     assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
     assert cluster.job(job)["Restarts"] == "0"
     assert "queued again" not in guard.read_text()
+
+
+def test_a_job_with_less_time_than_its_lead_trains_and_the_next_one_has_the_plans(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+) -> None:
+    """As with `sbatch --time` on the command line, `--time-min`, or `scontrol update TimeLimit` of a waiting job."""
+    run, plan = make_run(
+        "--steps=10000", total_steps=10000, lead=600.0, signal_lead=540, **SLURM | {"time_limit": 3600}
+    )
+    start(cluster, run, "--time=1")  # Slurm's warning comes within half a minute
+    wait_for_iteration(cluster, run, attempt=2)
+    begun = [AttemptStart.read(run.attempt(number).begin) for number in (1, 2)]
+    assert [begin.lead for begin in begun if begin is not None] == [30.0, 600.0]
+    assert cluster.job(begun[1].job_id)["TimeLimit"] == "01:00:00"  # type: ignore[union-attr]
+    (record,) = ends(run)
+    assert record.reason.startswith("time limit near"), logs(run)
+    triggers.touch(run, "exit")
+    wait_for_end(cluster, run, plan)
+
+
+def test_ranks_save_before_a_reservation_that_was_made_shorter_ends(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, _ = make_run("--steps=10000", total_steps=10000, fallback_job=True, **SLURM)
+    camp, where = "reservationname=camp", "nodes=n2,n3"
+    cluster.run(["scontrol", "create", "reservation", camp, "starttime=now", "duration=120", "users=root", where])
+    start(cluster, run, "--reservation=camp")
+    wait_for_iteration(cluster, run)
+    cluster.run(["scontrol", "update", camp, "endtime=now+40seconds"])
+    cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=240)
+    (record,) = ends(run)
+    assert record.cause == "saved", logs(run)
+    assert record.durable_iteration > 0
+    assert re.match(r"reservation camp (ended|ends at .*); to go on without it: relayrun resume", run.stop.read_text())
 
 
 @pytest.mark.long

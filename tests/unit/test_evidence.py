@@ -27,6 +27,14 @@ def test_sixty_lines_of_srun_do_not_push_the_traceback_out() -> None:
     assert shown[4] == "srun: error: n0: task 0: Exited with exit code 1"
 
 
+def test_lines_of_slurm_with_a_time_before_them_push_nothing_out_either() -> None:
+    """Since Slurm 25.05 slurmstepd writes a time in the place of its name."""
+    ends = "".join(f"[2026-11-26T12:02:04.086] error: *** STEP 7.0 ON n{n} CANCELLED AT 2026 ***\n" for n in range(60))
+    shown = excerpt(f"{ends}hello\n").splitlines()
+    assert len(shown) == evidence.SCHEDULER_LINES + 1
+    assert shown[-1] == "hello"
+
+
 def test_a_long_traceback_keeps_its_first_and_its_last_line() -> None:
     frames = "".join(f'  File "loop.py", line {line}, in train\n    step()\n' for line in range(100))
     log = f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n" + "later\n" * 50
@@ -85,6 +93,11 @@ def test_a_program_that_no_rank_could_start_is_fatal() -> None:
     assert "exit code 127" in reason
     assert "cluster.python" in reason
     assert fatal("", [], exit_code=126) is not None  # the local scheduler
+
+
+def test_a_script_that_is_not_there_is_told_and_not_the_program_that_is_to_run_it() -> None:
+    log = "bash: tran.sh: No such file or directory\nsrun: error: n0: task 0: Exited with exit code 127\n"
+    assert fatal(log, [], exit_code=127, ntasks=1) == "bash: tran.sh: No such file or directory"
 
 
 def test_a_program_that_one_node_could_not_start_may_be_the_nodes_fault() -> None:

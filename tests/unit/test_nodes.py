@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.chain.evidence import failure_words
 from relayrun.chain.nodes import Strike, blamed, excluded, read_strikes, strike
 from relayrun.rundir.records import Failure
 from relayrun.rundir.run import Run
@@ -121,6 +122,87 @@ def test_the_same_words_of_several_nodes_blame_nobody() -> None:
 def test_several_lost_nodes_are_all_blamed_and_only_slurm_can_say_so() -> None:
     log = "print of a rank: node failure on n7\nsrun: error: Node failure on n[08-10]\n"
     assert blamed(log, [], ntasks=4) == {"n08": "node failure", "n09": "node failure", "n10": "node failure"}
+
+
+PREFIXES = [
+    "slurmstepd-n0: ",
+    "slurmstepd: ",
+    "[2026-11-26T12:02:04.086] ",  # since Slurm 25.05
+    "[2026-11-26T12:02:04+01:00] ",
+    "[Nov 26 12:02:04] ",
+    "0: slurmstepd-n0: ",
+    "Nov 26 12:02:04 n0 slurmstepd[71]: ",
+]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("what", ["STEP 116.0", "JOB 116"])
+def test_what_slurm_ended_is_blamed_on_nobody_whatever_stands_before_its_words(prefix: str, what: str) -> None:
+    log = (
+        f"{prefix}error: *** {what} ON n0 CANCELLED AT 2026-11-26T12:02:04 DUE to SIGNAL Killed ***\n"
+        "srun: error: n1: task 1: Killed\nsrun: error: n0: task 0: Killed\n"
+    )
+    assert blamed(log, [], ntasks=3) == {}
+    assert failure_words(log, []) == ""
+
+
+@pytest.mark.parametrize("prefix", ["", *PREFIXES])
+def test_a_lost_node_counts_whatever_stands_before_the_words(prefix: str) -> None:
+    found = blamed(f"{prefix}srun: error: Node failure on n1\n", [], ntasks=2)
+    assert found == blamed(f"{prefix}error: Node failure on n1\n", [], ntasks=2) == {"n1": "node failure"}
+
+
+LISTENING = (
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    "port: 25007, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)
+ENDED = (
+    f"srun: error: n0: task 0: Exited with exit code 1\n{TERMINATING}"
+    "[2026-11-26T12:02:04.086] error: *** STEP 116.0 ON n0 CANCELLED AT 2026-11-26T12:02:04 ***\n"
+    "srun: error: n1: task 1: Killed\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (f"[rank0]: {LISTENING}", LISTENING),
+        ("0: OSError: [Errno 98] Address already in use", "Address already in use"),
+        ("/venv/bin/python: can't open file '/home/ann/tran.py': [Errno 2] No such file or directory", "tran.py"),
+        ("bash: tran.sh: No such file or directory", "tran.sh"),
+        ("sh: 0: cannot open tran.sh: No such file", "tran.sh"),
+        ("/usr/bin/python3: No module named tran", "No module named tran"),
+        ("socket.gaierror: [Errno -2] Name or service not known", "Name or service not known"),
+        (
+            "[W1126 12:01:00.123 socket.cpp:697] [c10d] The IPv4 network addresses of (n0, 25007) cannot be retrieved "
+            "(gai error: -2 - Name or service not known).",
+            "(n0, 25007)",
+        ),
+    ],
+)
+def test_a_cause_that_lies_in_no_node_gives_no_strike_and_is_the_reason(said: str, words: str) -> None:
+    consequences = f"DistNetworkError: failed to recv, got 0 bytes\n{PEER}\n"
+    for log in (f"{said}\n{consequences}{ENDED}", f"{said}\nsrun: error: n0: task 0: Exited with exit code 127\n"):
+        assert blamed(log, [], ntasks=2) == blamed(log, [failure(1, "n1", PEER)], ntasks=2) == {}
+        assert words in failure_words(log, [])
+    assert words in failure_words(f"{said}\n", [])  # the time limit was over
+    killed = f"{said}\nsrun: error: n1: task 1: Segmentation fault\n"
+    assert blamed(killed, [], ntasks=2) == {"n1": "Segmentation fault"}
+    later = f"{said}\nRuntimeError: CUDA error: uncorrectable ECC\nsrun: error: n1: task 1: Exited with exit code 1\n"
+    assert blamed(later, [], ntasks=2) == {"n1": "Exited with exit code 1"}
+
+
+@pytest.mark.parametrize("error", [LISTENING, "socket.gaierror: [Errno -2] Name or service not known"])
+def test_what_a_rank_says_of_a_port_or_a_name_is_the_reason_and_no_strike(error: str) -> None:
+    said = [failure(0, "n0", error), failure(1, "n1", PEER)]
+    assert blamed(ENDED, said, ntasks=3) == {}
+    assert failure_words(ENDED, said).startswith(f"rank 0 on n0: {error[:40]}")
+
+
+def test_a_script_that_one_node_cannot_read_is_the_nodes_fault() -> None:
+    log = "/venv/bin/python: can't open file '/x/train.py': [Errno 116] Stale file handle\n"
+    log += f"srun: error: n1: task 1: Exited with exit code 2\n{TERMINATING}srun: error: n0: task 0: Terminated\n"
+    assert blamed(log, [], ntasks=2) == {"n1": "Exited with exit code 2"}
 
 
 def test_two_strikes_within_a_day_exclude_and_strikes_expire(tmp_path: Path) -> None:

@@ -284,6 +284,79 @@ def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:
     assert (other.begin_failed, other.begin_failed_on) == (False, "")
 
 
+def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Slurm 24.05 `--relative=0` is another node for each step; with a topology it is that of a switch."""
+    slurm = slurm_of(tmp_path, monkeypatch, srun='echo "$@"')
+    monkeypatch.setattr(slurm, "query", lambda _id: parse_job(LINE.replace("BatchHost=n0", "BatchHost=n1")))
+    steps = [slurm.run_beside("17", ["env"], nodes=1).split()]
+    monkeypatch.setattr("relayrun.scheduler.slurm.subprocess.Popen", lambda words, **_: steps.append(words))
+    slurm.guard("17", ["env"], log=tmp_path / "guard.log")
+    assert len(steps) == 2
+    for words in steps:
+        assert "--nodelist=n1" in words
+        assert not [word for word in words if word.startswith("--relative")]
+
+
+def test_a_job_that_is_queued_again_takes_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayrun.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, nodes: [nodes])
+    ports = []
+    for count in (None, "0", "1", "2"):
+        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+        if count is not None:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        launch = Slurm().rank_launch(Plan.of(PLAN), parse_job(LINE), leave_signal=None)
+        ports.append(int(launch.environment["MASTER_PORT"]))
+    assert ports[0] == ports[1] == 20_017
+    assert len(set(ports)) == 3
+    assert all(20_000 <= port < 40_000 for port in ports)
+
+
+RESERVATION = (
+    "ReservationName=res StartTime=2026-11-21T04:00:00 EndTime=2026-11-21T06:00:00 Duration=02:00:00 Nodes=n3 "
+    "NodeCnt=1 Features=(null) Flags=IGNORE_JOBS,SPEC_NODES Users=ann State=ACTIVE"
+)
+
+
+def test_when_a_reservation_ends_that_ends_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(script: str) -> float | None:
+        return slurm_of(tmp_path, monkeypatch, scontrol=script).reservation_end("res")
+
+    assert asked(f'echo "{RESERVATION}"') == timestamp("2026-11-21T06:00:00")
+    assert asked(f'echo "{RESERVATION.replace("SPEC_NODES", "FLEX")}"') is None  # jobs may go on behind its end
+    assert asked('echo "Reservation res not found" >&2; exit 1') is None
+
+
+def test_a_job_that_slurm_ends_with_its_reservation_was_not_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm 22.05 shows it: the reservation has gone from it, and its time limit was not reached."""
+    line = LINE.replace("JobState=RUNNING Reason=None", "JobState=COMPLETING Reason={reason}")
+    line = line.replace("EndTime=2026-11-22", "EndTime=2026-11-21").replace("Reservation=res", "Reservation=(null)")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for reason, cancelled in (("TimeLimit", False), ("None", True)):
+        script = f'echo "{line.format(reason=reason)}"'
+        slurm = slurm_of(tmp_path, monkeypatch, scontrol=script, sinfo="echo idle")
+        assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
+@pytest.mark.parametrize(
+    "state", ["RESV_DEL_HOLD", "REQUEUE_HOLD", "SPECIAL_EXIT", "EXPEDITING", "STAGE_OUT", "PENDING"]
+)
+def test_a_job_in_whatever_state_is_cancelled_unless_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    gone = tmp_path / "gone"
+    line = LINE.replace("JobState=RUNNING", f"JobState={state}")
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{line}"', scancel=f"echo $1 > {gone}")
+    slurm.cancel("17")
+    assert gone.read_text() == "17\n"
+    gone.unlink()
+    for ended in ("CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED"):
+        slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{line.replace(state, ended)}"')
+        slurm.cancel("17")
+    assert not gone.exists()
+
+
 def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
     inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
     assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}

@@ -18,6 +18,7 @@ from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.submit import submission
 from relayrun.submit.check import report
+from relayrun.tokenization import site
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "configs/clusters"
@@ -161,3 +162,57 @@ def test_the_pages_own_site_file_is_valid(tmp_path: Path) -> None:
     job = submission.dry_run(compose.load(tmp_path / "run.yaml"))
     assert "#SBATCH --gres=gpu:4" in job
     assert "#SBATCH --mail-type=END" in job
+
+
+def run_config(folder: Path, *, job: str = "{nodes: 2, time: 01:00:00}", name: str = "generic") -> Path:
+    text = RUN.format(root=ROOT, name=name, folder=folder).replace("{nodes: 2, time: 01:00:00, account: proj}", job)
+    (folder / "run.yaml").write_text(text)
+    return folder / "run.yaml"
+
+
+@pytest.mark.parametrize("option", ["account", "partition", "qos", "reservation", "constraint"])
+def test_a_persons_variable_for_sbatch_is_heeded_and_written_into_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setenv(f"SBATCH_{option.upper()}", "proj2")
+    config = compose.load(run_config(tmp_path))
+    assert f"#SBATCH --{option}=proj2\n" in submission.dry_run(config)
+    config = compose.load(run_config(tmp_path, name="alps"))  # it holds over the defaults of the site
+    assert f"#SBATCH --{option}=proj2\n" in submission.dry_run(config)
+    config = compose.load(run_config(tmp_path), [f"job.{option}=mine"])  # and --set over it, as an option of sbatch
+    assert f"#SBATCH --{option}=mine\n" in submission.dry_run(config)
+    (tmp_path / "resolved.yaml").write_text(compose.dump(config))
+    assert compose.read_resolved(tmp_path / "resolved.yaml") == config  # what a run was submitted with stays
+
+
+def test_a_persons_variable_for_sbatch_that_says_something_else_than_the_config_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "proj2")
+    path = run_config(tmp_path, job="{time: 01:00:00, account: proj}")
+    for verb in ("check", "submit"):
+        assert main([verb, str(path)]) == 1
+        said = capsys.readouterr().err
+        assert "SBATCH_ACCOUNT=proj2, and job.account is proj" in said
+        assert "run.yaml" in said
+    monkeypatch.setenv("SBATCH_ACCOUNT", "proj")
+    assert compose.load(path).job.account == "proj"
+
+
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
+def test_a_variable_that_names_another_cluster_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
+) -> None:
+    monkeypatch.setenv(variable, "other")
+    for verb in ("check", "submit"):
+        assert main([verb, str(run_config(tmp_path))]) == 1
+        assert f"{variable}=other is not heeded" in capsys.readouterr().err
+    assert compose.load(run_config(tmp_path, name="local")).cluster.scheduler == "local"
+
+
+def test_the_variables_of_sbatch_hold_for_jobs_of_tokenization_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SBATCH_ACCOUNT", "proj2")
+    site.write("generic", tmp_path / "site")
+    assert "--account=proj2" in (tmp_path / "site.options").read_text().split("\0")

@@ -113,6 +113,26 @@ def test_a_fallback_job_that_never_starts_goes_on_with_nothing(run: Run) -> None
     assert (found.broken or "").endswith("the fallback job 8 never starts: QOSMinNode")
 
 
+def test_a_waiting_job_whose_reservation_has_ended_never_starts(run: Run) -> None:
+    end(run, 1, "saved", "time limit near", 10, progress=True)
+    gone = Job(id="8", name="j", state="RESV_DEL_HOLD")
+    fallback = Job(id="9", name="j-fallback", state="RESV_DEL_HOLD")
+    reasons = dict.fromkeys("89", "Reservation camp was deleted")
+    found = status(run, Queue(jobs=[gone], fallback_jobs=[fallback], reasons=reasons))
+    assert found.state == "broken"
+    assert "job 8 never starts: its reservation was deleted" in (found.broken or "")
+    assert "queue 8 (resv_del_hold: Reservation camp was deleted)" in words_of(found)
+    assert status(run, Queue(jobs=[gone, Job(id="7", name="j", state="RUNNING")])).state == "running"
+
+
+@pytest.mark.parametrize("state", ["REQUEUE_HOLD", "SPECIAL_EXIT"])
+def test_a_job_that_is_held_in_another_way_is_queued_and_shown_as_slurm_says_it(run: Run, state: str) -> None:
+    held = Job(id="8", name="j", state=state)
+    found = status(run, Queue(jobs=[held], reasons={"8": "job requeued in held state"}))
+    assert found.state == "queued"
+    assert f"8 ({state.lower()}: job requeued in held state)" in words_of(found)
+
+
 def test_a_predecessor_that_does_not_leave_is_no_running_chain(run: Run) -> None:
     """A slow epilog keeps it COMPLETING for as long as it likes."""
     completing = Job(id="7", name="j", state="COMPLETING")

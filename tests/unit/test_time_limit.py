@@ -54,6 +54,19 @@ def test_a_limit_that_is_over_before_the_start_is_told(tmp_path: Path) -> None:
     assert words(run, 1, now=1300.0) == "the time limit of 300 s was over before the start was; raise job.time"
 
 
+def test_where_slurm_gave_less_than_was_asked_nobody_is_told_to_ask_for_more(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    attempt(run, 1, start=200.0)
+    for asked, advice in (
+        (310.0, "raise job.time"),
+        (3600.0, "job.time asks for 3600 s, and Slurm gave this job less"),
+    ):
+        assert start_time.shortage(run.attempt(1), now=1100.0, asked=asked).endswith(advice)
+    attempt(run, 2, start=None)
+    words = start_time.shortage(run.attempt(2), now=1300.0, asked=3600.0)
+    assert words.endswith("before the start was; job.time asks for 3600 s, and Slurm gave this job less")
+
+
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs")

@@ -7,15 +7,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from relayrun.config.sites import of_environment
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.scheduler.slurm_command import NoAnswerError
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.finding import Findings
-
-OF_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
-"""Options that sbatch takes from variables, SBATCH_ACCOUNT and so on, where a person gives it a launcher."""
 
 
 def look(plan: Plan, script: str | Path, findings: Findings) -> None:
@@ -33,16 +31,10 @@ def look(plan: Plan, script: str | Path, findings: Findings) -> None:
             remedy=error.hint,
         )
         return
-    # relayrun's own sbatch is started without them
+    # relayrun's own sbatch is started without them: they are in its script
     options = {} if isinstance(script, str) else of_environment(os.environ)
     _limits(partitions, plan, options.get("partition") or plan.sbatch_options.get("partition"), findings)
     _test(slurm, script, options, findings)
-
-
-def of_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The options of sbatch that variables give."""
-    found = {name: environment.get(f"SBATCH_{name.upper()}", "") for name in OF_ENVIRONMENT}
-    return {name: value for name, value in found.items() if value}
 
 
 def _test(slurm: Slurm, script: str | Path, options: Mapping[str, str], findings: Findings) -> None:

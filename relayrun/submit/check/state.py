@@ -18,7 +18,7 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.start_time import start_seconds
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler import history
-from relayrun.scheduler.base import Scheduler
+from relayrun.scheduler.base import RESERVATION_GONE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time
@@ -98,7 +98,9 @@ def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Co
         raise RunDirError(
             f"this run has jobs already: {jobs}",
             where=run.path,
-            hint=f"let them run, or touch {run.triggers / 'exit'} and submit again",
+            hint="they never start: `relayrun cancel` takes them away"
+            if all(job.state == RESERVATION_GONE for job in live)
+            else f"let them run, or touch {run.triggers / 'exit'} and submit again",
         )
 
 

@@ -1,0 +1,111 @@
+"""The time that a job really has: its lead fits into it, and the end of its reservation ends the chain by its name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from relayrun.chain import successor, supervisor
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler.base import Job
+from relayrun.scheduler.slurm import Slurm
+
+from .exhaustion import run_child
+from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
+
+
+def ended(stage: Stage) -> None:  # noqa: F811
+    reached = run_child(lambda: supervisor.end(stage.run, 4, 143), stage.run_path, stage.slurm)
+    assert reached.code in (0, supervisor.FAILED), reached.output
+
+
+@pytest.mark.parametrize(
+    ("lead", "floor", "ceiling", "within"),
+    [
+        (600.0, 300.0, 1800.0, (240.0, 240.0, 240.0)),
+        (600.0, 600.0, 600.0, (240.0, 240.0, 240.0)),  # chain.lead
+        (60.0, 60.0, 60.0, (60.0, 60.0, 60.0)),
+    ],
+)
+def test_the_lead_is_that_of_the_time_that_slurm_gave_the_job(
+    stage: Stage,  # noqa: F811
+    lead: float,
+    floor: float,
+    ceiling: float,
+    within: tuple[float, float, float],
+) -> None:
+    plan = Plan.load(stage.run)
+    replace(plan, time_limit=3600, lead=lead, lead_floor=floor, lead_ceiling=ceiling, signal_lead=540).write(
+        stage.run.plan
+    )
+    stage.slurm.set("1", seconds=480)
+    assert fresh_begin(stage).code == 0
+    started = stage.run.attempt(4).read_begin()
+    assert started is not None
+    assert (started.lead, started.lead_floor, started.lead_ceiling) == within
+    assert started.job_end_time is not None
+    job_env = (stage.run.attempt(4).path / "job.env").read_text()
+    assert f"leave_from={started.job_end_time - started.lead:.0f}\n" in job_env  # Slurm's warning comes with the start
+
+
+def test_the_lead_of_a_first_attempt_is_a_quarter_of_the_time_that_it_has(stage: Stage) -> None:  # noqa: F811
+    plan = replace(Plan.load(stage.run), time_limit=3600, lead=600.0, lead_floor=30.0, lead_ceiling=1800.0)
+    job = Job(id="1", name="j", state="RUNNING", start_time=1000.0, end_time=1480.0)
+    found = supervisor._in_the_time_there_is(plan, job)
+    assert (found.lead, found.lead_floor, found.lead_ceiling) == (120.0, 30.0, 240.0)
+
+
+def test_with_the_time_that_was_asked_for_the_lead_is_the_plans_and_a_warning_is_heeded(stage: Stage) -> None:  # noqa: F811
+    plan = Plan.load(stage.run)
+    replace(plan, time_limit=3600, lead=2400.0, lead_floor=2400.0, lead_ceiling=2400.0, signal_lead=2700).write(
+        stage.run.plan
+    )
+    assert fresh_begin(stage).code == 0
+    started = stage.run.attempt(4).read_begin()
+    assert started is not None
+    assert (started.lead, started.lead_floor, started.lead_ceiling) == (2400.0,) * 3
+    assert "leave_from" not in (stage.run.attempt(4).path / "job.env").read_text()
+
+
+def test_a_successor_asks_for_the_time_of_the_plan() -> None:
+    job = Job(id="1", name="j", state="RUNNING", options={"time": "00:08:00", "nodes": "2"})
+    assert successor.own_options(job, Slurm()) == {"nodes": "2"}
+
+
+@pytest.mark.parametrize("held", ["PENDING", "RESV_DEL_HOLD"])
+def test_a_job_that_its_reservation_ended_is_the_last_one(stage: Stage, held: str) -> None:  # noqa: F811
+    """Slurm has taken the reservation from the job that it ends, and holds those that wait."""
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.read_begin()
+    assert started is not None
+    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    for job in (*stage.slurm.pending(), *stage.slurm.fallback_jobs()):
+        stage.slurm.set(job, state=held, **{"reservation": "camp"} if held == "PENDING" else {})
+    ended(stage)
+    reason = stop_reason(stage.run) or ""
+    assert reason.startswith("reservation camp ended; to go on without it: relayrun resume ")
+    assert "cancelled" not in reason
+    assert {job["state"] for key, job in stage.slurm.jobs().items() if key != "1"} == {"CANCELLED"}
+
+
+def test_a_successor_that_a_person_moved_out_of_the_reservation_goes_on(stage: Stage) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.read_begin()
+    assert started is not None
+    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    ended(stage)
+    assert stop_reason(stage.run) is None
+    assert len(stage.slurm.pending()) == 1
+
+
+def test_a_successor_whose_reservation_ended_is_not_waited_for(stage: Stage) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    (job,) = stage.slurm.pending()
+    stage.slurm.set(job, state="RESV_DEL_HOLD")
+    ended(stage)
+    assert stop_reason(stage.run) == f"the successor, job {job}, never starts: its reservation was deleted"
+    assert stage.slurm.jobs()[job]["state"] == "CANCELLED"
