@@ -6,6 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.submit import project
 
 
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write a project, and say what to do with it. Raises RelayrunError."""
+    check_outputs({"FOLDER": options.folder})
     cluster = options.cluster or ("generic" if shutil.which("sbatch") else "local")
     made = project.make(options.folder, cluster=cluster)
     for name, written in made.items():
