@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"kept as it was: {options.folder / name}")
     print(
         f"{options.folder}: {sum(made.values())} files written, for cluster {cluster!r}; next:\n"
-        f"  cd {options.folder}\n"
+        f"  cd {shlex.quote(str(options.folder))}\n"
         f"  relayrun check {project.RUN} --set data.mock_data=true\n"
         f"  relayrun submit {project.RUN} --set data.mock_data=true --set training.steps=40"
     )
