@@ -6,14 +6,14 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.config.schema import CommonConfig, Job, RunConfig
+from relayrun.config.schema import CommonConfig, Job, MegatronConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import RelayrunError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import owner
-from relayrun.submit.check import data, job, node, notify, place, settings, slurm, state, storage, tracking
+from relayrun.submit.check import data, job, megatron_lm, node, notify, place, settings, slurm, state, storage, tracking
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import Usage
@@ -32,7 +32,7 @@ class Report:
     plan: Plan
     findings: Findings
     manifest: Manifest | None
-    """The run's data, without editions; None where they could not be read, and for a trainer that reads its own."""
+    """The run's data, without editions; None where they could not be read, and for a trainer command."""
     usage: list[Usage] = field(default_factory=list)
     forecast: Forecast | None = None
     """None where the size of the vocabulary is not known, and for a foreign trainer."""
@@ -57,13 +57,16 @@ def report(
     place.look(config, run, log_folder, findings)
     with findings.catching("place.run_dir", ok=f"run directory {run.path}"):
         owner.refuse_unwritable(run)
-    manifest = data.look(config, run, findings) if isinstance(config, RunConfig) else None
+    read = megatron_lm.as_read(config, findings) if isinstance(config, MegatronConfig) else config
+    manifest = data.look(read, run, findings) if isinstance(read, RunConfig) else None
     used: list[Usage] = []
     future: Forecast | None = None
     if intent is not None:
         state.look(config, plan, run, manifest, intent, findings)
+    if isinstance(read, RunConfig) and manifest is not None and (config is read or megatron_lm.can_be_counted(read)):
+        evolved = _with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
+        used = data.look_at_usage(evolved, run, manifest, findings)
     if isinstance(config, RunConfig) and manifest is not None:
-        used = data.look_at_usage(_with_editions(config, run, manifest), run, manifest, findings)
         with findings.catching("run.lineage"):
             future = forecast(config, plan, run, manifest.vocabulary_size)
     if future is not None:
