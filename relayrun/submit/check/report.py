@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,20 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import owner
-from relayrun.submit.check import data, job, megatron_lm, node, notify, place, settings, slurm, state, storage, tracking
+from relayrun.submit.check import (
+    data,
+    job,
+    launcher_file,
+    megatron_lm,
+    node,
+    notify,
+    place,
+    settings,
+    slurm,
+    state,
+    storage,
+    tracking,
+)
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import Usage
@@ -47,11 +61,13 @@ def report(
     given: LocatedSettings | None = None,
     intent: Intent | None = None,
     script: str | Path | None = None,
+    adopted: Mapping[str, str] | None = None,
 ) -> Report:
     """Look at everything; nothing is written or queued.
 
     `given`: where the settings were written. `intent`: with it the run's own state and jobs are looked at. `script`:
-    what Slurm is asked about, see `slurm.look`; None: it is not asked.
+    what Slurm is asked about, see `slurm.look`; None: it is not asked. `adopted`: options of this very job, which
+    becomes the first of the chain.
     """
     findings = of_config(config, given)
     place.look(config, run, log_folder, findings)
@@ -75,6 +91,8 @@ def report(
         with findings.catching("storage.space"):
             storage.look(future, run, findings, quota_command=config.cluster.quota_command)
     storage.look_at_purges(config.cluster.purge_days, run, manifest, findings)
+    if isinstance(config, MegatronConfig):
+        launcher_file.look(config, plan, run, script, adopted or {}, findings)
     if plan.scheduler == "slurm" and script is not None:
         slurm.look(plan, script, findings)
     tracking.look(config, findings)
