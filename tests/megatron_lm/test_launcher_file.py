@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from relayrun import places
 from relayrun.config import compose, yamlfile
 from relayrun.errors import RelayrunError
 from relayrun.rundir.run import Run
@@ -306,7 +307,9 @@ def test_all_of_them_are_named_at_once_and_a_submit_refuses(looked: Looked, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_what_runs_is_what_flags_say_and_the_environment(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_is_what_flags_say_and_the_environment(
+    looked: Looked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert looked(OWN["steps"][0], megatron_lm={"args": {"train-iters": 77777}}) == []
     assert looked(OWN["micro-batch"][0], ("--micro-batch-size $MBS", "--micro-batch-size 2")) == []
     ((said, _),) = looked(megatron_lm={"args": {"train-iters": 7}})
@@ -318,7 +321,10 @@ def test_what_runs_is_what_flags_say_and_the_environment(looked: Looked, monkeyp
     assert looked(OWN["variable"][0], cluster={"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}}) == []
     assert looked(OWN["short"][0], job={"time": "30"}) == []
     assert looked(OWN["mail"][0], job={"sbatch": {"mail-type": "END"}}) == []
-    assert looked(("--gpus-per-node=4", "--gres=gpu:4 --ntasks=8")) == []
+    assert looked(("--gpus-per-node=4", "--gres=gpu:4 --ntasks=8 --gpus=8 --gpus-per-task=1")) == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / places.MARKER).touch()
+    assert looked((f'"{tmp_path}/data"', "data")) == []
 
 
 def test_a_secret_of_a_launcher_is_not_shown(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:

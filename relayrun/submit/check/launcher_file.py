@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from relayrun import places
 from relayrun.chain import render
 from relayrun.config.sbatch import INSTEAD
 from relayrun.config.schema import MegatronConfig
@@ -132,7 +133,8 @@ def _compare(name: str, yours: str | None, runs: str | None, setting: str, where
 def _same(yours: str, runs: str) -> bool:
     if yours.lower() in ("true", "false"):
         return yours.lower() == (runs or "false")
-    parts = [[os.path.normpath(part.strip()) for part in text.split(",")] for text in (yours, runs)]
+    root = places.project() if runs.startswith("/") else ""  # a relative path is one of the project's
+    parts = [[os.path.normpath(os.path.join(root, part.strip())) for part in text.split(",")] for text in (yours, runs)]
     return parts[0] == parts[1] or flag.same(yours.split(), runs.split())
 
 
@@ -143,6 +145,7 @@ def _header(config: MegatronConfig, plan: Plan, file: Path, header: dict[str, st
         "gpus": str(job.nodes * job.gpus_per_node),
         "gres": f"gpu:{job.gpus_per_node}",
         "gpus-per-node": str(job.gpus_per_node),
+        "gpus-per-task": f"{job.gpus_per_node / job.ntasks_per_node:g}",
     }
     given |= {name: value for name, (value, _) in _words(plan.srun_options, 0)} | header
     for name, (yours, line) in _options(file.read_text(encoding="utf-8")).items():

@@ -188,8 +188,7 @@ class _Script:
         if found is not None and (self.command or self.declares) and not self.text.startswith("(", self.at):
             self.assigned.append(Assignment(found[1], word[found.end() :], start, inside, found[2] == "+="))
         for default in _DEFAULT.finditer(word):
-            end = skip_one(word, default.start())
-            text = word[default.start() : end].replace("=", "-", 1)
+            text = word[default.start() : skip_one(word, default.start())].replace("=", "-", 1)
             self.assigned.append(Assignment(default[1], text, start + default.start(), inside, appends=False))
 
     def _array(self, word: str, start: int) -> None:
