@@ -19,6 +19,7 @@ import grp
 import logging
 import os
 import pwd
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -141,8 +142,32 @@ def group_name(gid: int) -> str:
         return str(gid)
 
 
+INTO_A_FOLDER = "write into a folder, and copy it from there"
+"""What to do instead of writing to a URL."""
+
+
+def refusal_of_url(path: str | os.PathLike[str]) -> str | None:
+    """Return why nothing is written to a place that is a URL; None where it is a path.
+
+    pathlib makes s3:/bucket of s3://bucket, and a local folder of that name would be made.
+    """
+    text = os.fspath(path)
+    if (found := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)) is None:
+        return None
+    url = f"{found[1]}://{'/' if found[1] == 'file' else ''}{text[found.end() :]}"
+    return f"{url} is a URL, and only folders of this machine are written to"
+
+
+def refuse_urls(*paths: str | os.PathLike[str]) -> None:
+    """Raise InputError where a place that is to be written to is a URL."""
+    for path in paths:
+        if (refusal := refusal_of_url(path)) is not None:
+            raise InputError(refusal, hint=INTO_A_FOLDER)
+
+
 def refuse_unwritable(*paths: str | os.PathLike[str]) -> None:
     """Raise InputError where this user may not write a file or into a folder, or make it where it is missing."""
+    refuse_urls(*paths)
     for path in paths:
         place = _nearest_there(path)
         mode = os.W_OK | os.X_OK if place.is_dir() else os.W_OK

@@ -251,6 +251,17 @@ def attempt_environment(
     )
 
 
+def rank_defaults(cpus_per_task: str) -> dict[str, str]:
+    """Variables of every rank, whatever its trainer; those of the site win."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": cpus_per_task,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
 def exports(variables: Mapping[str, str]) -> list[str]:
     """`export NAME=value` lines. Names are checked by the schema."""
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]

@@ -485,11 +485,7 @@ def _environment(
     own = trainer.environment(begin)
     path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *render.search_path(plan)]
     environment = {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches
-        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **render.rank_defaults(job.options.get("cpus-per-task", str(plan.cpus_per_task))),
         **launch.environment,
         **own,
         **plan.environment,

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError, RunDirError
 from relayrun.monitoring import queue, run_status
 from relayrun.rundir import lineage
@@ -93,6 +94,7 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
     """Put a copy back into a run that has no job, or into a folder. Raises RelayrunError."""
     named, iteration = split_iteration(options.name)
     if options.to is not None:
+        check_outputs({"--to": options.to})
         for line in restore.fetch(named, iteration, Path(options.to).expanduser().absolute()):
             print(line)
         return 0

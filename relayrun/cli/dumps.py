@@ -17,6 +17,7 @@ from relayrun.cli import (
     tokenize,
     train_tokenizer,
 )
+from relayrun.config.writable import check_outputs
 from relayrun.tokenization.dumps import status, tune
 from relayrun.tokenization.options import EngineName, TokenizeOptions
 from relayrun.tokenization.pool import one_thread
@@ -107,6 +108,7 @@ def run(options: argparse.Namespace) -> int:
             return 0 if status.watch(options.folder, max(options.watch, 0.1)) else 1
         print(status.table(status.read_status(options.folder)))
         return 0
+    check_outputs({"--temp-dir": options.temp_dir})
     if options.dumps_command == "verify":
         return _verify(options)
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    check_outputs({"--output": output})
+    check_outputs({"--output": options.output})
     check_target(output)
     if not (options.folder / "config.json").is_file():
         hint = nearest_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
@@ -68,7 +68,7 @@ def import_hf(options: argparse.Namespace) -> int:
 def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    check_outputs({"--output": output})
+    check_outputs({"--output": options.output})
     check_target(output)
     name, iteration = split_iteration(options.folder)
     folder = Path(name).expanduser()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.submit import project
 
 
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write a project, and say what to do with it. Raises RelayrunError."""
+    check_outputs({"FOLDER": options.folder})
     cluster = options.cluster or ("generic" if shutil.which("sbatch") else "local")
     made = project.make(options.folder, cluster=cluster)
     for name, written in made.items():
@@ -30,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"kept as it was: {options.folder / name}")
     print(
         f"{options.folder}: {sum(made.values())} files written, for cluster {cluster!r}; next:\n"
-        f"  cd {options.folder}\n"
+        f"  cd {shlex.quote(str(options.folder))}\n"
         f"  relayrun check {project.RUN} --set data.mock_data=true\n"
         f"  relayrun submit {project.RUN} --set data.mock_data=true --set training.steps=40"
     )

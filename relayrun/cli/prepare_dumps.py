@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from relayrun.config.writable import check_outputs
 from relayrun.tokenization.dumps.split import prepare, print_dumps
 
 
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Split a dataset into dumps: write the paths files that the tokenization jobs read. Raises RelayrunError."""
+    check_outputs({"--preprocessing-metadata-folder": options.preprocessing_metadata_folder})
     dumps = prepare(
         options.dataset_folder,
         options.preprocessing_metadata_folder,

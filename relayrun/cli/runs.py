@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from relayrun.chain import signs
+from relayrun.config import yamlfile
+from relayrun.config.writable import check_outputs, check_writable
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.monitoring import queue, run_status
 from relayrun.monitoring.run_status_view import dump
@@ -136,6 +140,7 @@ def _size(count: int) -> str:
 
 def archive_runs(options: argparse.Namespace) -> int:
     """Move runs to a place; the exit code is 1 where one could not be. Raises InputError without a place."""
+    check_outputs({"--to": options.to})
     place = options.to.expanduser().absolute()
     if not place.is_dir():
         raise InputError("there is no such folder", where=place, hint="mount it, or make it")
@@ -154,6 +159,7 @@ def archive_runs(options: argparse.Namespace) -> int:
 
 def move_run(options: argparse.Namespace) -> int:
     """Move a run's directory. Raises RelayrunError."""
+    check_outputs({"FOLDER": options.target})
     target = options.target.expanduser().absolute()
     _move(options.name, target)
     print(f"go on: relayrun resume {target}")
@@ -177,6 +183,7 @@ def _real(path: Path) -> Path:
 def _move(name: str, target: Path) -> None:
     named = _place_of(name)
     source = _real(named)
+    _refuse_protected(source, target)
     done = relocate.finish(source, target)
     if not done:
         run = find_run(name)
@@ -186,6 +193,18 @@ def _move(name: str, target: Path) -> None:
         print(line)
     if named.is_symlink() and not named.exists():
         print(f"{named} is a link to where it was: {shlex.join(['ln', '-sfn', str(target), str(named)])}")
+
+
+def _refuse_protected(source: Path, target: Path) -> None:
+    """Raise ConfigError where a site allows no writing, which removing is: as for every tool, and by the run's site."""
+    places = {"RUN": source, "its new place": target}
+    check_outputs(places)
+    run = Run(source)
+    cluster: dict[str, Any] = {"name": "", "read_only_paths": []}
+    for number in run.revisions()[-1:]:
+        with contextlib.suppress(RelayrunError, TypeError):  # a run that is damaged may be moved, too
+            cluster |= yamlfile.read(run.config_revision(number)).values.get("cluster", {})
+    check_writable(places, cluster=cluster["name"], read_only_paths=cluster["read_only_paths"])
 
 
 def _refuse_living(run: Run) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError
 from relayrun.shards.prefixes import find_prefixes
 from relayrun.shards.record import RECORD
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check token shards, and name every fault. Raises RelayrunError where there is one."""
+    check_outputs({"--temp-dir": options.temp_dir})
     size, eod = options.vocabulary_size, options.eod
     if options.tokenizer is not None:
         from relayrun.tokenization.encode.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.job import Chain, Cluster, Debug, Evaluation, Job, Tracking
 from relayrun.config.notify import Notify
-from relayrun.config.section import NAME, Line, Section
+from relayrun.config.section import NAME, Output, Section
 
 OF_ONE_TASK = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")
 """Options of Slurm that an agent, the one task of its node, would hold for all of its ranks."""
@@ -23,7 +23,7 @@ class CommonConfig(Section):
     """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the run within its project. `{nodes}` in it becomes the number of nodes."""
-    run_dir: Line | None = None
+    run_dir: Output | None = None
     """Directory of the run; default: logs/runs/<project>/<name>."""
     trainer: TrainerName = "native"
     """What the ranks execute. `native`: relayrun's own training program. `megatron-lm`: a checkout of Megatron-LM.

@@ -36,7 +36,7 @@ from relayrun.config.schema import (
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.transformer_refused import refusal
 from relayrun.config.yamlfile import LocatedSettings, Location
-from relayrun.errors import ConfigError, nearest, nearest_path
+from relayrun.errors import INTO_A_FOLDER, ConfigError, nearest, nearest_path, refusal_of_url
 
 CAMPAIGNS = ("sweep", "stages")
 """Sections of a config of several runs; see `relayrun.config.campaign`."""
@@ -162,7 +162,12 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
 
 
 def run_dir(given: str | None, project: str, name: str, root: Path) -> str:
-    """The absolute directory of a run: the one that is `given`, or its usual place below `root`."""
+    """The absolute directory of a run: the one that is `given`, or its usual place below `root`.
+
+    Raises ConfigError for a URL.
+    """
+    if given and (refusal := refusal_of_url(given)) is not None:
+        raise ConfigError(refusal, where="run_dir", hint=INTO_A_FOLDER)
     return _absolute(given or f"logs/runs/{project}/{name}", root)
 
 

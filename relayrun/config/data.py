@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from relayrun.config.document_window import DOCUMENT_WINDOW, DocumentWindow
-from relayrun.config.section import NAME, Fraction, Positive, Section
+from relayrun.config.section import NAME, Fraction, Output, Positive, Section
 from relayrun.config.streams import LANES, TOKENS, Source, Stream
 
 MOCK_ORDER = "mock"
@@ -91,10 +91,10 @@ class Data(Section):
     cross a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""
     document_window: DocumentWindow | None = None
     """How data sets of `order: document-window` are cut and packed, where they do not say it themselves."""
-    data_cache_dir: str | None = None
+    data_cache_dir: Output | None = None
     """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the number
     of rows of `order: document-window`, which is otherwise kept in the run directory."""
-    shard_cache_dir: str | None = None
+    shard_cache_dir: Output | None = None
     """Folder of each node's own disk through which token shards below URLs are read, block by block; they need one."""
     shard_cache_gb: Annotated[float, Field(ge=0.01)] = 20.0
     """10^9 bytes of that folder, at most, for all ranks of a node together; what was used longest ago leaves it."""

@@ -17,7 +17,7 @@ from relayrun.config.section import one_line
 Value = bool | int | str
 """`true`: the option without a value; `false`: not this option, although the site's file gives it."""
 
-_SETTINGS = {
+INSTEAD = {
     "job-name": "it follows from project and name",
     "time": "set job.time",
     "nodes": "set job.nodes",
@@ -66,8 +66,8 @@ def _handed_on(options: dict[str, Value]) -> dict[str, Value]:
     for name, value in options.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no long name of an option of sbatch, as in mail-type")
-        if name in _SETTINGS:
-            raise ValueError(f"{name} is relayrun's own: {_SETTINGS[name]}")
+        if name in INSTEAD:
+            raise ValueError(f"{name} is relayrun's own: {INSTEAD[name]}")
         if value == "":
             raise ValueError(f"{name} has no value; write `true` for an option without one")
         if isinstance(value, str):

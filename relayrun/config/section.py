@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from relayrun.errors import refusal_of_url
 from relayrun.slurmtime import parse_time
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -32,6 +33,16 @@ _BREAKS = ("Cc", "Zl", "Zp")
 
 Line = Annotated[str, AfterValidator(one_line)]
 """Text without control characters: it becomes part of a job script, a command line or a file of variables."""
+
+
+def _on_this_machine(value: str) -> str:
+    if (refusal := refusal_of_url(value)) is not None:
+        raise ValueError(refusal)
+    return value
+
+
+Output = Annotated[Line, AfterValidator(_on_this_machine)]
+"""A folder that is written to: a path, and no URL."""
 SlurmTime = Annotated[str, BeforeValidator(_time_text)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]

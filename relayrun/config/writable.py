@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relayrun.config import sites
-from relayrun.errors import ConfigError, run_main
+from relayrun.errors import INTO_A_FOLDER, ConfigError, refusal_of_url, run_main
 
 AnyPath = str | os.PathLike[str]
 
@@ -33,7 +33,10 @@ def protected(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
 
 
 def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_only_paths: Sequence[str]) -> None:
-    """Raise ConfigError for the outputs, by their names, that lie where `cluster` allows no writing; all are named."""
+    """Raise ConfigError for the outputs, by their names, that are URLs, or lie where `cluster` allows no writing."""
+    refusals = {name: refusal_of_url(path) for name, path in outputs.items() if path is not None}
+    if urls := [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]:
+        raise ConfigError("; ".join(urls), hint=INTO_A_FOLDER)
     found = [
         f"{name}: {os.fspath(path)} lies below {place}"
         for name, path in outputs.items()

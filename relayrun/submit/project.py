@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relayrun import places
-from relayrun.config import compose
+from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.config.section import NAME
 from relayrun.errors import ConfigError, InputError
@@ -119,6 +119,11 @@ def _files(name: str, cluster: str) -> dict[str, str]:
     run = (shared / "runs" / Path(RUN).name).read_text(encoding="utf-8")
     run = re.sub(r"^project: .*", f"project: {name}", run, flags=re.M)
     run = re.sub(r"^cluster: \S+", f"cluster: {cluster}", run, flags=re.M)
+    if gpus := (yamlfile.read(shared / "clusters" / f"{cluster}.yaml").values.get("job") or {}).get("gpus_per_node"):
+        # a rank for each GPU, and as many sequences for each as the template has
+        run = re.sub(r"^  ntasks_per_node: .*", f"  ntasks_per_node: {gpus}", run, flags=re.M)
+        run = re.sub(r"^  global_batch_size: .*", f"  global_batch_size: {4 * gpus}", run, flags=re.M)
+        run = re.sub(r"^training:$", "training:\n  precision: bf16", run, flags=re.M)
     copied = [*sorted((shared / "models").glob("*.yaml")), shared / "clusters" / f"{cluster}.yaml"]
     data = shared / "data" / "tokenization-example.yaml"
     data_text = data.read_text(encoding="utf-8").replace("launchers/submit_tokenization.py", "relayrun dumps submit")

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,7 +110,7 @@ def adopt_job(
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-    with prepared(config, intent) as (run, plan):
+    with prepared(config, intent, adopted=job.options) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         fallback.put_behind(run, plan, job.id, options=job.options)
         return run
@@ -137,15 +137,17 @@ def prepared(
     *,
     membership: Membership | None = None,
     awaited: bool = False,
+    adopted: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Run, Plan]]:
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too.
 
     `membership`: of the campaign that the run is made for. `awaited`: what it begins with is not there yet.
+    `adopted`: options of the job that becomes the first.
     """
     run = Run(Path(config.run_dir or ""))
     # the run's state is looked at under the lock, and Slurm by the scheduler
     plan = make_plan(config, run, places.CODE, revision=0)
-    found = report(config, plan, run, log_folder=log_folder(run), given=given)
+    found = report(config, plan, run, log_folder=log_folder(run), given=given, adopted=adopted)
     found.findings.raise_errors()
     for finding in found.findings.warnings:
         log.warning("%s", finding.line)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.errors import InputError, RelayrunError
+from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import remove_leftovers, write_atomic
 from relayrun.tokenization import progress
 from relayrun.tokenization.encode.engines import select
@@ -83,6 +83,7 @@ def tokenize(
     Raises InputError or OSError for what a person can mend; then every shard under a final name is whole.
     """
     started = time.monotonic()
+    refuse_urls(output_folder, *([] if logging_dir is None else [logging_dir]))
     one_thread()
     names = read_paths_file(paths_file)
     source = followed(dataset)

@@ -16,7 +16,7 @@ from relayrun import places
 from relayrun.chain import render
 from relayrun.config import sites, yamlfile
 from relayrun.config.job import Cluster, Place
-from relayrun.config.section import Line, Positive, Section, SlurmTime
+from relayrun.config.section import Line, Output, Positive, Section, SlurmTime
 from relayrun.config.setup_lines import check_setup
 from relayrun.config.writable import check_outputs, check_writable
 from relayrun.errors import ConfigError
@@ -33,10 +33,10 @@ class TokenizationSettings(TokenizeOptions):
 
     tokenizer_name: FileName
     dataset_name: FileName
-    metadata_folder: str
+    metadata_folder: Output
     """As written by prepare_dumps.py."""
-    output_folder: str
-    logs: str = "logs"
+    output_folder: Output
+    logs: Output = "logs"
     """Gets slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
 
     @property

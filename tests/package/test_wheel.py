@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import subprocess
@@ -19,6 +20,9 @@ from tests.wheel import ROOT, Installed, build, install
 
 MODULES = {"megatron-core": "megatron", "lm_eval": "lm_eval", "splintr-rs": "splintr", "nvidia-ml-py": "pynvml"}
 """Packages whose modules have other names."""
+
+APACHE = "0ffddef9e48f8a09aed5caf2d44f7ba1c1be2d9b8e0a6f693b1635b2d5566645"
+"""SHA-256 of the Apache License, Version 2.0, with its appendix, with one blank between two words."""
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,18 @@ def test_the_wheel_has_the_files_that_jobs_need_and_types(base: Installed) -> No
     ).stdout.split()
     assert set(tracked) - {"configs/clusters/test.yaml"} <= names
     assert os.access(package / "share/launchers/submit-demo.sh", os.X_OK)
+
+
+def test_the_wheel_has_the_license_and_names_it(base: Installed) -> None:
+    own = importlib.metadata.Distribution.at(next(base.packages.glob("relayrun-*.dist-info")))
+    assert own.metadata["License-Expression"] == "Apache-2.0"
+    assert own.metadata.get_all("License-File") == ["LICENSE"]
+    text = own.read_text("licenses/LICENSE") or ""
+    assert text == (ROOT / "LICENSE").read_text(encoding="utf-8")
+    whole = " ".join(text.split()).replace(
+        "Copyright The relayrun authors", "Copyright [yyyy] [name of copyright owner]"
+    )
+    assert hashlib.sha256(whole.encode()).hexdigest() == APACHE
 
 
 def test_every_extra_that_an_error_names_brings_what_is_missing(base: Installed) -> None:

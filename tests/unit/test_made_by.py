@@ -22,13 +22,16 @@ from relayrun.shards.manifest import Manifest
 from relayrun.shards.merge import merge
 from relayrun.shards.record import OWN_RECORD, RECORD
 from relayrun.submit import submission
+from relayrun.submit.check.state import Intent
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pipeline import tokenize
 from relayrun.training.data_check import check_data
+from tests.megatron_lm.stand_in import stand_in
 from tests.workspace import Workspace
 
+from .test_trainer_configs import MEGATRON, written
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
 
@@ -269,3 +272,95 @@ def test_a_job_refuses_shards_that_were_made_anew_with_another_tokenizer(
     check_data(Manifest.read(path), ["train"], data)
     assert "differ" in caplog.text or "ids mean other text" in caplog.text
     assert check_tokenizer(Manifest.read(path), [], allow=True) == 0
+
+
+TRAINING = {"steps": 4, "micro_batch_size": 1, "global_batch_size": 2, "seq_length": 16}
+
+
+def data_findings(workspace: Workspace, trainer: str, *, args: dict[str, Any] | None = None, **data: Any) -> list[Any]:
+    """What a check says of data and tokenizer, without the settings' places."""
+    folder = workspace.folder
+    own = {"tokenizer": str(folder / "tokenizer.json"), "datasets": [str(folder / "dump")]} | data
+    sections = {"data": {name: value for name, value in own.items() if value is not None}, "training": TRAINING}
+    if trainer == "native":
+        path = workspace.config("run", **sections)
+    else:
+        checkout = folder / "checkout"
+        section = {"dir": str(checkout if checkout.exists() else stand_in(checkout)), "args": args or {}}
+        path = written(folder, MEGATRON, megatron_lm=section, job={"time": "5", "ntasks_per_node": 2}, **sections)
+    found = submission.report_on(compose.load(path), intent=Intent()).findings.all
+    again = "; ids are checked again as they are read"  # by the own reader alone
+    return [
+        (each.level, each.name, each.words.replace(again, ""), each.remedy)
+        for each in found
+        if each.name.startswith("data.")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "level", "name"),
+    [
+        ("as it was made", "ok", "data.tokenizer"),
+        ("another tokenizer", "error", "data.tokenizer"),
+        ("another tokenizer, meant", "warning", "data.tokenizer"),
+        ("no such tokenizer", "error", "data.shards"),
+        ("validation of another", "error", "data.tokenizer"),
+        ("another end of documents", "error", "data.tokenizer"),
+        ("an id beyond", "error", "data.ids"),
+        ("read too often", "error", "data.epochs"),
+        ("read often", "warning", "data.epochs"),
+        ("too few tokens", "error", "data.windows"),
+    ],
+)
+def test_data_of_megatron_lm_are_looked_at_as_those_of_the_own_trainer(
+    case: str, level: str, name: str, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "log_folder", lambda _: workspace.folder / "logs")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = workspace.folder
+    train_tokenizer(folder / "small.json", vocabulary=278)
+    tokens = {"an id beyond": 500, "read often": 30, "read too often": 30, "too few tokens": 9}.get(case, 270)
+    writer = ShardWriter(folder / "foreign" / "shard", np.uint16)
+    writer.add(np.arange(tokens), [tokens])
+    writer.finish()
+    if case == "another end of documents":
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    cases: dict[str, dict[str, Any]] = {
+        "as it was made": {},
+        "another tokenizer": {"tokenizer": str(folder / "small.json")},
+        "another tokenizer, meant": {"tokenizer": str(folder / "small.json"), "allow_other_tokenizer": True},
+        "no such tokenizer": {"tokenizer": "no-such/tokenizer"},
+        "validation of another": {
+            "tokenizer": str(folder / "small.json"),
+            "datasets": [str(folder / "foreign")],
+            "validation": {"held": [str(folder / "dump")]},
+            "max_epochs": 1000.0,
+        },
+        "another end of documents": {"eod_mask_loss": True},
+        "read too often": {"datasets": [str(folder / "foreign")], "max_epochs": 7.0},
+    }
+    data = cases.get(case, {"datasets": [str(folder / "foreign")]})
+    found = data_findings(workspace, "megatron-lm", **data)
+    assert (level, name) in [each[:2] for each in found]
+    assert found == data_findings(workspace, "native", **data)
+
+
+def test_what_flags_name_in_the_place_of_settings_is_looked_at(workspace: Workspace) -> None:
+    """Flags hold over settings: another tokenizer, other shards, more iterations; or nothing can be compared."""
+    folder = workspace.folder
+    small = str(train_tokenizer(folder / "small.json", vocabulary=278))
+    found = data_findings(workspace, "megatron-lm", args={"tokenizer-model": small})
+    assert [each[:2] for each in found if each[0] != "ok"] == [("error", "data.tokenizer")]
+    assert f"were not made with the tokenizer {small}" in str(found)
+    many = data_findings(workspace, "megatron-lm", args={"train-iters": 1_000_000})
+    assert [each[:2] for each in many if each[0] != "ok"] == [("error", "data.epochs")]
+    weighted = {"data-path": ["0.5", f"{folder}/dump/00000_tokens"], "tokenizer-model": small}
+    found = data_findings(workspace, "megatron-lm", args=weighted)
+    assert "1 of 1 shards" in str(found)
+    for args, words in (
+        ({"tokenizer-type": "NullTokenizer"}, "--tokenizer-type NullTokenizer of megatron_lm.args"),
+        ({"mock-data": True}, "made-up tokens"),
+        ({"data-args-path": "/x"}, "--data-args-path /x of megatron_lm.args"),
+    ):
+        ((level, _, said, _),) = data_findings(workspace, "megatron-lm", args=args, tokenizer="no-such/tokenizer")
+        assert (level, words in said) == ("ok", True)

@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import sites, writable
-from relayrun.errors import ConfigError
+from relayrun.config import sites, writable, yamlfile
+from relayrun.errors import ConfigError, InputError
+from relayrun.tokenization.datatrove.writer import MegatronTokenWriter
+from relayrun.tokenization.settings import ENVIRONMENT, settings_from_environment
+from tests.history import make_history
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,3 +138,123 @@ def test_bash_scripts_refuse_before_a_job_is_queued(script: str, tmp_path: Path)
     assert done.returncode != 0
     assert "where cluster 'alps' allows no writing" in done.stderr, done
     assert not (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://b", "hf://datasets/me/x", "file:///tmp/x"])
+def test_a_url_is_no_place_to_write_to_whatever_became_of_its_slashes(url: str, store: Path) -> None:
+    for given in (url, Path(url)):
+        with pytest.raises(ConfigError, match=f"--output: {url} is a URL, and only folders of this machine"):
+            writable.check_outputs({"--output": given})
+    for path in ("a:/b", "/x/s3:/y", "s3:", "x/s3://y", store.parent / "s3:" / "y"):
+        writable.check_outputs({"--output": path})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "dumps example --output-folder URL",
+        "dumps download me/x --include * --output-folder URL",
+        "dumps tokenizer --bytes --output-folder URL",
+        "dumps shuffle --dataset-folder . --output-folder URL",
+        "dumps shuffle --dataset-folder . --output-folder x --temp-dir URL",
+        "dumps prepare --dataset-folder . --preprocessing-metadata-folder URL",
+        "dumps tokenize --output-folder URL --dataset . --paths-file p --tokenizer-name-or-path t",
+        "dumps tokenize --output-folder x --logging-dir URL --dataset . --paths-file p --tokenizer-name-or-path t",
+        "dumps merge --input . --output-prefix URL",
+        "dumps tune meta --tokenizer-name-or-path t --temp-dir URL",
+        "dumps verify meta --temp-dir URL",
+        "mixture create --folders . --weights 1 --output URL",
+        "mixture verify . --temp-dir URL",
+        "data lengths . --picture URL",
+        "export hf run --output URL",
+        "export torch run --output URL",
+        "export megatron run --output URL",
+        "import hf . --output URL",
+        "import megatron . --output URL",
+        "report run --html URL",
+        "report run --png URL",
+        "gpu-check --tiny --folder URL",
+        "gpu-check --tiny --output URL",
+        "runs move run URL",
+        "runs archive run --to URL",
+        "checkpoint restore run --to URL",
+        "init URL",
+    ],
+)
+def test_no_command_takes_a_url_for_a_folder(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_history(tmp_path / "run", lines=2, attempts=1)
+    before = sorted(tmp_path.rglob("*"))
+    words = command.replace("URL", "s3://bucket/x").split()
+    assert main(words) == 1
+    name = next((option for option, word in pairwise(words) if "://" in word and option.startswith("-")), "")
+    said = capsys.readouterr().err
+    assert f"{name}: s3://bucket/x is a URL, and only folders of this machine are written to" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["run_dir", "data.data_cache_dir", "data.shard_cache_dir", "cluster.environment.HF_HOME"]
+)
+def test_no_setting_of_a_run_takes_a_url_for_a_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Workspace.make(tmp_path).config("a")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["submit", str(path), f"--set={name}=s3://bucket/x"]) == 1
+    said = capsys.readouterr().err
+    assert name in said
+    assert "s3://bucket/x is a URL, and only folders of this machine are written to" in said
+    campaign = tmp_path / "sweep.yaml"
+    campaign.write_text(path.read_text() + "sweep: {product: {optimizer.lr: [0.01, 0.02]}}\n")
+    assert main(["sweep", "submit", str(campaign), f"--set={name}=s3://bucket/x"]) == 1
+    assert "s3://bucket/x is a URL" in capsys.readouterr().err
+    assert sorted({*tmp_path.rglob("*")} - {campaign}) == before
+
+
+@pytest.mark.parametrize("name", ["metadata_folder", "output_folder", "logs"])
+def test_no_setting_of_a_tokenization_takes_a_url_for_a_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = {"tokenizer": "t", "tokenizer_name": "t", "dataset_name": "d", "metadata_folder": "m", "output_folder": "o"}
+    (tmp_path / "dumps.yaml").write_text(yamlfile.dump(own | {name: "gs://bucket/x"}))
+    assert main(["dumps", "submit", "dumps.yaml"]) == 1
+    assert f"{name}: gs://bucket/x is a URL, and only folders" in capsys.readouterr().err
+    variable = next(each for each, setting in ENVIRONMENT.items() if setting == name)
+    values = {each: own.get(setting, "") for each, setting in ENVIRONMENT.items()}
+    with pytest.raises(ConfigError, match="gs://bucket/x is a URL, and only folders of this machine"):
+        settings_from_environment(values | {variable: "gs://bucket/x"})
+    assert [path.name for path in tmp_path.iterdir()] == ["dumps.yaml"]
+
+
+def test_no_step_of_a_pipeline_takes_a_url_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="s3://bucket/x is a URL, and only folders of this machine"):
+        MegatronTokenWriter("s3://bucket/x", "t")
+
+
+@pytest.mark.parametrize("word", ["--to", "FOLDER"])
+@pytest.mark.parametrize("of", ["site", "run"])
+def test_a_run_is_moved_nowhere_where_nothing_may_be_written(
+    word: str, of: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_history(tmp_path / "runs/p/run", lines=2, attempts=1)
+    run.stop.write_text("done: all\n")
+    store.mkdir()
+    if of == "run":  # its config has a cluster of its own
+        monkeypatch.setenv("CLUSTER", "free")
+        run.config.mkdir(exist_ok=True)
+        run.config_revision(1).write_text(f"cluster: {{name: own, read_only_paths: [{store}]}}\n")
+    before = sorted(tmp_path.rglob("*"))
+    arguments = (
+        ["archive", str(run.path), "--to", str(store)] if word == "--to" else ["move", str(run.path), f"{store}/x"]
+    )
+    assert main(["runs", *arguments]) == 1
+    whose = "strict" if of == "site" else "own"
+    assert f"lies below {store}, where cluster {whose!r} allows no writing" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

@@ -141,8 +141,9 @@ def _tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, beg
     if not errors and not without and any(shards.shards for _, shards in sets_of(manifest, None)):
         findings.ok("data.tokenizer", f"{data.tokenizer} made all of them", setting="data.tokenizer")
     elif without:
-        words = f"{sum(map(len, without.values()))} shards do not say which tokenizer made them; ids are checked again "
-        words += "as they are read"
+        words = f"{sum(map(len, without.values()))} shards do not say which tokenizer made them"
+        if config.trainer == "native":
+            words += "; ids are checked again as they are read"
         if begun:
             findings.ok("data.tokenizer", words)
         else:

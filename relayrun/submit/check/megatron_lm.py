@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from relayrun.config.schema import MegatronConfig
+from relayrun.config.schema import Data, MegatronConfig, RunConfig, Training
+from relayrun.errors import RelayrunError
 from relayrun.rundir.run import Run
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, python_of
@@ -73,3 +75,53 @@ def _program(config: MegatronConfig, findings: Findings) -> None:
             setting="megatron_lm.program",
             remedy=f"it has {programs}" if programs else None,
         )
+
+
+_NUMBERS = {
+    "steps": "train-iters",
+    "micro_batch_size": "micro-batch-size",
+    "global_batch_size": "global-batch-size",
+    "seq_length": "seq-length",
+}
+_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def as_read(config: MegatronConfig, findings: Findings) -> RunConfig | None:
+    """Return what the flags of a run say that it reads, as a config of the native trainer says it; else None.
+
+    It is no whole config: it has the sections `data` and `training`, and of the latter what is known; a sequence of one
+    token says that no length is.
+    """
+    try:
+        merged = command_line(config, Run(Path(config.run_dir or ""))).merged
+    except RelayrunError:  # said already
+        return None
+    if merged.find("mock-data") is not None:
+        findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
+        return None
+    shards, model = merged.find("data-path") or merged.find("train-data-path"), merged.find("tokenizer-model")
+    other = merged.find("data-args-path") or merged.find("per-split-data-args-path") or merged.find("tokenizer-type")
+    if (
+        shards is None
+        or model is None
+        or not model.values
+        or (other is not None and other.values != ("HuggingFaceTokenizer",))
+    ):
+        why = "no flag names both" if other is None else f"{other.text} of {other.source}"
+        findings.ok("data.tokenizer", f"shards and their tokenizer are not compared: {why}")
+        return None
+    data = config.data
+    if data is None or not shards.source.startswith("data."):
+        words = [word for word in shards.values if re.fullmatch(r"[\d.]+([eE][-+]?\d+)?", word) is None]  # no weights
+        data = Data.model_construct(datasets=words)
+    said = {name: merged.find(name.replace("_", "-")) is not None for name in _ENDS}
+    data = data.model_copy(update={"tokenizer": model.values[0], **said})
+    found = {name: merged.find(flag) for name, flag in _NUMBERS.items()}
+    numbers = {name: int(flag.values[0]) for name, flag in found.items() if flag and "".join(flag.values).isdecimal()}
+    training = Training.model_construct(**{"seq_length": 1} | dict(config.training or {}) | numbers)
+    return RunConfig.model_construct(trainer=config.trainer, data=data, training=training)
+
+
+def can_be_counted(read: RunConfig) -> bool:
+    """Return whether the flags say how much is read: the number of sequences, and their length."""
+    return read.training.seq_length > 1 and {"steps", "global_batch_size"} <= read.training.model_fields_set

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.writable import protected
-from relayrun.errors import InputError
+from relayrun.errors import INTO_A_FOLDER, InputError, refusal_of_url
 from relayrun.rundir.run import Run
 from relayrun.submit import mirror_policy
 from relayrun.submit.check.finding import Findings
@@ -34,6 +34,8 @@ def look(config: CommonConfig, run: Run, log_folder: Path, findings: Findings) -
     count = 0
     for setting, path in written_paths(config, run, log_folder):
         count += 1
+        if (refusal := refusal_of_url(path)) is not None:
+            findings.refuse("place.url", refusal, setting=setting, remedy=INTO_A_FOLDER)
         for place in read_only:
             if protected(path, [place]) is not None:
                 what = setting or ("run_dir" if path.is_relative_to(run.path) else "the folder of the jobs' logs")
@@ -92,7 +94,7 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
         yield "data.data_cache_dir", Path(data.data_cache_dir)
     yield None, log_folder
     for name in WRITTEN:
-        if (folder := config.cluster.environment.get(name, "")).startswith("/"):
+        if (folder := config.cluster.environment.get(name, "")).startswith("/") or refusal_of_url(folder):
             yield f"cluster.environment.{name}", Path(folder)
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.config.schema import CommonConfig, Job, RunConfig
+from relayrun.config.schema import CommonConfig, Job, MegatronConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import RelayrunError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import owner
-from relayrun.submit.check import data, job, node, notify, place, settings, slurm, state, storage, tracking
+from relayrun.submit.check import (
+    data,
+    job,
+    launcher_file,
+    megatron_lm,
+    node,
+    notify,
+    place,
+    settings,
+    slurm,
+    state,
+    storage,
+    tracking,
+)
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import Usage
@@ -32,7 +46,7 @@ class Report:
     plan: Plan
     findings: Findings
     manifest: Manifest | None
-    """The run's data, without editions; None where they could not be read, and for a trainer that reads its own."""
+    """The run's data, without editions; None where they could not be read, and for a trainer command."""
     usage: list[Usage] = field(default_factory=list)
     forecast: Forecast | None = None
     """None where the size of the vocabulary is not known, and for a foreign trainer."""
@@ -47,23 +61,28 @@ def report(
     given: LocatedSettings | None = None,
     intent: Intent | None = None,
     script: str | Path | None = None,
+    adopted: Mapping[str, str] | None = None,
 ) -> Report:
     """Look at everything; nothing is written or queued.
 
     `given`: where the settings were written. `intent`: with it the run's own state and jobs are looked at. `script`:
-    what Slurm is asked about, see `slurm.look`; None: it is not asked.
+    what Slurm is asked about, see `slurm.look`; None: it is not asked. `adopted`: options of this very job, which
+    becomes the first of the chain.
     """
     findings = of_config(config, given)
     place.look(config, run, log_folder, findings)
     with findings.catching("place.run_dir", ok=f"run directory {run.path}"):
         owner.refuse_unwritable(run)
-    manifest = data.look(config, run, findings) if isinstance(config, RunConfig) else None
+    read = megatron_lm.as_read(config, findings) if isinstance(config, MegatronConfig) else config
+    manifest = data.look(read, run, findings) if isinstance(read, RunConfig) else None
     used: list[Usage] = []
     future: Forecast | None = None
     if intent is not None:
         state.look(config, plan, run, manifest, intent, findings)
+    if isinstance(read, RunConfig) and manifest is not None and (config is read or megatron_lm.can_be_counted(read)):
+        evolved = _with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
+        used = data.look_at_usage(evolved, run, manifest, findings)
     if isinstance(config, RunConfig) and manifest is not None:
-        used = data.look_at_usage(_with_editions(config, run, manifest), run, manifest, findings)
         with findings.catching("run.lineage"):
             future = forecast(config, plan, run, manifest.vocabulary_size)
     if future is not None:
@@ -72,6 +91,8 @@ def report(
         with findings.catching("storage.space"):
             storage.look(future, run, findings, quota_command=config.cluster.quota_command)
     storage.look_at_purges(config.cluster.purge_days, run, manifest, findings)
+    if isinstance(config, MegatronConfig):
+        launcher_file.look(config, plan, run, script, adopted or {}, findings)
     if plan.scheduler == "slurm" and script is not None:
         slurm.look(plan, script, findings)
     tracking.look(config, findings)

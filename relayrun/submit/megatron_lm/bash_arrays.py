@@ -12,6 +12,7 @@ gets the arrays alone, in an empty environment with those variables, restricted,
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -23,8 +24,10 @@ from relayrun.submit.megatron_lm import flag
 from relayrun.submit.megatron_lm.bash_text import (
     META,
     Array,
+    Assignment,
     Unreadable,
     arrays,
+    assignments,
     end_of_line,
     line_of,
     skip_parentheses,
@@ -42,6 +45,9 @@ PER_JOB = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "DEBUG_DIR", "MASTER_ADDR", 
 
 _BUILTINS = "kill eval source . command builtin exec trap read mapfile readarray cd pushd popd enable"
 """Builtins that the arrays could not call anyway."""
+
+_OF_BASH = re.compile(r"BASH.*|LD_.*|ENV|SHELLOPTS|PS4|IFS|PATH")
+"""Variables that Bash, or the loader, obeys: no value of theirs goes into its environment."""
 
 _NAME = re.compile(r"\$([A-Za-z_]\w*)")
 _BRACED = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(\}|:?[-+])")
@@ -75,6 +81,30 @@ def flags_of(path: Path, variables: Mapping[str, str], hints: Mapping[str, str])
         for name in names
         for each in flag.of_words([(word, f"{name} in {lines[name]}") for word in words[name]], where=lines[name])
     ]
+
+
+def values_of(path: Path, variables: Mapping[str, str]) -> tuple[list[tuple[Assignment, str | None]], set[str]]:
+    """The assignments of the script at `path` with their values, in its order, and the names that it exports.
+
+    `variables`: those that are set when the script begins. None: the value is computed, by something that would have to
+    run, or from such a value. Raises ConfigError or Unreadable as `flags_of` does.
+    """
+    text = _read(path)
+    found, exported = assignments(text)
+    known = {name: value for name, value in variables.items() if not _OF_BASH.fullmatch(name)}
+    values: list[tuple[Assignment, str | None]] = []
+    for each in found:
+        before = f'"${{{each.name}:-}}"' if each.appends else ""
+        array = Array("VALUE", "=", before + each.word, 0)
+        value: str | None = None
+        with contextlib.suppress(Unreadable, ConfigError, ValueError, IndexError):
+            _Body(array.body, array, known, {}, set()).check()
+            value = " ".join(_expanded(path, [array], ["VALUE"], known)["VALUE"])
+        if not each.inside:
+            known.pop(each.name, None)
+            known |= {} if value is None or _OF_BASH.fullmatch(each.name) else {each.name: value}
+        values.append((each, value))
+    return values, exported
 
 
 def _read(path: Path) -> str:

@@ -17,6 +17,9 @@ ARRAY = re.compile(r"([A-Za-z_]\w*_ARGS)(\+?=)")
 _OPENING = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}"}
 _STAY = frozenset({"then", "do", "else", "elif", "!", "time", "coproc"})
 """Words behind which a command begins."""
+_DECLARE = frozenset({"export", "readonly", "declare", "typeset"})
+_SCALAR = re.compile(r"([A-Za-z_]\w*)(\+?=)")
+_DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
 
 
@@ -42,6 +45,27 @@ class Array:
     """Index of the first character of the body."""
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """`NAME=word` of a script, which may stand behind `export` and such, or be a default in `${NAME:=word}`."""
+
+    name: str
+    word: str
+    """What stands behind the sign, as it is written."""
+    at: int
+    """Index of the first character of the name."""
+    inside: bool
+    """It stands in a branch, a loop or a function: whether it counts is known by running the script."""
+    appends: bool
+
+
+def assignments(text: str) -> tuple[list[Assignment], set[str]]:
+    """The assignments of a script, but of arrays, in its order; and the names that it exports. Raises Unreadable."""
+    script = _Script(text)
+    script.read()
+    return script.assigned, script.exported
+
+
 def arrays(text: str) -> list[Array]:
     """The arrays NAME_ARGS of a script, in its order. Raises Unreadable where one of them cannot be taken.
 
@@ -63,6 +87,10 @@ class _Script:
         self.open: list[str] = []
         """The words or parentheses that close what is open, the innermost last."""
         self.found: list[Array] = []
+        self.assigned: list[Assignment] = []
+        self.exported: set[str] = set()
+        self.declares = ""
+        """`export` or such, if that is the command that the next word belongs to."""
         self.command = True
         """Whether the next word is a command's first."""
         self.pattern = False
@@ -129,6 +157,9 @@ class _Script:
         self.at = skip_word(self.text, start)
         word = self.text[start : self.at]
         self._refuse_inside(start, self.at)
+        if self.command:
+            self.declares = word if word in _DECLARE else ""
+        self._assignment(word, start)
         match = ARRAY.match(word)
         if self.text.startswith("(", self.at) and _ASSIGNMENT.fullmatch(word):
             self._array(word, start)
@@ -147,6 +178,18 @@ class _Script:
             self.case, self.pattern = False, True
         elif not (self.command and (word in _STAY or _ASSIGNMENT.match(word))):
             self.command = False
+
+    def _assignment(self, word: str, start: int) -> None:
+        """Note what a word assigns, and what it exports."""
+        inside = bool(self.open)
+        if self.declares == "export" and (name := re.match(r"[A-Za-z_]\w*", word)) is not None:
+            self.exported.add(name[0])
+        found = _SCALAR.match(word)
+        if found is not None and (self.command or self.declares) and not self.text.startswith("(", self.at):
+            self.assigned.append(Assignment(found[1], word[found.end() :], start, inside, found[2] == "+="))
+        for default in _DEFAULT.finditer(word):
+            text = word[default.start() : skip_one(word, default.start())].replace("=", "-", 1)
+            self.assigned.append(Assignment(default[1], text, start + default.start(), inside, appends=False))
 
     def _array(self, word: str, start: int) -> None:
         match = ARRAY.fullmatch(word)

@@ -326,6 +326,8 @@ ELSEWHERE = {
     "data.datasets": "becomes `--data-path PREFIX ...`, with `--data-args-path` above 100 kB",
     "data.mixture": "becomes `--data-path WEIGHT PREFIX ...`, with `--data-args-path` above 100 kB",
     "data.validation": "becomes `--train-data-path` and `--valid-data-path`",
+    "data.allow_other_tokenizer": "the check of the shards' tokenizer",
+    "data.max_epochs": "the check of how often the data are read",
 }
 """Settings that hold, but not by a flag of their own in `TABLE`."""
 
@@ -358,7 +360,6 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.memory_interval": ((0,), "its ranks are started again from the disk alone"),
     "checkpoint.no_load_data": ((False,), "its position in the data is the iteration"),
     "tracking.log_interval": ((10,), "every iteration is a line, as the chain needs it"),
-    "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),
     "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
     "data.document_window": ((None,), "it cuts one stream of tokens, whatever documents are in it"),
     "data.mask_tokens_except": ((None,), "it masks ends of documents alone"),
@@ -366,7 +367,6 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.shard_cache_gb": ((20.0,), "it reads local shards"),
     "data.lanes": ((LANES,), "it reads token shards, and no streams"),
     "data.num_workers": ((1,), "it reads token shards, and no streams"),
-    "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
     "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),
 }
 """Settings that Megatron-LM has nothing for: the values that may stand there all the same, and why no other may."""

@@ -13,7 +13,7 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, refuse_urls
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.record import MadeBy
 from relayrun.tokenization.encode.engines import Engine, select
@@ -87,6 +87,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             "batch_bytes": batch_bytes,
         }
         self.output_folder = os.fspath(_one("output_folder", output_folder, "path", path))
+        refuse_urls(self.output_folder)
         self.options = checked({name: value for name, value in given.items() if value is not None}, _NAMES)
         if self.options.skips_files and not self.options.skips_lines:
             raise InputError("on_error is 'fail' or 'skip-line' here: the reader of a pipeline decides about files")

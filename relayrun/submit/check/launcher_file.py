@@ -1,0 +1,210 @@
+"""What a launcher that `megatron_lm.args_file` names says besides its arrays, against what runs.
+
+No line of it runs but the arrays: a constant or an #SBATCH line that says something else than the run is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from relayrun import places
+from relayrun.chain import render
+from relayrun.config.sbatch import INSTEAD
+from relayrun.config.schema import MegatronConfig
+from relayrun.errors import RelayrunError
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.slurmtime import parse_time
+from relayrun.submit.check.finding import Findings
+from relayrun.submit.launcher_environment import PROFILER, names_of
+from relayrun.submit.megatron_lm import flag
+from relayrun.submit.megatron_lm.bash_arrays import values_of
+from relayrun.submit.megatron_lm.bash_text import line_of
+from relayrun.submit.megatron_lm.command_line import command_line, variables_of
+from relayrun.submit.megatron_lm.table import TABLE
+
+NAME = "megatron_lm.launcher"
+
+_THE_CHAINS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
+"""Options of sbatch that every job of a chain has of its own."""
+
+_OF_AN_ATTEMPT = re.compile(r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|(PYTHON|LD_LIBRARY_|LIBRARY_|C)?PATH")
+"""Variables that an attempt sets, or that are put together from several."""
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
+
+_LETTERS = """
+    A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
+    a array b begin c cpus-per-task d dependency e error i input k no-kill m distribution n ntasks o output p partition
+    q qos s oversubscribe t time w nodelist x exclude
+"""
+_SHORT = dict(zip(_LETTERS.split()[::2], _LETTERS.split()[1::2], strict=True))
+"""Options of sbatch by their letters."""
+
+
+def look(
+    config: MegatronConfig,
+    plan: Plan,
+    run: Run,
+    script: str | Path | None,
+    adopted: Mapping[str, str],
+    findings: Findings,
+) -> None:
+    """Refuse every constant and every option of sbatch of the file that is not what runs.
+
+    `script`: as for `report`; with the path of a launcher its own header holds. `adopted`: options of the job that this
+    runs in, where it is to become the first of the chain.
+    """
+    if config.megatron_lm.args_file is None:
+        return
+    file, before = Path(config.megatron_lm.args_file), len(findings.errors)
+    try:
+        _constants(config, plan, run, file, findings)
+    except RelayrunError:  # of the arrays, said already
+        return
+    rendered = _options(render.job_script(plan, run) if script is None or isinstance(script, Path) else script)
+    header = {name: value for name, (value, _) in rendered.items()}
+    if isinstance(script, Path):
+        header |= {name: value for name, (value, _) in _options(script.read_text(encoding="utf-8")).items()}
+    _header(config, plan, file, header | dict(adopted), findings)
+    if len(findings.errors) == before:
+        findings.ok(NAME, f"constants and #SBATCH lines of {file} say what runs, but for those named here")
+
+
+def _constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, findings: Findings) -> None:
+    variables, merged = variables_of(config, run), command_line(config, run).merged
+    settings = names_of(config.trainer) | {PROFILER: "debug.profile=nsys", "CMD_PREFIX": "cluster.command_prefix"}
+    flags = {row.setting: row.flag for row in reversed(TABLE)}
+    runs: dict[str, str] = {name: variables.get(name, "") for name in settings} | {
+        PROFILER: str(config.debug.profile == "nsys").lower(),
+        "CMD_PREFIX": shlex.join(config.cluster.command_prefix),
+        "CLUSTER": config.cluster.name,
+    }
+    for name, setting in settings.items():
+        if (found := merged.find(flags.get(setting, ""))) is not None:
+            runs[name] = " ".join(found.values) or "true"
+    if config.data is not None and config.data.mixture:
+        settings.pop("MIXTURE")  # a file, whose data sets are in the config by now
+    ranks = dict(os.environ) | render.rank_defaults(str(plan.cpus_per_task)) | plan.environment
+    text = file.read_text(encoding="utf-8")
+    outside = {name: os.environ[name] for name in re.findall(r"\$\{?(\w+)", text) if name in os.environ}
+    folders = {name for name in variables if name.endswith("_DIR")} - set(settings)
+    facts = {name: value for name, value in variables.items() if name not in {*settings, *folders}}
+    found_here, exported = values_of(file, outside | facts)
+    last = {each.name: each for each, _ in found_here if not each.inside}
+    for each, value in found_here:
+        literal = "$" not in each.word and "`" not in each.word
+        if not (literal if each.inside else last[each.name] is each):
+            continue
+        where = f"{file}:{line_of(text, each.at)}"
+        if each.name in settings:
+            _compare(each.name, value, runs[each.name], settings[each.name], where, findings)
+        elif each.name in folders and value is not None and not re.search(r"\$(?!\{?(USER|HOME)\b)", each.word):
+            _compare(each.name, value, variables[each.name], "run_dir", where, findings)
+        elif (
+            each.name in exported and value is not None and not each.inside and not _OF_AN_ATTEMPT.fullmatch(each.name)
+        ):
+            _compare(each.name, value, ranks.get(each.name), f"cluster.environment.{each.name}", where, findings)
+
+
+def _compare(name: str, yours: str | None, runs: str | None, setting: str, where: str, findings: Findings) -> None:
+    if yours == "" or (yours is not None and runs is not None and _same(yours, runs)):
+        return  # an empty one is as in the config
+    hidden = _SECRET.search(name) is not None
+    has = f"the run has {'no ' + setting if not runs else 'another' if hidden else runs}"
+    if yours is None:
+        words, remedy = (
+            f"{name} is computed, and no line of this file runs: {has}",
+            f"write its value here; {setting} sets that of the run",
+        )
+    else:
+        words = f"{name}={'***' if hidden else yours} is not what runs: {has}"
+        remedy = (
+            f"set {setting}{'' if setting.startswith('cluster.') else f' ({name})'}, or let this line say what runs"
+        )
+    findings.refuse(NAME, words, where=where, remedy=remedy)
+
+
+def _same(yours: str, runs: str) -> bool:
+    if yours.lower() in ("true", "false"):
+        return yours.lower() == (runs or "false")
+    root = places.project() if runs.startswith("/") else ""  # a relative path is one of the project's
+    parts = [[os.path.normpath(os.path.join(root, part.strip())) for part in text.split(",")] for text in (yours, runs)]
+    return parts[0] == parts[1] or flag.same(yours.split(), runs.split())
+
+
+def _header(config: MegatronConfig, plan: Plan, file: Path, header: dict[str, str | None], findings: Findings) -> None:
+    job = config.job
+    given: dict[str, str | None] = {
+        "ntasks": str(job.nodes * job.ntasks_per_node),
+        "gpus": str(job.nodes * job.gpus_per_node),
+        "gres": f"gpu:{job.gpus_per_node}",
+        "gpus-per-node": str(job.gpus_per_node),
+        "gpus-per-task": f"{job.gpus_per_node / job.ntasks_per_node:g}",
+    }
+    given |= {name: value for name, (value, _) in _words(plan.srun_options, 0)} | header
+    for name, (yours, line) in _options(file.read_text(encoding="utf-8")).items():
+        said = f"--{name}" + ("" if yours is None else f"={yours}")
+        if name in _THE_CHAINS:
+            findings.ok(NAME, f"{file}:{line}: {said} is the chain's own, and is left out: {INSTEAD[name]}")
+        elif name not in given or not _is_same_option(name, yours, given[name]):
+            has = "no such option" if name not in given else given[name] or "it without a value"
+            container = "set cluster.container={runtime: edf, image: ...}"
+            how = container if name == "environment" else INSTEAD.get(name, f"set job.sbatch={{{name}: ...}}")
+            findings.refuse(
+                NAME,
+                f"{said} is not what runs: the run has {has}",
+                where=f"{file}:{line}",
+                remedy=f"{how}, or let this line say what runs",
+            )
+
+
+def _is_same_option(name: str, yours: str | None, runs: str | None) -> bool:
+    if yours is None or runs is None:
+        return yours == runs
+    return _canonical(name, yours) == _canonical(name, runs) or flag.same([yours], [runs])
+
+
+def _canonical(name: str, value: str) -> Any:
+    try:
+        if name == "time":
+            return parse_time(value)
+        if name == "mem" and (found := re.fullmatch(r"(\d+)([KMGT]?)B?", value, re.I)) is not None:
+            return int(found[1]) << 10 * "KMGT".index((found[2] or "M").upper())
+    except ValueError:
+        pass
+    return value
+
+
+def _options(text: str) -> dict[str, tuple[str | None, int]]:
+    """The options of sbatch in the lines #SBATCH before the first command, by their long names, with their lines."""
+    found: dict[str, tuple[str | None, int]] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            break
+        if re.match(r"#SBATCH\s", line):
+            rest = line[len("#SBATCH") :]
+            try:
+                words = shlex.split(rest, comments=True)
+            except ValueError:  # a quote that is not closed
+                words = rest.split()
+            found |= dict(_words(words, number))
+    return found
+
+
+def _words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str | None, int]]]:
+    while words:
+        word, *words = words
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+        else:
+            name, value = _SHORT.get(word[1:2], word), word[2:]
+            equals = value
+        if not equals and words and not words[0].startswith("-"):
+            value, *words = words
+        yield name, (value or None, line)
