@@ -93,7 +93,7 @@ def same_weights(model: Model, ranks: parallel.Ranks) -> None:
 
 
 def router_gradients(ranks: parallel.Ranks, mean: str, size: int, loss: str, share: float) -> dict[str, np.ndarray]:
-    """Of the routers' losses alone: the gradient with them, less the one without."""
+    """Return the gradients of the routers' losses alone: those with them, less those without."""
     found: list[dict[str, np.ndarray]] = []
     tokens = samples(share)
     for experts in (LOSSES[loss], {"moe_aux_loss_coeff": 0.0}):
