@@ -8,6 +8,7 @@ so that a config revision keeps the mixture itself and not a name of it.
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def parse_data_args(words: Sequence[str], place: str) -> dict[str, Any]:
     if not any(weight is not None for weight in weights):
         if not words:
             raise ConfigError("names no prefix", where=place, hint=hint)
-        return {"train": {"path": list(words), "weight": 1.0}}
+        return {"train": {"path": [_literal(word) for word in words], "weight": 1.0}}
     if (
         len(words) % 2
         or any(weight is None for weight in weights[::2])
@@ -104,7 +105,7 @@ def parse_data_args(words: Sequence[str], place: str) -> dict[str, Any]:
                 where=place,
                 hint="name each prefix once; or write a mixture file, which names its data sets",
             )
-        mixture[name] = {"path": prefix, "weight": weight}
+        mixture[name] = {"path": _literal(prefix), "weight": weight}
     return mixture
 
 
@@ -114,6 +115,11 @@ def _weight(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+def _literal(prefix: str) -> str:
+    """The path of a prefix, which is no pattern to Megatron."""
+    return prefix if "://" in prefix else glob.escape(prefix)
 
 
 def _name(path: str) -> str | None:

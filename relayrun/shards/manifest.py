@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ from relayrun.files import read_json, write_json
 from relayrun.shards.checksum import checksum_of
 from relayrun.shards.indexed import Shard
 from relayrun.shards.mixture_folder import repeated_on_purpose
+from relayrun.shards.record import Records
 
 VERSION = 2
 _CHUNK = 1 << 20
@@ -228,10 +229,11 @@ class Manifest:
         tokenizer: str,
         tokenizer_fingerprint: str = "",
         tokenizer_ids: str = "",
+        split: float = 0.0,
     ) -> Manifest:
         """Freeze the shards of each data set and of each validation set, by name; None: it has no shards by design.
 
-        A data set of files of text comes frozen.
+        A data set of files of text comes frozen. `split`: `data.split`.
 
         Raises InputError if a set is empty or a shard is refused (`ShardEntry.build`), and as `check_apart`.
         """
@@ -257,14 +259,14 @@ class Manifest:
             listed_order=True,
             listed_validation=True,
         )
-        manifest.check_apart(list(datasets))
+        manifest.check_apart(list(datasets), split=split)
         return manifest
 
-    def check_apart(self, mixture: Iterable[str]) -> None:
-        """Raise InputError if a shard stands twice in a set or in the mixture, or a data set's in a validation set.
+    def check_apart(self, mixture: Iterable[str], *, split: float = 0.0) -> None:
+        """Raise InputError if a shard stands twice in a set or in the mixture, or its text in a validation set.
 
         `mixture` names the data sets that are read together. Links and hard links to one .bin are one
-        shard; a data set that has left the mixture may be gone from the disk.
+        shard; a data set that has left the mixture may be gone from the disk. Also raises as `check_held_out`.
         """
         together = set(mixture)
         in_training: dict[tuple[int, int], tuple[str, str]] = {}
@@ -278,15 +280,13 @@ class Manifest:
                         hint="name each shard once, or its tokens are repeated",
                     )
         for name, dataset in self.validation.items():
-            held_out = _identities(f"validation {name!r}", dataset)
-            shared = in_training.keys() & held_out.keys()
-            if shared:
-                first = min(in_training[identity][1] for identity in shared)
-                raise InputError(
-                    f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one",
-                    where=first,
-                    hint="held-out data must not be trained on: mend one set",
-                )
+            _identities(f"validation {name!r}", dataset)
+        training, validation = (
+            {name: [shard.prefix for shard in dataset.shards] for name, dataset in sets.items()}
+            for sets in (self.datasets, self.validation)
+        )
+        files = [file for dataset in self.datasets.values() for file in dataset.files]
+        check_held_out(training, validation, files=files, split=together if split else ())
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -345,6 +345,46 @@ class Manifest:
             raise InputError(
                 "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
                 hint="put these files back as they were, or start a new run",
+            )
+
+
+def check_held_out(
+    training: Mapping[str, Sequence[str]],
+    validation: Mapping[str, Sequence[str]],
+    *,
+    files: Iterable[FileEntry] = (),
+    split: Collection[str] = (),
+) -> None:
+    """Raise InputError if text that is held out is trained on, by `Records.texts`; the sets are prefixes by name.
+
+    `files`: training data that are read as text. `split`: the training sets of which a share is held out.
+    """
+    records = Records()
+    texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
+    held: dict[str, str] = {}
+    for prefix in (prefix for name in split for prefix in training[name]):
+        for text in texts[prefix]:
+            if (other := held.setdefault(text, prefix)) != prefix:
+                raise InputError(
+                    f"data.split would hold out text that is trained on: this text also stands in {other}",
+                    where=prefix,
+                    hint="hold out by path: take some shards out of the data (before a mixture repeats them), and name "
+                    "their folder in data.validation",
+                )
+    places = {text: prefix for each in training.values() for prefix in each for text in texts[prefix]}
+    for file in files:
+        whole = f"xxh3-128:{file.content}" if file.content else ""
+        known = records.texts_of_file(file.path, file.size, whole, f"ends:{file.fingerprint}")
+        places |= dict.fromkeys(known, file.path)
+    for name, prefixes in validation.items():
+        shared = {places[text]: prefix for prefix in prefixes for text in texts[prefix] if text in places}
+        if shared:
+            first = min(shared)
+            there = "" if shared[first] == first else f", whose text is that of {shared[first]}"
+            raise InputError(
+                f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one{there}",
+                where=first,
+                hint="held-out data must not be trained on: mend one set",
             )
 
 

@@ -61,7 +61,8 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal
             file.flush()
             os.fsync(file.fileno())
         sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
-        own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=_largest_id(shards, known))
+        largest = _largest_id(shards, known)
+        own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
         write_own_record(target, own, merged=[os.path.abspath(prefix) for prefix in prefixes])
     except BaseException:
         for suffix in (".bin.tmp", ".idx.tmp", OWN_RECORD):
@@ -81,6 +82,8 @@ class Inputs:
     shards: list[Shard]
     records: list[ShardRecord | None]
     made: MadeBy | None
+    texts: frozenset[str]
+    """What names the text of all of them (`Records.texts`)."""
 
     @property
     def bytes(self) -> int:
@@ -107,7 +110,8 @@ def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal:
         )
     records, real_path = Records(), RealPath()
     known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
-    return Inputs(shards, known, _one_tokenizer(prefixes, known, target))
+    texts = frozenset().union(*records.texts(prefixes).values())
+    return Inputs(shards, known, _one_tokenizer(prefixes, known, target), texts)
 
 
 def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str) -> MadeBy | None:

@@ -38,6 +38,7 @@ def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
 def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:
     """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, each once.
 
+    A shard or a folder that exists under just the name that is given is never a pattern.
     They come in the order of `paths`, sorted where one path leads to several; without `listed`, sorted all together.
     What a pattern matches beside shards, such as a folder of logs, is left out.
     Raises InputError as `find_prefixes`, and for paths that lead to nothing.
@@ -69,7 +70,9 @@ def _matches(path: str) -> tuple[list[Path], set[str]]:
     """The folders and the prefixes that one path of `expand` leads to. Raises InputError if there is none."""
     if os.path.isdir(path):
         return [Path(path).absolute()], set()
-    files = set(glob.glob(path)) | {match for suffix in SUFFIXES for match in glob.glob(path + suffix)}
+    exists = any(os.path.lexists(path + suffix) for suffix in SUFFIXES)
+    pattern = glob.escape(path) if exists else literal_front(path)
+    files = set(glob.glob(pattern)) | {match for suffix in SUFFIXES for match in glob.glob(pattern + suffix)}
     below = [Path(match).absolute() for match in files if os.path.isdir(match)]
     if glob.has_magic(path):  # `dump-0/*` means its shards, and not the logs beside them
         below = [folder for folder in below if any(_walk(os.fspath(folder), set()))]
@@ -79,6 +82,14 @@ def _matches(path: str) -> tuple[list[Path], set[str]]:
         hint = "; ".join(filter(None, [nearest_path(path), usual]))
         raise InputError("leads to no folder and to no shard", where=path, hint=hint)
     return below, shards
+
+
+def literal_front(path: str) -> str:
+    """`path` as a pattern whose longest front that exists under just this name stands for itself alone."""
+    parts = path.split("/")
+    fronts = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    front = next(filter(os.path.lexists, fronts), "")
+    return glob.escape(front) + path[len(front) :]
 
 
 def _below(root: Path, seen: set[tuple[int, int]]) -> set[str]:

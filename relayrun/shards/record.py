@@ -7,19 +7,21 @@ shard has both, its own record is the newer one.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from relayrun.files import read_json, write_json
+from relayrun.files import RealPath, read_json, write_json
 
 RECORD = "tokenization.json"
 """The record of a folder of shards."""
 OWN_RECORD = ".record.json"
 """What the name of a shard's own record has behind the prefix."""
 FORMAT = "relayrun shard, version 1"
+_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,10 @@ class ShardRecord:
     """Checksums, 32 hexadecimal digits, of the .bin and the .idx; empty where nobody knows."""
     largest_id: int | None = None
     """The largest id in the .bin; None where it is empty, and where nobody has noted it."""
+    inputs: tuple[tuple[str, int, str], ...] = ()
+    """Path, bytes and fingerprint (`tokenization.record`) of each raw file that it was made of, as far as known."""
+    texts: frozenset[str] = frozenset()
+    """The texts (`Records.texts`) of the shards that it joins."""
 
 
 def write_own_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
@@ -61,7 +67,7 @@ def write_own_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] |
         "largest_id": shard.largest_id,
     }
     if merged is not None:
-        record["merged"] = list(merged)
+        record |= {"merged": list(merged), "texts": sorted(shard.texts)}
     write_json(prefix + OWN_RECORD, record)
 
 
@@ -75,6 +81,7 @@ class Records:
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
+        self._real_path = RealPath()
 
     def of(self, real_prefix: str) -> ShardRecord | None:
         """What is on record of the shard whose .bin is the real file `real_prefix`.bin; None where nothing is."""
@@ -84,12 +91,73 @@ class Records:
         shared, own = self._folders[folder]
         return (_own(real_prefix) if name + OWN_RECORD in own else None) or shared.get(name)
 
+    def texts(self, prefixes: Iterable[str]) -> dict[str, set[str]]:
+        """Name the text of each shard: shards have a name in common if they hold the same text, whatever their paths.
+
+        Names are the checksums on record: of the .bin, of the shards that were merged, of the raw files. Where one of
+        several shards of the same sizes has none, all of them are compared by the .idx and the ends of the .bin. An
+        empty shard has no name, nor has one that is not there or lies below a URL.
+        """
+        found: dict[str, set[str]] = {}
+        sizes: dict[tuple[int, int], dict[str, list[str]]] = {}
+        without = set()
+        for prefix in prefixes:
+            found[prefix] = set()
+            try:
+                size = os.path.getsize(prefix + ".bin"), os.path.getsize(prefix + ".idx")
+            except OSError:
+                continue
+            if size[0]:
+                real = self._real_path(prefix + ".bin").removesuffix(".bin")
+                sizes.setdefault(size, {}).setdefault(real, []).append(prefix)
+                record = self.of(real) or ShardRecord(made=None, xxh3_128={})
+                found[prefix] = {record.xxh3_128.get("bin", real), *record.texts}
+                for path, length, fingerprint in record.inputs:
+                    found[prefix] |= self.texts_of_file(path, length, fingerprint)
+                if real in found[prefix]:
+                    without.add(size)
+        for alike in (sizes[size] for size in without if len(sizes[size]) > 1):
+            for real, several in alike.items():
+                for prefix in several:
+                    found[prefix].add(_sample(real))
+        return found
+
+    def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
+        """Name the text of a raw file, in the same way; an empty one has no name."""
+        place = path if "://" in path else self._real_path(path)
+        return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
+
+
+def _sample(prefix: str) -> str:
+    """A hash of the .idx, and of the first and last 64 KiB of the .bin."""
+    with open(prefix + ".idx", "rb") as index, open(prefix + ".bin", "rb") as file:
+        digest = hashlib.file_digest(index, "sha256")
+        digest.update(file.read(_END_BYTES))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+        digest.update(file.read())
+    return digest.hexdigest()
+
 
 def _of_folder(folder: str) -> dict[str, ShardRecord]:
     """What the record of a folder says, by name of the shard; nothing where there is none, or one that is no such."""
     try:
         record: Any = read_json(os.path.join(folder, RECORD))
-        shards = {name: (task.get("xxh3_128", {}), task.get("largest_id")) for name, task in record["shards"].items()}
+        dataset = (record.get("source") or {}).get("dataset") or ""
+        shards = {
+            name: ShardRecord(
+                made=None,
+                xxh3_128=task.get("xxh3_128", {}),
+                largest_id=task.get("largest_id"),
+                inputs=tuple(
+                    (os.path.join(dataset, path), size, fingerprint)
+                    for (path, size, _), fingerprint in zip(
+                        task.get("inputs", ()), task.get("fingerprints", ()), strict=False
+                    )
+                    if fingerprint  # else it was left out
+                ),
+            )
+            for name, task in record["shards"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     try:
@@ -99,7 +167,7 @@ def _of_folder(folder: str) -> dict[str, ShardRecord]:
         )
     except (KeyError, TypeError, AttributeError):
         made = None
-    return {name: ShardRecord(made=made, xxh3_128=sums, largest_id=largest) for name, (sums, largest) in shards.items()}
+    return {name: replace(shard, made=made) for name, shard in shards.items()}
 
 
 def _own_records(folder: str) -> set[str]:
@@ -117,6 +185,7 @@ def _own(real_prefix: str) -> ShardRecord | None:
             made=None if made is None else MadeBy(**made),
             xxh3_128=dict(record["xxh3_128"]),
             largest_id=record.get("largest_id"),
+            texts=frozenset(record.get("texts", ())),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -46,6 +46,7 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         tokenizer=config.data.tokenizer,
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_ids=tokenizer.ids_fingerprint,
+        split=config.data.split,
     )
 
 

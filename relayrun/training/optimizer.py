@@ -193,13 +193,14 @@ class Optimizer:
         return gradients.total_norm(self.inner, self._model.device)
 
     def step(self, norm: float | None) -> None:
-        """Clip the prepared gradients, whose norm this is, and update; None: leave the weights. The schedule moves on.
+        """Clip the prepared gradients, whose norm this is, and update; None: leave the model. The schedule moves on.
 
         This and `prepare` are megatron-core's ChainedOptimizer.step (optimizer.py:1308), in two parts.
         """
         if norm is not None:
             gradients.clip(self.inner, maximum=self._clip, norm=norm)
             self.inner.step_with_ready_grads()
+        self._model.routers.end(moved=norm is not None)
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: Progress) -> None:

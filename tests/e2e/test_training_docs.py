@@ -58,7 +58,8 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     copy_tracked(tmp_path)
     workspace = Workspace.make(tmp_path / "made")
     (tmp_path / "data/tokens/my-tokenizer").mkdir(parents=True)
-    shutil.copytree(workspace.folder / "data", tmp_path / "data/tokens/my-tokenizer/my-held-out")
+    held_out = Workspace.make(tmp_path / "held-out", seed=2).folder / "data"
+    shutil.move(held_out, tmp_path / "data/tokens/my-tokenizer/my-held-out")
     shutil.move(workspace.folder / "data", tmp_path / "data/my-mixture")
     shutil.move(workspace.folder / "tokenizer.json", tmp_path / "data/tokenizer")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from relayrun.config import compose
+from relayrun.config.mixture import parse_data_args
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError, InputError
 from relayrun.shards.indexed import ShardWriter
@@ -87,6 +88,22 @@ def test_a_file_of_megatrons_data_args_path_means_what_megatron_reads_in_it(work
         assert list(mixture) == ["data-web-s0", "data-code-s0"]
 
 
+def test_a_prefix_of_megatrons_data_args_path_is_never_a_pattern(workspace: Workspace) -> None:
+    for name in ("web2/s0", "web[24]/s0"):
+        write_shard(workspace.folder / name)
+    file = workspace.folder / "data-args.txt"
+    for prefix, found in (("web[24]/s0", ["web[24]/s0"]), ("web[2]/s0", []), ("web?/s0", [])):
+        file.write_text(f"0.3 {workspace.folder}/{prefix}")
+        (source,) = load_mixture(workspace, str(file)).data.mixture.values()
+        if found:
+            assert expand(source.paths) == [str(workspace.folder / name) for name in found]
+        else:
+            with pytest.raises(InputError, match="leads to no folder and to no shard"):
+                expand(source.paths)
+    url = "s3://bucket/web[24]/s0"  # shards below a URL are named literally anyway
+    assert parse_data_args([url], "file")["train"]["path"] == [url]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -148,11 +165,36 @@ def test_a_users_own_order_needs_no_path_and_cannot_be_split(workspace: Workspac
         load_mixture(workspace, own, "data.split=0.1")
 
 
+def write_shard(prefix: Path) -> None:
+    writer = ShardWriter(prefix, np.uint16)
+    writer.add(np.arange(5), [5])
+    writer.finish()
+
+
+@pytest.mark.parametrize("name", ["web[24]", "web?", "web*"])
+def test_what_exists_under_just_this_name_is_never_a_pattern(tmp_path: Path, name: str) -> None:
+    for shard in (f"{name}/s[0]", f"{name}/s1", "web2/s0", "web2/s1", "web2/s[0]"):
+        write_shard(tmp_path / shard)
+
+    def found(path: str) -> list[str]:
+        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand([f"{tmp_path}/{path}"])]
+
+    assert found(name) == [f"{name}/s1", f"{name}/s[0]"]
+    assert found(f"{name}/s1") == [f"{name}/s1"]
+    assert found(f"{name}/s[0]") == found(f"{name}/s[0].bin") == [f"{name}/s[0]"]
+    assert found(f"{name}/s?") == [f"{name}/s1"]
+    assert found("web2/s[0]") == ["web2/s[0]"]
+    assert found("web2/s[01]") == ["web2/s0", "web2/s1"]
+    with pytest.raises(InputError, match="leads to no folder and to no shard"):
+        found(f"{name}/s2")
+    (tmp_path / name / "s1.idx").unlink()
+    with pytest.raises(InputError, match=r"s1\.idx: .*missing"):
+        found(f"{name}/s1")
+
+
 def test_paths_may_be_folders_shards_and_patterns(tmp_path: Path) -> None:
     for name in ("a/s0", "a/s1", "b/x/s0", "web0", "web1"):
-        writer = ShardWriter(tmp_path / name, np.uint16)
-        writer.add(np.arange(5), [5])
-        writer.finish()
+        write_shard(tmp_path / name)
 
     def found(*paths: str) -> list[str]:
         return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand([f"{tmp_path}/{path}" for path in paths])]

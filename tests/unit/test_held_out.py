@@ -41,8 +41,8 @@ def config(**data: Any) -> RunConfig:
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     folder, lengths = tmp_path_factory.mktemp("shards"), np.random.default_rng(4).integers(1, 60, 50).tolist()
-    for name in ("train", "held"):
-        shard(folder / name, lengths)
+    shard(folder / "train", lengths[::-1])
+    shard(folder / "held", lengths)
     return Manifest.build(
         {"train": [folder / "train"]},
         {"held": [folder / "held"]},

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from relayrun.config.data import DataSource
@@ -143,6 +144,30 @@ def test_folders_patterns_and_files_below_a_url(server: Server, tmp_path: Path) 
         found("parquet", "web/a")
     with pytest.raises(InputError, match=r"http://.*/nowhere"):
         found("parquet", "nowhere")
+
+
+@pytest.mark.parametrize("below", ["{folder}", "memory://{folder}"])
+def test_what_exists_under_just_this_name_is_never_a_pattern(tmp_path: Path, below: str) -> None:
+    store = fsspec.filesystem("memory")
+    for name in ("web[24]", "web2"):
+        write(tmp_path / name, "jsonl", [3, 3])
+        for file in sorted((tmp_path / name).iterdir()):
+            store.pipe(str(file), file.read_bytes())
+    folder = below.format(folder=tmp_path)
+
+    def found(place: str) -> list[str]:
+        source = {"path": f"{folder}/{place}", "weight": 1.0, "source": "jsonl"}
+        return [file.path.removeprefix(f"{folder}/") for file in find(DataSource.model_validate(source), "web")]
+
+    try:
+        assert found("web[24]/*.jsonl") == found("web[24]/000.jsonl") == found("web[24]/[0]00.jsonl")
+        assert found("web[24]/*.jsonl") == ["web[24]/000.jsonl"]
+        assert found("web[24]") == ["web[24]/000.jsonl", "web[24]/001.jsonl.gz"]
+        assert found("web[2]/*.jsonl") == found("web2/[0]00.jsonl") == ["web2/000.jsonl"]
+        with pytest.raises(InputError, match="finds no such file"):
+            found("web[24]/[2-9]*.jsonl")
+    finally:
+        store.rm(str(tmp_path), recursive=True)
 
 
 @pytest.mark.parametrize("place", ["web", "web/a.jsonl", "web/*.jsonl"])

@@ -104,3 +104,23 @@ def test_unknown_and_broken_tokenizers_are_one_clear_error(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer\.json"):
         load_tokenizer(TokenizeOptions(tokenizer=str(tmp_path)))
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_dropout_of_merges_is_switched_off_with_a_warning(
+    file: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = load_tokenizer(TokenizeOptions(tokenizer=str(file)))
+    expected = [part.tolist() for part in encode(file, TEXTS)]
+    assert not caplog.messages
+    known = json.loads(file.read_text())
+    known["model"]["dropout"] = 0.3
+    file.write_text(json.dumps(known))
+    options = TokenizeOptions(tokenizer=str(file if place == "file" else file.parent))
+    for _ in range(2):  # the second time it is remembered, and said all the same
+        caplog.clear()
+        loaded = load_tokenizer(options)
+        assert ["dropout 0.3" in message and "switched off" in message for message in caplog.messages] == [True]
+        assert (loaded.fingerprint, loaded.ids_fingerprint) == (plain.fingerprint, plain.ids_fingerprint)
+        ids, lengths = loaded.framing(keep_empty=False).apply(*HuggingFace(loaded.tokenizer).encode(Texts.of(TEXTS)))
+        assert [ids.tolist(), lengths.tolist()] == expected

@@ -21,6 +21,7 @@ from relayrun.data.streams.faults import RowFaults, is_of_content
 from relayrun.errors import ConfigError, InputError, nearest_path
 from relayrun.shards.checksum import checksum_of
 from relayrun.shards.manifest import DatasetManifest, FileEntry
+from relayrun.shards.prefixes import literal_front
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.columns import look_at_column, read_column
@@ -133,7 +134,7 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
     """The files of a kind that one path leads to, sorted, with their bytes."""
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not stores.is_url(path)
     found = []
-    for match in map(stores.followed, sorted(glob.glob(path, recursive=True)) if is_pattern else [path]):
+    for match in map(stores.followed, sorted(glob.glob(literal_front(path), recursive=True)) if is_pattern else [path]):
         if stores.is_url(match):
             found += _below_url(match)
         elif os.path.isdir(match):
@@ -163,16 +164,20 @@ def _below_url(url: str) -> list[tuple[str, int]]:
             return [(url, stores.stat(url)[0])]
         return [(stores.join(url, file.path), file.size) for file in find_files(url)]
     folder = re.split(r"[*?[]", url, maxsplit=1)[0].rpartition("/")[0]
-    pattern = _pattern(url)
-    inside = ((stores.join(folder, file.path), file.size) for file in find_files(folder))
+    inside = [(stores.join(folder, file.path), file.size) for file in find_files(folder)]
+    pattern = _pattern(url, [file for file, _ in inside])
     return [(file, size) for file, size in inside if pattern.fullmatch(file)]
 
 
-def _pattern(url: str) -> re.Pattern[str]:
-    """What `**/`, `*`, `?` and `[...]` in a URL stand for."""
+def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
+    """What `**/`, `*`, `?` and `[...]` in a URL stand for, behind the longest front that one of `files` begins with."""
+    names = url.split("/")
+    fronts = ("/".join(names[:length]) for length in range(len(names), 0, -1))
+    front = next((front for front in fronts if any(f"{file}/".startswith(f"{front}/") for file in files)), "")
     words = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*|\?|\[[^]]+\])", url)
-    return re.compile("".join(words.get(part, part if part.startswith("[") else re.escape(part)) for part in parts))
+    parts = re.split(r"(\*\*/|\*|\?|\[[^]]+\])", url[len(front) :])
+    rest = "".join(words.get(part, part if part.startswith("[") else re.escape(part)) for part in parts)
+    return re.compile(re.escape(front) + (rest or "(?:/.*)?"))
 
 
 def _of_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from relayrun.config.schema import Data, DataSource
 from relayrun.shards.indexed import Shard
+from relayrun.shards.manifest import check_held_out
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.submit.megatron_lm.flag import Flag
 
@@ -18,28 +19,30 @@ def flags_of(data: Data) -> list[Flag]:
     """
     if data.mock_data:
         return []
+    found = {name: expand(source.paths) for name, source in data.sources.items()}
+    validation = {
+        name: find_prefixes([Path(folder) for folder in folders], listed=True)
+        for name, folders in data.validation.items()
+    }
+    check_held_out(found, validation, split=found if data.split else ())
     if data.mixture:
-        training, source = _weighted(data.mixture), "data.mixture"
+        training, source = _weighted(data.mixture, found), "data.mixture"
     else:
-        training, source = expand(data.datasets), "data.datasets"
+        training, source = [prefix for prefixes in found.values() for prefix in prefixes], "data.datasets"
     if not data.validation:
         return [Flag(name="data-path", values=tuple(training), source=source)]
-    held_out = [
-        prefix
-        for folders in data.validation.values()
-        for prefix in find_prefixes([Path(folder) for folder in folders], listed=True)
-    ]
+    held_out = [prefix for prefixes in validation.values() for prefix in prefixes]
     return [
         Flag(name="train-data-path", values=tuple(training), source=source),
         Flag(name="valid-data-path", values=tuple(held_out), source="data.validation"),
     ]
 
 
-def _weighted(mixture: dict[str, DataSource]) -> list[str]:
+def _weighted(mixture: dict[str, DataSource], found: dict[str, list[str]]) -> list[str]:
     """Weights and prefixes in turns."""
     words: list[str] = []
-    for source in mixture.values():
-        prefixes = expand(source.paths)
+    for name, source in mixture.items():
+        prefixes = found[name]
         tokens = [Shard.open(prefix).tokens for prefix in prefixes] if len(prefixes) > 1 else [1]
         total = sum(tokens) or 1
         for prefix, share in zip(prefixes, tokens, strict=True):

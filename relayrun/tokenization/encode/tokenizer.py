@@ -2,7 +2,7 @@
 
 Ids are those of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens`
 on: text that looks like a special token stays text unless asked, and no template is put around a document.
-Truncation and padding that a tokenizer.json may ask for are off.
+Truncation, padding and dropout that a tokenizer.json may ask for are off.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import token_dtype
@@ -122,6 +123,14 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
             where=name_or_path,
             hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
         )
+    random = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
+    if random:
+        log.warning(
+            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
+            name_or_path,
+            random,
+        )
+        tokenizer.model.dropout = None
     if options.special_text:
         tokenizer = _all_plain(tokenizer)
     tokenizer.encode_special_tokens = True
@@ -138,7 +147,8 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         "bos_id": bos_id,
         "size": size,
     }
-    if name is not None and (eos_token is not None or options.append_eod == "no"):  # else each start has its warning
+    said = random or (eos_token is None and options.append_eod != "no")
+    if name is not None and not said:  # else each start has its warning
         memory.keep(name, f"{json.dumps(facts)}\n{definition}".encode())
     loaded = DocumentTokenizer(definition=definition, **facts)
     loaded.__dict__["tokenizer"] = tokenizer  # it need not be loaded again

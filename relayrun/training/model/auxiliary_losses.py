@@ -45,6 +45,10 @@ class AuxiliaryLosses:
         self._layers = layers
         self._ranks = ranks
 
+    def __bool__(self) -> bool:
+        """Whether the model has any."""
+        return bool(self._names)
+
     def take(self, micro_batches: int) -> dict[str, float]:
         """Return the mean of each over layers, micro-batches and replicas, the same on every rank, and begin anew.
 

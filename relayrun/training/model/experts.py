@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import Router
 
+from relayrun.config.transformer import Transformer
 from relayrun.training import megatron_core
 
 
@@ -92,6 +94,55 @@ def reduce_over_own_replicas(model: torch.nn.Module) -> None:
         if isinstance(layer, BaseMoELayer):
             for parameter in layer.experts.parameters():
                 parameter.allreduce = False  # megatron-core's word for it
+
+
+class Routers:
+    """The routers of this rank, with what megatron-core does to them in a step before it should, or not as it should.
+
+    Fault: where gradients are divided by the tokens that count (`calculate_per_token_loss`), megatron-core 0.16.1
+    multiplies a router's losses by the tokens that this rank routes (transformer/moe/router.py:466 and 498). With
+    tensor and context parallelism that is a part of them, with `seq_aux_loss` those of one sequence, and with a mask
+    more than count. 0.19 knows the first two. Here the factor is what the division takes away, for every version.
+
+    `finalize_model_grads` moves the biases that balance experts (`moe_router_enable_expert_bias`), before anybody has
+    decided on the update, and while a save may still read them. So each step moves copies of them.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], settings: Transformer, *, by_token: bool) -> None:
+        self._settings = settings
+        self._all = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+        self._biases: list[torch.Tensor] = []
+        for router in self._all if by_token else ():
+            router.calculate_per_token_loss = False
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the losses of the next step; those that are reported stay what they are."""
+        aux, z = self._settings.moe_aux_loss_coeff, self._settings.moe_z_loss_coeff
+        for router in self._all:
+            router.config.moe_aux_loss_coeff = (
+                [factor * each for each in aux] if isinstance(aux, list) else factor * aux
+            )
+            router.config.moe_z_loss_coeff = None if z is None else factor * z
+
+    def begin(self) -> None:
+        """Let the step that follows move copies of the biases; one that has not ended has moved none."""
+        self.end(moved=False)
+        for router in self._balanced():
+            bias = router.expert_bias
+            bias.data = bias.data.float()  # as the router makes it before it reads it first
+            self._biases.append(bias)
+            router.expert_bias = bias.clone()
+
+    def end(self, *, moved: bool) -> None:
+        """Put the biases back: as the step has moved them, or as they were."""
+        for router, bias in zip(self._balanced(), self._biases, strict=False):
+            if moved:
+                bias.copy_(router.expert_bias)
+            router.expert_bias = bias
+        self._biases = []
+
+    def _balanced(self) -> list[Any]:
+        return [router for router in self._all if getattr(router, "expert_bias", None) is not None]
 
 
 def local_experts(config: TransformerConfig) -> Any:

@@ -136,6 +136,8 @@ class Model:
             if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
                 transformer.finalize_model_grads_func = weight_gradients.reduced_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
+        self._by_token = transformer.calculate_per_token_loss
+        self.routers = experts.Routers(self.chunks, config.model.transformer, by_token=self._by_token)
         self.auxiliary_losses = AuxiliaryLosses(
             auxiliary_losses.names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
         )
@@ -225,6 +227,7 @@ class Model:
 
     def load(self, state: dict[str, Any]) -> None:
         """Put in place what a load into `sharded_state_dict` gave."""
+        self.routers.end(moved=False)
         for number, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(state[str(number)], strict=True)
 
@@ -258,6 +261,12 @@ class Model:
         With `train`, gradients of the loss over the global batch (its mean: `training.loss_mean`) are accumulated,
         reduced over the data-parallel ranks, and left in the gradient buffers.
         """
+        if train:
+            self.routers.begin()
+            if self._by_token and self.auxiliary_losses:  # of which the gradients shall be means over micro-batches
+                tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
+                (every,) = self.ranks.sum_over_samples([tokens])
+                self.routers.weigh(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
         # a forward pass alone never waits for its last message, which gloo then does not send (megatron-core 0.16.1)
         self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
@@ -286,17 +295,8 @@ class Model:
             "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
         }
-        if self._masks_loss:
-            counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
-            counts = counts if batch.loss_mask is None else counts * batch.loss_mask
-            if self._counted is not None:
-                counts = counts * documents.counted_targets(batch.tokens[:, 1:], self._counted)
+        if (counts := self._counts(batch)) is not None:
             parts["loss_mask"] = torch.from_numpy(counts).to(device)
-        elif batch.loss_mask is not None:
-            raise FatalTrainingError(
-                "a data set of the mixture gives a loss mask, and none was announced",
-                hint="set data.mixture.NAME.loss_mask=true",
-            )
         if self.ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
             parts = megatron_core.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
@@ -309,6 +309,21 @@ class Model:
         context = self.ranks.context_size
         mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
         return output, mean if own is None else lambda output: mean(own(output, labels, mask))
+
+    def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
+        """1 where the loss of a token counts, [micro_batch_size, seq_length]; None: everywhere."""
+        if self._masks_loss:
+            counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
+            counts = counts if batch.loss_mask is None else counts * batch.loss_mask
+            if self._counted is not None:
+                counts = counts * documents.counted_targets(batch.tokens[:, 1:], self._counted)
+            return counts
+        if batch.loss_mask is not None:
+            raise FatalTrainingError(
+                "a data set of the mixture gives a loss mask, and none was announced",
+                hint="set data.mixture.NAME.loss_mask=true",
+            )
+        return None
 
     def _position_ids(self, batch: MicroBatch) -> torch.Tensor:
         if not self._restarts_positions:
