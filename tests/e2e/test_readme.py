@@ -47,7 +47,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_table_of_the_readme_has_commands_of_the_tutorial() -> None:
-    (table,) = re.findall(r"^## Half an hour$(.*?)^## ", README, re.M | re.S)
+    (table,) = re.findall(r"^## From text to a model$(.*?)^## ", README, re.M | re.S)
     commands = [
         command for line in table.splitlines() if line.startswith("|") for command in re.findall("`(.+?)`", line)
     ]
