@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,37 +13,61 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULT = ROOT / "benchmarks" / "results" / "kills.json"
 BEGIN, END = "<!-- benchmarks/_readme.py wrote this -->\n", "<!-- up to here -->\n"
+COLUMNS = {
+    "spares": "{}",
+    "one_spare": "{}",
+    "undisturbed": "undisturbed",
+    "bare": "undisturbed, without agents and copies",
+}
+"""The runs of a turn, in the order of the table."""
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The text for figures of `benchmarks/kills.py`; a run with fewer spare nodes than were lost may be missing."""
-    disturbed = [figures[name] for name in ("spares", "one_spare") if name in figures]
-    runs = [*disturbed, figures["undisturbed"]]
+    """The text for figures of `benchmarks/kills.py`; of its runs, `one_spare` and `bare` may be missing."""
+    names = [name for name in COLUMNS if name in figures]
+    runs = {name: [turn[name] for turn in figures["turns"]] for name in names}
+    disturbed = [name for name in names if "kills" in figures[name]]
+
+    def row(what: str, key: str, form: str, shown: list[str] = disturbed) -> tuple[str, ...]:
+        return what, *(_cell(runs[name], key, form) if name in shown else "" for name in names)
+
     table = [
-        ("", *(_count(run["spare_nodes"], "spare node") for run in disturbed), "undisturbed"),
-        ("---",) * (1 + len(runs)),
-        ("effective training time", *(f"{run['effective_share']:.1%}" for run in disturbed), ""),
-        ("steps", *(str(run["steps"]) for run in runs)),
-        ("seconds from the first to the last", *(f"{run['seconds']:.0f}" for run in runs)),
-        ("median seconds of a step", *(f"{run['step_seconds']:.3f}" for run in runs)),
-        ("ranks killed, nodes lost", *(f"{run['kills']}, {run['nodes_lost']}" for run in disturbed), ""),
-        ("steps done again, which count as lost", *(str(run["steps_lost"]) for run in disturbed), ""),
-        ("Slurm jobs", *(str(run["jobs"]) for run in disturbed), "1"),
-        ("what differs from undisturbed", *(_different(run) for run in disturbed), ""),
+        ("", *(COLUMNS[name].format(_count(runs[name][0].get("spare_nodes", 0), "spare node")) for name in names)),
+        ("---",) * (1 + len(names)),
+        row("effective training time", "effective_training_time", ".1%"),
+        row("seconds from the first step to the last", "seconds", ".0f", names),
+        row("seconds of as many steps undisturbed", "undisturbed_seconds", ".0f"),
+        row("steps", "steps", ".0f", names),
+        row("median seconds of a step", "step_seconds", ".3f", names),
+        row("ranks killed", "kills", ".0f"),
+        row("nodes lost", "nodes_lost", ".0f"),
+        row("steps done again, which count as lost", "steps_lost", ".0f"),
+        row("Slurm jobs", "jobs", ".0f"),
+        ("what differs from undisturbed", *(_different(runs[name]) if name in disturbed else "" for name in names)),
     ]
-    model = figures["model"]
+    model, turns = figures["model"], len(figures["turns"])
+    many = f"Median of {turns} turns, smallest to largest" if turns > 1 else "There is one run of each"
     setting = (
-        f"{figures['nodes']} simulated nodes with {figures['ranks']} ranks on {figures['cpus']} processors, for "
-        f"{figures['minutes']:g} minutes; a random rank is killed every {figures['kill_every_seconds']:g} s, a random "
-        f"node every {figures['lose_every_seconds'] / 60:g} minutes; the model has {model['num_layers']} layers of "
-        f"width {model['hidden_size']}:"
+        f"{figures['nodes']} simulated nodes with {figures['ranks']} ranks on {figures['cpus']} processors; a random "
+        f"rank is killed every {figures['kill_every_seconds']:g} s, a random node every "
+        f"{figures['lose_every_seconds'] / 60:g} minutes; the model has {model['num_layers']} layers of width "
+        f"{model['hidden_size']}. *Effective training time* is the seconds of the same steps undisturbed over the "
+        f"run's own. {many}; the load of the machine was {figures['load_average']:.0f}, other work included:"
     )
-    lines = [*textwrap.wrap(setting, 118), "", *(f"| {' | '.join(row)} |" for row in table)]
+    lines = [*textwrap.wrap(setting, 118), "", *(f"| {' | '.join(cells)} |" for cells in table)]
     return "\n".join(lines) + "\n"
 
 
-def _different(run: dict[str, Any]) -> str:
-    found = [name for name, lines in run["differences"].items() if lines]
+def _cell(runs: list[dict[str, Any]], key: str, form: str) -> str:
+    values = [run[key] for run in runs]
+    ends = [f"{value:{form}}" for value in (statistics.median(values), min(values), max(values))]
+    text = ends[0] if min(values) == max(values) else "{} ({} to {})".format(*ends)
+    by_mean = key in ("undisturbed_seconds", "effective_training_time") and runs[0].get("undisturbed_seconds_by_mean")
+    return f"about {text}" if by_mean else text
+
+
+def _different(runs: list[dict[str, Any]]) -> str:
+    found = sorted({name for run in runs for name, lines in run["differences"].items() if lines})
     return ", ".join(found) or "no bit of losses, weights or samples"
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -25,8 +26,8 @@ class Row:
     form: str
     least: float | None = None
     most: float | None = None
-    newer: bool = False
-    """Results that were measured before this row lack it, and their page goes without."""
+    optional: bool = False
+    """A result that lacks it, because it is older or left that run out, goes without this row."""
 
     def lines(self, figures: Any) -> list[str]:
         try:
@@ -34,21 +35,26 @@ class Row:
                 lambda found, key: found[int(key) if isinstance(found, list) else key], self.place.split("."), figures
             )
         except KeyError:
-            if self.newer:
+            if self.optional:
                 return []
             raise
         value = len(value) if isinstance(value, list) else value
-        if isinstance(value, dict):
-            middle = value["median"]
-            text = f"{middle:{self.form}} ({value['min']:{self.form}} to {value['max']:{self.form}})"
-        else:
-            middle, text = value, f"{value:{self.form}}"
+        value = value if isinstance(value, dict) else dict.fromkeys(("median", "min", "max"), value)
+        text = f"{value['median']:{self.form}}"
+        if value["min"] != value["max"]:
+            text += f" ({value['min']:{self.form}} to {value['max']:{self.form}})"
         wanted, reached = "", ""
         if self.least is not None:
-            wanted, reached = f"≥ {self.least:{self.form}}", "yes" if middle >= self.least else "no"
+            wanted, reached = f"≥ {self.least:{self.form}}", _reached(value, lambda one: one >= self.least)
         if self.most is not None:
-            wanted, reached = f"≤ {self.most:{self.form}}", "yes" if middle <= self.most else "no"
+            wanted, reached = f"≤ {self.most:{self.form}}", _reached(value, lambda one: one <= self.most)
         return [f"| {self.what} | {text} | {wanted} | {reached} |"]
+
+
+def _reached(spread: dict[str, float], on_its_side: Callable[[float], bool]) -> str:
+    """Whether the whole spread is on the side of the target that is wanted."""
+    sides = {on_its_side(spread[end]) for end in ("min", "max")}
+    return "undecided" if len(sides) == 2 else "yes" if True in sides else "no"
 
 
 FAMILIES = {
@@ -122,7 +128,7 @@ SECTIONS: dict[str, list[Row]] = {
                 f"CPU time of datatrove's reader and Megatron writer over the bare loop of the engine: {name}",
                 f"{name}.cpu_speed_up_of_bare_loop",
                 ".1f",
-                newer=True,
+                optional=True,
             )
             for name in ("Llama 3", "GPT-2", "o200k", "Tekken")
         ),
@@ -248,11 +254,23 @@ SECTIONS: dict[str, list[Row]] = {
         Row("the launcher's own part of it", "own_share", ".3f", most=0.1),
     ],
     "kills": [
+        Row("turns of all these runs, of which the figures are medians", "turns", ".0f"),
         Row(
-            "effective training time, with as many spare nodes as were lost", "spares.effective_share", ".3f", least=0.9
+            "effective training time, with as many spare nodes as were lost: seconds undisturbed over its own seconds",
+            "spares.effective_training_time",
+            ".3f",
+            least=0.9,
         ),
         Row("seconds from its first step to its last", "spares.seconds", ".0f"),
-        Row("the same, undisturbed", "undisturbed.seconds", ".0f"),
+        Row("the same, undisturbed, with agents and copies", "undisturbed.seconds", ".0f"),
+        Row("the same, undisturbed, without agents and copies", "bare.seconds", ".0f", optional=True),
+        Row(
+            "seconds with agents and copies over seconds without, undisturbed",
+            "undisturbed.over_bare",
+            ".3f",
+            optional=True,
+        ),
+        Row("part of its own time in which steps were done that count", "spares.counted_share", ".3f"),
         Row("seconds between two kills of a random rank", "kill_every_seconds", ".0f"),
         Row("seconds between two losses of a random node", "lose_every_seconds", ".0f"),
         Row("ranks killed", "spares.kills", ".0f"),
@@ -260,15 +278,24 @@ SECTIONS: dict[str, list[Row]] = {
         Row("jobs", "spares.jobs", ".0f", most=1),
         Row("steps", "spares.steps", ".0f"),
         Row("steps done again", "spares.steps_lost", ".0f"),
-        Row("median seconds of a step", "spares.step_seconds", ".2f"),
-        Row("the same, undisturbed", "undisturbed.step_seconds", ".2f"),
+        Row("median seconds of a step", "spares.step_seconds", ".4f"),
+        Row("the same, undisturbed, with agents and copies", "undisturbed.step_seconds", ".4f"),
+        Row("the same, undisturbed, without agents and copies", "bare.step_seconds", ".4f", optional=True),
         Row("seconds from a failure to the next step, median", "spares.round_seconds.all.median", ".1f"),
         Row("the same, 95th percentile", "spares.round_seconds.all.p95", ".1f"),
         Row("tensors of the last checkpoint compared with the undisturbed run's", "spares.tensors_compared", ".0f"),
         Row("claims that do not hold", "does_not_hold", ".0f", most=0),
-        Row("effective training time with one spare node", "one_spare.effective_share", ".3f"),
-        Row("nodes lost there", "one_spare.nodes_lost", ".0f"),
-        Row("jobs there", "one_spare.jobs", ".0f"),
+        Row("effective training time with one spare node", "one_spare.effective_training_time", ".3f", optional=True),
+        Row("seconds there", "one_spare.seconds", ".0f", optional=True),
+        Row("seconds of as many steps undisturbed", "one_spare.undisturbed_seconds", ".0f", optional=True),
+        Row(
+            "of these, computed from the mean of the whole undisturbed run",
+            "one_spare.undisturbed_seconds_by_mean",
+            ".0f",
+            optional=True,
+        ),
+        Row("nodes lost there", "one_spare.nodes_lost", ".0f", optional=True),
+        Row("jobs there", "one_spare.jobs", ".0f", optional=True),
         Row("load of the machine meanwhile, beside other work: seconds are upper bounds", "load_average", ".0f"),
     ],
     "kills_often": [
@@ -370,7 +397,8 @@ def render() -> str:
         "# Benchmarks",
         "",
         "`make bench` runs the scripts of `benchmarks/` and writes this page from `benchmarks/results/`: median, and",
-        "smallest to largest, of rounds that take turns with the peer in one run. Only the last section is about GPUs.",
+        "smallest to largest, of rounds that take turns with the peer in one run. A target is reached where all of",
+        "that is on its side; where it covers both sides, that is undecided. Only the last section is about GPUs.",
     ]
     for name, rows in SECTIONS.items():
         file = RESULTS / f"{name}.json"

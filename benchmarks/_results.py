@@ -59,6 +59,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
+def spreads(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The spread of each number in the figures of several turns, which have the same keys."""
+    found: dict[str, Any] = {}
+    for key, first in turns[0].items():
+        values = [turn[key] for turn in turns if key in turn]
+        if isinstance(first, dict):
+            found[key] = spreads(values)
+        elif isinstance(first, int | float) and not isinstance(first, bool):
+            found[key] = spread(values)
+    return found
+
+
 def write(name: str, figures: dict[str, Any], path: Path | None = None) -> Path:
     """Write `results/NAME.json` with the date, the command, versions and the number of CPUs beside the figures.
 

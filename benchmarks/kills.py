@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
 """`make drill-kills`: ranks are killed every minute and nodes lost every ten, and training goes on in its job.
 
-    python benchmarks/kills.py [--minutes 60] [--kill-every 60] [--lose-every 600] [--folder FOLDER]
+    python benchmarks/kills.py [--minutes 60] [--turns 1] [--kill-every 60] [--lose-every 600] [--folder FOLDER]
 
 A real Slurm on this machine, four simulated nodes with two ranks each and spare ones, the real training program with a
-tiny model. Three runs of one config, one after the other:
+tiny model. A turn is four runs of one config, one after the other:
 
-1. with as many spare nodes as are lost: for MINUTES from its first step on a random rank has SIGKILL, and a random node
-   other than the batch host is lost as by a power loss (SIGSTOP for all its processes, then SIGKILL, srun first);
-2. with one spare node, by the same clock, until it has done as many steps, or a part of them (--spares-part; --spares 0
-   leaves this run out);
-3. undisturbed, as many steps.
+1. `spares`, with as many spare nodes as are lost: for MINUTES from its first step on a random rank has SIGKILL, and a
+   random node other than the batch host is lost as by a power loss (SIGSTOP for all its processes, then SIGKILL, srun
+   first);
+2. `one_spare`, with one spare node, by the same clock, until it has done as many steps, or a part of them
+   (--spares-part; --spares 0 leaves this run out);
+3. `undisturbed`, as many steps, with the agents, copies and spare nodes of the first;
+4. `bare`, as many steps, with neither: `chain.recovery: job`.
+
+Every turn does as many steps as the first run of the first one, and every second one in the reverse order, so what
+changes slowly on the machine counts for all. Figures are the median, smallest and largest of the turns.
 
 `--stop-every` and `--lose-host-every` add a random rank that has SIGSTOP, and the loss of the batch host, with which
 Slurm begins the job again. With `--folder`, runs that an earlier call has finished there are not done again.
 
-Effective training time is the part of the time since the first step in which steps were done that count: a step that is
-done again counts once. Losses are compared bit for bit, so are weights and optimizer, samples by number. Exits 1 where
-a claim does not hold; each is printed.
+Effective training time is the undisturbed run's wall time over the disturbed one's, for the same steps, each from the
+begin of its first step to the end of its last. Losses are compared bit for bit, so are weights and optimizer, samples
+by number. Exits 1 where a claim does not hold; each is printed.
 """
 
 from __future__ import annotations
@@ -42,9 +47,9 @@ sys.path.insert(0, str(ROOT))  # for the tests' cluster and workspace
 
 import _results  # noqa: E402
 
-from relayrun.drill.kills import ranks, timeline, verdict  # noqa: E402
+from relayrun.drill.kills import compare, ranks, timeline, verdict  # noqa: E402
 from relayrun.drill.kills.verdict import Event, Shown  # noqa: E402
-from relayrun.files import write_json  # noqa: E402
+from relayrun.files import read_lines, write_json  # noqa: E402
 from relayrun.rundir import triggers  # noqa: E402
 from relayrun.rundir.plan import Plan  # noqa: E402
 from relayrun.rundir.records import Outcome  # noqa: E402
@@ -81,6 +86,7 @@ PAUSE = 0.2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="of the first run; default: %(default)s")
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="of all runs; default: %(default)s")
     parser.add_argument("--kill-every", type=float, default=60, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--lose-every", type=float, default=600, metavar="SECONDS", help="default: %(default)s")
     for name in ("--stop-every", "--lose-host-every"):
@@ -143,26 +149,23 @@ class Drill:
         self._folder = folder
         self.workspace = Workspace(folder) if (folder / "tokenizer.json").exists() else Workspace.make(folder)
         self._queue_looked_at = 0.0
-        self._restarts: dict[str, dict[str, int]] = {}
+        self.restarts: dict[str, dict[str, int]] = {}
         """How often Slurm began the jobs of each run again."""
         self._loads: list[float] = []
+        self.load: dict[str, float] = {}
+        """The mean load of the machine during each run."""
 
     def perform(self, lost: int) -> list[str]:
         """Do the runs, write and print the figures; return the claims that do not hold."""
-        seconds = 60 * self.options.minutes
-        first, events = self._disturbed("spares", spares=lost, seconds=seconds)
-        outcome = Outcome.read(first.attempt(first.attempt_numbers()[-1]).outcome)
-        if outcome is None:
-            raise SystemExit(f"the run has not come to its end: relayrun status {first.path}")
-        last = outcome.iteration
-        done = [("spares", first, events, lost, last)]
-        if spares := self.options.spares:
-            part = last  # or else an iteration behind which the undisturbed run saves and evaluates, too
-            if self.options.spares_part < 1:
-                part = max(1, int(self.options.spares_part * last) // EVALUATIONS) * EVALUATIONS
-            done.append(("one_spare", *self._disturbed("one-spare", spares=spares, stop_after=part), spares, part))
-        whole, _ = self._once("undisturbed", lambda: (self._run("undisturbed", spares=0, stop_after=last), []))
-        undisturbed = timeline.of(whole)
+        turns: list[dict[str, Any]] = []
+        untrue: list[str] = []
+        last = None
+        for number in range(1, self.options.turns + 1):
+            turn = Turn(self, number, lost, last)
+            turn.perform()
+            last = turn.last
+            turns.append(turn.figures)
+            untrue += [f"turn {number}, {claim}" for claim in turn.untrue]
         figures: dict[str, Any] = {
             "minutes": self.options.minutes,
             "kill_every_seconds": self.options.kill_every,
@@ -172,48 +175,51 @@ class Drill:
             "nodes": NODES,
             "ranks": NODES * self.options.ranks_per_node,
             "model": MODEL,
-            "load_average": statistics.mean(self._loads),
-            "undisturbed": {"seconds": undisturbed.seconds, "step_seconds": undisturbed.step, "steps": last},
+            "load_average": statistics.mean(self.load.values()),
+            **_results.spreads(turns),
+            "turns": turns,
         }
-        untrue: list[str] = []
-        for name, run, happened, spares, until in done:
-            shown = verdict.show(run, whole, last=until, events=happened, restarts=self._restarts[run.path.name])
-            figures[name] = shown.figures() | {
-                "spare_nodes": spares,
-                "undisturbed_over_seconds": undisturbed.seconds * until / last / shown.line.seconds,
-            }
-            untrue += [f"{name}: {claim}" for claim in shown.untrue(spares=spares)]
-            self._print(name, shown, spares, undisturbed)
-        print(
-            f"undisturbed: {undisturbed.seconds:.0f} s for {last} steps, median {undisturbed.step:.3f} s; "
-            f"{os.cpu_count()} processors, load {figures['load_average']:.1f}"
-        )
-        if (share := figures["spares"]["effective_share"]) < verdict.LEAST_SHARE:
-            untrue.append(f"effective training time {share:.1%}, {verdict.LEAST_SHARE:.0%} wanted")
+        share = figures["spares"]["effective_training_time"]
+        if share["min"] < verdict.LEAST_SHARE:
+            untrue.append(f"effective training time {_part(share)}, {verdict.LEAST_SHARE:.0%} wanted")
         figures["does_not_hold"] = untrue
+        _print(figures)
         print(_results.write("kills", figures, self.options.output))
         return untrue
 
-    def _disturbed(
-        self, name: str, *, spares: int, seconds: float = float("inf"), stop_after: int | None = None
+    def disturbed(
+        self, name: str, *, spares: int, seed: int, seconds: float = float("inf"), stop_after: int | None = None
     ) -> tuple[Run, list[Event]]:
-        """A run with faults by the schedule, for so many seconds from the first step on, or until the run ends."""
-        return self._once(name, lambda: self._with_faults(name, spares, seconds, stop_after))
+        """A run with faults by the schedule, for so many seconds from the first step on.
+
+        `stop_after`: it ends by itself behind this iteration, else after these seconds.
+        """
+        return self._once(name, lambda: self._with_faults(name, spares, seed, seconds, stop_after))
+
+    def alone(self, name: str, *, spares: int | None, stop_after: int) -> Run:
+        """A run without faults; `spares`: None: without agents and copies, too."""
+        return self._once(name, lambda: (self._run(name, spares=spares, stop_after=stop_after), []))[0]
 
     def _once(self, name: str, perform: Callable[[], tuple[Run, list[Event]]]) -> tuple[Run, list[Event]]:
         """Do a run to its end, if no earlier call has; return it with what happened to it."""
         done, run = self._folder / f"{name}.done.json", self.workspace.run(name)
         if not done.exists():
             shutil.rmtree(run.path, ignore_errors=True)  # of a call that was cut
+            self._loads.clear()
             run, events = perform()
             self._wait_for_end(run)
-            write_json(done, {"events": [*map(asdict, events)], "restarts": self._restarts_of(run)})
+            self._bring_back([event.node for event in events if event.kind in ("node", "host")])
+            load = statistics.mean(self._loads or [os.getloadavg()[0]])
+            kept = {"events": [*map(asdict, events)], "restarts": self._restarts_of(run), "load_average": load}
+            write_json(done, kept)
         kept = json.loads(done.read_text(encoding="utf-8"))
-        self._restarts[name] = kept["restarts"]
+        self.restarts[name], self.load[name] = kept["restarts"], kept["load_average"]
         return run, [Event(**event) for event in kept["events"]]
 
-    def _with_faults(self, name: str, spares: int, seconds: float, stop_after: int | None) -> tuple[Run, list[Event]]:
-        generator = random.Random(self.options.seed)
+    def _with_faults(
+        self, name: str, spares: int, seed: int, seconds: float, stop_after: int | None
+    ) -> tuple[Run, list[Event]]:
+        generator = random.Random(seed)
         run = self._run(name, spares=spares, stop_after=stop_after)
         began = self._wait_for_first_step(run)
         events: list[Event] = []
@@ -224,25 +230,26 @@ class Drill:
                 events += self._signal(run, generator, kind)
             else:
                 events += self._lose(run, generator, kind)
-        if seconds < float("inf"):
+        if stop_after is None:
             self._wait_until(began + seconds, run)
             triggers.touch(run, "exit")
         return run, events
 
-    def _run(self, name: str, *, spares: int, stop_after: int | None = None) -> Run:
+    def _run(self, name: str, *, spares: int | None, stop_after: int | None = None) -> Run:
+        hangs = {"hang_timeout": HANG_SECONDS} if self.options.stop_every < float("inf") else {}
         config = self.workspace.config(
             name,
             model=MODEL,
             training={"steps": STEPS, "stop_after": stop_after, "eval_interval": EVALUATIONS, "global_batch_size": 16},
             parallel={"use_distributed_optimizer": True},
             data={"max_epochs": 1e9, "split": 0.1},
-            checkpoint={"interval": INTERVAL, "keep_every": INTERVAL, "memory_interval": "auto"},
-            chain={"recovery": "node"}
-            | ({"hang_timeout": HANG_SECONDS} if self.options.stop_every < float("inf") else {}),
+            checkpoint={"interval": INTERVAL, "keep_every": INTERVAL}
+            | ({} if spares is None else {"memory_interval": "auto"}),
+            chain={} if spares is None else {"recovery": "node"} | hangs,
             job={
                 "nodes": NODES,
                 "ntasks_per_node": self.options.ranks_per_node,
-                "spare_nodes": spares,
+                "spare_nodes": spares or 0,
                 "time": "1-00:00:00",
             },
             cluster={
@@ -321,21 +328,135 @@ class Drill:
         begins = [run.attempt(number).read_begin() for number in run.attempt_numbers()]
         return {begin.job_id: int(self.cluster.job(begin.job_id)["Restarts"]) for begin in begins if begin is not None}
 
-    def _print(self, name: str, shown: Shown, spares: int, undisturbed: timeline.Timeline) -> None:
-        figures = shown.figures()
-        print(
-            f"{name} ({spares} spare nodes): effective training time {figures['effective_share']:.1%} of "
-            f"{figures['seconds']:.0f} s ({undisturbed.seconds:.0f} s undisturbed), "
-            f"a step {figures['step_seconds']:.3f} s\n"
-            f"  {figures['kills']} kills, {figures['stops']} stops, {figures['nodes_lost']} nodes lost and "
-            f"{figures['hosts_lost']} batch hosts, {figures['rounds']} rounds, from "
-            f"{figures['rounds_from']}, {figures['steps_lost']} of {figures['steps']} steps lost, "
-            f"{figures['jobs']} job{'s' * (figures['jobs'] > 1)}"
+    def _bring_back(self, nodes: list[str]) -> None:
+        """Let nodes that were lost be there for the next run."""
+        for node in nodes:
+            self.cluster.start_node(node)
+        self.cluster.wait_until(
+            lambda: all(self.cluster.node_state(node) == "IDLE" for node in nodes), what=f"{nodes} are idle again"
         )
-        for phase, values in figures["round_seconds"].items():
-            print(f"  {phase:8} median {values['median']:.2f} s, p95 {values['p95']:.2f} s")
-        for what, lines in shown.faults.items():
-            print(f"  {what}: {lines[0] if lines else 'the same as undisturbed'}")
+
+
+class Turn:
+    """One of each run, all with the same steps."""
+
+    def __init__(self, drill: Drill, number: int, lost: int, last: int | None) -> None:
+        """`lost`: nodes that the first run loses; `last`: its last iteration, None: as far as its time lets it come."""
+        self._drill, self._number, self._lost = drill, number, lost
+        self.last = last
+        self.figures: dict[str, Any] = {}
+        self.untrue: list[str] = []
+        self._runs: dict[str, Run] = {}
+        self._events: dict[str, list[Event]] = {}
+
+    def perform(self) -> None:
+        """Do the runs, those of every second turn in the reverse order, and compare them."""
+        names = ["spares", "one_spare", "undisturbed", "bare"]
+        for name in names if self._number % 2 else reversed(names):
+            if name != "one_spare" or self._drill.options.spares:
+                self._once(name)
+        self._compare()
+
+    @property
+    def _part(self) -> int:
+        """Steps of the run with one spare node; the undisturbed run saves and evaluates behind the last one, too."""
+        part, last = self._drill.options.spares_part, self._last
+        return last if part >= 1 else int(part * last) // EVALUATIONS * EVALUATIONS or last
+
+    @property
+    def _last(self) -> int:
+        if self.last is None:
+            run = self._runs["spares"]
+            outcome = Outcome.read(run.attempt(run.attempt_numbers()[-1]).outcome)
+            if outcome is None:
+                raise SystemExit(f"the run has not come to its end: relayrun status {run.path}")
+            self.last = outcome.iteration
+        return self.last
+
+    def _once(self, name: str) -> None:
+        drill, seed = self._drill, self._drill.options.seed + self._number - 1
+        called = f"{name.replace('_', '-')}-{self._number}"
+        if name == "spares":
+            seconds = 60 * drill.options.minutes
+            found = drill.disturbed(called, spares=self._lost, seed=seed, seconds=seconds, stop_after=self.last)
+        elif name == "one_spare":
+            found = drill.disturbed(called, spares=drill.options.spares, seed=seed, stop_after=self._part)
+        else:
+            spares = self._lost if name == "undisturbed" else None
+            found = drill.alone(called, spares=spares, stop_after=self._last), []
+        self._runs[name], self._events[name] = found
+
+    def _compare(self) -> None:
+        whole, bare = self._runs["undisturbed"], self._runs["bare"]
+        for name, run in (("undisturbed", whole), ("bare", bare)):
+            line = timeline.of(run)
+            self.figures[name] = {
+                "seconds": line.seconds,
+                "step_seconds": line.step,
+                "steps": line.steps,
+                "load_average": self._drill.load[run.path.name],
+            }
+        self.figures["undisturbed"]["over_bare"] = seconds_to(whole, self._last) / seconds_to(bare, self._last)
+        _, weights = compare.weights(bare.checkpoint(self._last), whole.checkpoint(self._last))
+        differs = [*compare.losses(bare, whole, self._last), *weights]
+        self.untrue += [f"without agents and copies: {line}" for line in differs[:1]]
+        spares = {"spares": self._lost, "one_spare": self._drill.options.spares}
+        for name in (each for each in spares if each in self._runs):
+            run, until = self._runs[name], self._last if name == "spares" else self._part
+            restarts = self._drill.restarts[run.path.name]
+            shown = verdict.show(run, whole, last=until, events=self._events[name], restarts=restarts)
+            self.figures[name] = shown.figures() | {
+                "spare_nodes": spares[name],
+                "load_average": self._drill.load[run.path.name],
+                "undisturbed_seconds": seconds_to(whole, until),
+                "effective_training_time": seconds_to(whole, until) / shown.line.seconds,
+            }
+            self.untrue += [f"{name}: {claim}" for claim in shown.untrue(spares=spares[name])]
+            _print_run(f"turn {self._number}, {name}", shown, self.figures[name])
+
+
+def seconds_to(run: Run, iteration: int) -> float:
+    """Wall time of a run of one job without rounds, from the begin of its first step to the end of this one."""
+    times = {line["iteration"]: float(line["time"]) for line in read_lines(run.attempt(1).metrics) if "loss" in line}
+    return times[iteration] - timeline.of(run).began
+
+
+def _print_run(name: str, shown: Shown, figures: dict[str, Any]) -> None:
+    print(
+        f"{name} ({figures['spare_nodes']} spare nodes): {figures['seconds']:.1f} s for {figures['steps']} steps, "
+        f"{figures['undisturbed_seconds']:.1f} s undisturbed: effective training time "
+        f"{figures['effective_training_time']:.1%}; {figures['counted_share']:.1%} of its time in steps that count\n"
+        f"  {figures['kills']} kills, {figures['stops']} stops, {figures['nodes_lost']} nodes lost and "
+        f"{figures['hosts_lost']} batch hosts, {figures['rounds']} rounds, from "
+        f"{figures['rounds_from']}, {figures['steps_lost']} of {figures['steps']} steps lost, "
+        f"{figures['jobs']} job{'s' * (figures['jobs'] > 1)}"
+    )
+    for phase, values in figures["round_seconds"].items():
+        print(f"  {phase:8} median {values['median']:.2f} s, p95 {values['p95']:.2f} s")
+    for what, lines in shown.faults.items():
+        print(f"  {what}: {lines[0] if lines else 'the same as undisturbed'}")
+
+
+def _print(figures: dict[str, Any]) -> None:
+    turns = len(figures["turns"])
+    print(f"{turns} turn{'s' * (turns > 1)}, median (smallest to largest):")
+    for name in ("bare", "undisturbed", "spares", "one_spare"):
+        if name in figures:
+            seconds, step = figures[name]["seconds"], figures[name]["step_seconds"]
+            print(
+                f"  {name:11} {seconds['median']:.1f} s ({seconds['min']:.1f} to {seconds['max']:.1f}), a step "
+                f"{step['median']:.4f} s ({step['min']:.4f} to {step['max']:.4f})"
+            )
+    cost = {end: value - 1 for end, value in figures["undisturbed"]["over_bare"].items()}
+    print(f"  agents and copies add {_part(cost)} to the time of the run without them")
+    for name in ("spares", "one_spare"):
+        if name in figures:
+            print(f"  effective training time, {name}: {_part(figures[name]['effective_training_time'])}")
+    print(f"  {os.cpu_count()} processors, load {figures['load_average']:.1f}")
+
+
+def _part(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1%} ({spread['min']:.1%} to {spread['max']:.1%})"
 
 
 def _finite(seconds: float) -> float | None:

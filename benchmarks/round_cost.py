@@ -66,7 +66,8 @@ def main() -> None:
             run = trained(workspace, side, {"what": what, "block": block}, interval, steps=steps)
             figures[side] = cost(run, block)
             if not interval:
-                figures[f"{side}_microseconds"] = 1e4 * figures[side]["median"] * median_step(run)
+                step = 1e4 * median_step(run)
+                figures[f"{side}_microseconds"] = {end: step * value for end, value in figures[side].items()}
             print(side, figures[side], flush=True)
     figures["load_average"] = os.getloadavg()[0]
     print(figures if options.quick else _results.write("round_cost", figures))

@@ -46,8 +46,15 @@ def complaints(page: Page, url: str, *, own: Callable[[str], bool]) -> list[str]
     return found
 
 
-def keep_picture(data: bytes, path: Path) -> None:
-    """Write a screenshot with a palette of its own: a third of its bytes, and no difference to the eye."""
-    from PIL import Image  # conftest.py imports this module
+def keep_picture(data: bytes, path: Path, *, says: str) -> None:
+    """Write a screenshot with a palette of its own: a third of its bytes, and no difference to the eye.
 
-    Image.open(io.BytesIO(data)).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(path, optimize=True)
+    `says`: words of the page, which the file has as its description, too.
+    """
+    from PIL import Image, PngImagePlugin  # conftest.py imports this module
+
+    about = PngImagePlugin.PngInfo()
+    about.add_text("Description", says)
+    Image.open(io.BytesIO(data)).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(
+        path, optimize=True, pnginfo=about
+    )

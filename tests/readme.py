@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def blocks(kind: str, text: str = README) -> list[str]:
     """Code blocks of one kind.
 
-    `bash` runs here, `bash install` before it in an empty folder, `bash slurm` on a cluster; CI runs `bash make`.
+    `bash` runs here, `bash install` before it in a checkout, `bash slurm` on a cluster; CI runs `bash make`.
     """
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S)
 
@@ -35,6 +35,15 @@ def copy_tracked(folder: Path) -> None:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
+
+
+def commit_copy(folder: Path) -> Path:
+    """Copy the tracked files into a repository of one commit; return it."""
+    copy_tracked(folder)
+    author = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+    for words in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message=all"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
 
 
 def break_code(root: Path) -> None:

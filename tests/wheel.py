@@ -63,14 +63,17 @@ class Installed:
     def packages(self) -> Path:
         return self.folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
-    def link_packages(self, extras: Iterable[str]) -> None:
-        """Link what relayrun's base and these extras ask for, from the environment that the tests run in."""
+    def link_packages(self, extras: Iterable[str], *more: str) -> None:
+        """Link what relayrun's base and these extras ask for, and more, from the environment that the tests run in."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         asked = [
             *project["dependencies"],
+            *more,
             *(text for name in extras for text in project["optional-dependencies"][name]),
         ]
-        for name in closure(Requirement(text).name for text in asked):
+        wanted = [one for one in map(Requirement, asked) if one.marker is None or one.marker.evaluate()]
+        found = {name for one in wanted for extra in one.extras or {""} for name in closure([one.name], extra)}
+        for name in found - {"relayrun"}:
             distribution = importlib.metadata.distribution(name)
             for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
                 if not (self.packages / top).exists():

@@ -1,10 +1,11 @@
-"""README.md and docs/tutorial.md word for word: every command, in this order, from an empty folder and HOME."""
+"""README.md and docs/tutorial.md word for word: every command, in this order, from a new checkout and an empty HOME."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ import pytest
 
 from relayrun import cli
 from relayrun.rundir.run import Run
-from tests.readme import README, ROOT, blocks
-from tests.wheel import Installed, build
+from tests.readme import README, ROOT, blocks, commit_copy
+from tests.wheel import Installed
 from tests.workspace import ends, steps
 
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
@@ -46,7 +47,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_table_of_the_readme_has_commands_of_the_tutorial() -> None:
-    (table,) = re.findall(r"^## Half an hour$(.*?)^## ", README, re.M | re.S)
+    (table,) = re.findall(r"^## From text to a model$(.*?)^## ", README, re.M | re.S)
     commands = [
         command for line in table.splitlines() if line.startswith("|") for command in re.findall("`(.+?)`", line)
     ]
@@ -71,60 +72,106 @@ def test_every_command_has_these_options(words: list[str]) -> None:
     assert callable(cli.parse(words).run)
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("wheel"))
+class NewMachine:
+    """A checkout of this repository, an empty HOME and Python, and nothing else.
 
-
-def run_word_for_word(folder: Path, wheel: Path, install: str, rest: list[str]) -> str:
-    """Run an install block and other blocks as one shell would; return what it printed.
-
-    pip finds the wheel in a folder. The packages that the wheel asks for are links, made when the environment is there.
+    What pip would download is shortened: it has no index. The packages that relayrun asks for, and the setuptools that
+    builds its wheel, are links to those that the tests run with; pip resolves, builds and installs all the same.
     """
-    home, programs = folder / "home", folder / "programs"
-    home.mkdir()
-    programs.mkdir()
-    (programs / "python3").symlink_to(os.path.realpath(sys.executable))
-    work = folder / "work"
-    work.mkdir()
-    environment = {
-        "PATH": f"{programs}:/usr/bin:/bin",
-        "HOME": str(home),
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheel.parent),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "COLUMNS": "120",
-    }
 
-    def bash(script: str) -> str:
+    def __init__(self, folder: Path) -> None:
+        self.checkout = commit_copy(folder / "relayrun")
+        self.home, programs = folder / "home", folder / "programs"
+        self.home.mkdir()
+        programs.mkdir()
+        (programs / "python3").symlink_to(os.path.realpath(sys.executable))
+        self._environment = {
+            "PATH": f"{programs}:/usr/bin:/bin",
+            "HOME": str(self.home),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_COMPILE": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",  # means that there is none
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "COLUMNS": "120",
+        }
+
+    def bash(self, script: str) -> str:
+        """Run lines as one shell would, in the checkout; return what they printed."""
         command = ["bash", "-c", f"set -euxo pipefail\n{script}"]
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=self.checkout, env=self._environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return done.stdout
 
+    def packages(self, *extras: str) -> None:
+        """Link into the environment `.venv` what the extras ask for."""
+        environment = Installed(self.checkout / ".venv", self.home)
+        for name in ("setuptools*", "pkg_resources", "_distutils_hack"):  # an old one, of the new environment
+            for old in environment.packages.glob(name):
+                shutil.rmtree(old)
+        environment.link_packages(extras, "setuptools")
+
+
+def install_lines() -> list[str]:
+    """Every line of the pages that installs relayrun, once."""
+    found = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        lines = re.findall(r"^pip install [^#\n]+|(?<=`)pip install [^`\n]+(?=`)", text, re.M)
+        found += [line.strip() for line in lines if re.search(r"relayrun|install '?\.", line)]
+    return list(dict.fromkeys(found))
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> NewMachine:
+    machine = NewMachine(tmp_path_factory.mktemp("machine"))
+    machine.bash("python3 -m venv .venv")
+    machine.packages("train", "tokenize", "evaluate", "fast")
+    return machine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", install_lines())
+def test_every_line_that_installs_relayrun_does(machine: NewMachine, line: str) -> None:
+    """Where it is not installed; the address of this repository is that of the checkout."""
+    line = line.replace("git+URL", f"git+file://localhost{machine.checkout}")
+    machine.bash(f"source .venv/bin/activate\npip uninstall --yes relayrun\n{line}\ncd ..\nrelayrun --help")
+
+
+@pytest.mark.slow
+def test_the_line_that_an_error_names_brings_the_extra(machine: NewMachine) -> None:
+    """Such an error comes from an installed relayrun, so pip needs no index to find it."""
+    machine.bash("source .venv/bin/activate\npip install .\npip install 'relayrun[tokenize]'")
+
+
+def run_word_for_word(folder: Path, install: str, rest: list[str]) -> str:
+    """Run an install block in a new checkout, then other blocks, as one shell would; return what it printed."""
+    machine = NewMachine(folder)
     first, others = install.split("\n", 1)
-    bash(first)
-    Installed(work / ".venv", home).link_packages(["train", "tokenize"])
-    return bash("\n".join([others, *rest]))
+    machine.bash(first)
+    machine.packages("train", "tokenize")
+    return machine.bash("\n".join([others, *rest]))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_first_run_of_the_readme_and_the_page_about_chains(tmp_path: Path, wheel: Path) -> None:
+def test_the_first_run_of_the_readme_and_the_page_about_chains(tmp_path: Path) -> None:
     (install,) = blocks("bash install")
-    out = run_word_for_word(tmp_path, wheel, install, [*blocks("bash"), *blocks("bash", CHAIN)])
+    out = run_word_for_word(tmp_path, install, [*blocks("bash"), *blocks("bash", CHAIN)])
     assert "plan of my-project/my-run" in out
     assert "attempts of my-run" in out
-    run = Run(tmp_path / "work/my-project/logs/runs/my-project/my-run")
+    run = Run(tmp_path / "my-project/logs/runs/my-project/my-run")
     assert (run.checkpoints / "iter_0000040").is_dir()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_tutorial(tmp_path: Path, wheel: Path) -> None:
+def test_the_tutorial(tmp_path: Path) -> None:
     (install,) = blocks("bash install", TUTORIAL)
-    out = run_word_for_word(tmp_path, wheel, install, blocks("bash", TUTORIAL))
-    project = tmp_path / "work/my-project"
+    out = run_word_for_word(tmp_path, install, blocks("bash", TUTORIAL))
+    project = tmp_path / "my-project"
     run = Run(project / "logs/runs/my-project/first")
     causes = [end.cause for end in ends(run)]
     assert set(causes) == {"saved", "done"}  # a chain, and its continuation

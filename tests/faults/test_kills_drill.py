@@ -25,8 +25,11 @@ def test_ranks_killed_and_a_node_lost_change_nothing(slurm: None, tmp_path: Path
     untrue = [claim for claim in figures["does_not_hold"] if not claim.startswith("effective training time")]
     assert untrue == [], done.stdout
     assert done.returncode == bool(figures["does_not_hold"])
-    shown = figures["spares"]
+    (turn,) = figures["turns"]
+    shown = turn["spares"]
     assert (shown["kills"], shown["nodes_lost"], shown["jobs"], shown["job_restarts"]) == (7, 1, 1, 0)
     assert shown["differences"] == {"losses": [], "weights": [], "samples": []}
-    assert shown["steps"] == figures["undisturbed"]["steps"]
-    assert 0 < shown["effective_share"] < 1
+    assert shown["steps"] == turn["undisturbed"]["steps"] == turn["bare"]["steps"]
+    assert shown["undisturbed_seconds"] == turn["undisturbed"]["seconds"]
+    assert shown["effective_training_time"] == turn["undisturbed"]["seconds"] / shown["seconds"]
+    assert 0 < shown["counted_share"] < 1

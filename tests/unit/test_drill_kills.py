@@ -244,7 +244,7 @@ def test_what_holds_is_no_complaint() -> None:
     assert replace(SHOWN, failed=few).untrue(spares=1) == []
     assert replace(SHOWN, failed=[FAILED, replace(LOST, source="disk", steps_lost=90)]).untrue(spares=1) == []
     figures = SHOWN.figures()
-    assert (figures["effective_share"], figures["kills"], figures["nodes_lost"], figures["jobs"]) == (0.95, 1, 1, 1)
+    assert (figures["counted_share"], figures["kills"], figures["nodes_lost"], figures["jobs"]) == (0.95, 1, 1, 1)
     assert figures["events"][0] == asdict(SHOWN.events[0])
     assert figures["rounds_from"] == {"memory": 2}
 
@@ -266,6 +266,11 @@ def test_what_holds_is_no_complaint() -> None:
 )
 def test_what_does_not_hold_is_named(changes: dict[str, Any], words: str) -> None:
     assert any(claim.startswith(words) for claim in replace(SHOWN, **changes).untrue(spares=1))
+
+
+def test_a_run_that_ends_before_the_first_fault_has_figures() -> None:
+    shown = replace(SHOWN, events=[], failed=[])
+    assert (shown.figures()["kills"], shown.figures()["by_fault"]) == (0, {})
 
 
 def test_with_fewer_spares_than_lost_nodes_there_may_be_several_jobs() -> None:

@@ -24,6 +24,10 @@ from tests.pictured import T, make_pictured
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs/pictures"
 
+MADE_UP = "Made up, to show the page: no such run has happened."
+"""Stands in every page of which the docs have a picture, at its top."""
+BANNER = f"<p class='bad' style='border:2px solid;padding:.4rem .8rem;font-weight:bold'>{MADE_UP}</p>"
+
 pytestmark = pytest.mark.slow
 
 
@@ -34,10 +38,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[RunPage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{folder}{os.pathsep}/bin")  # without Slurm's commands the chain's own times hold
         runs = [
-            make_pictured(folder),
-            make_pictured(folder, name="ada/llama3-8b-warm", above=2.0, seed=2),
+            make_pictured(folder, name="made-up/llama3-8b"),
+            make_pictured(folder, name="made-up/llama3-8b-warm", above=2.0, seed=2),
         ]
-        return [replace(read_page(run), run=Run(Path("/scratch/ada/logs/runs") / run.path.name)) for run in runs]
+        return [replace(read_page(run), run=Run(Path("/scratch/made-up/runs") / run.path.name)) for run in runs]
+
+
+def made_up(text: str) -> str:
+    """The page with the banner."""
+    return text.replace("<body>", f"<body>{BANNER}", 1)
+
+
+def draw(tab: Page, name: str, height: int) -> None:
+    """Keep a picture of the page that stands there, if somebody asks for it, with the words at its top."""
+    says = tab.evaluate("document.body.innerText").splitlines()[0]
+    assert says == MADE_UP
+    if os.environ.get("UPDATE_PICTURES"):
+        pages.keep_picture(tab.picture(height=height), PICTURES / name, says=says)
 
 
 def wrong(tab: Page, path: Path, text: str) -> list[str]:
@@ -48,24 +65,22 @@ def wrong(tab: Page, path: Path, text: str) -> list[str]:
 
 def test_a_run_of_three_attempts(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    assert wrong(tab, path, document(two[:1], now=T + 400_000)) == []
+    assert wrong(tab, path, made_up(document(two[:1], now=T + 400_000))) == []
     words = tab.evaluate("document.body.innerText")
     for each in ("ranks started again", "uncorrectable ECC error", "nid001019", "checkpoint.interval: 500 -> 250"):
         assert each in words, each
     assert tab.evaluate("document.querySelectorAll('line.round').length") == 6
-    if os.environ.get("UPDATE_PICTURES"):
-        tab.show(path.as_uri(), width=1200)
-        pages.keep_picture(tab.picture(height=1500), PICTURES / "report.png")
-        tab.show(path.as_uri(), width=400, scheme="dark")
-        pages.keep_picture(tab.picture(height=1500), PICTURES / "report-phone.png")
+    tab.show(path.as_uri(), width=1200)
+    draw(tab, "report.png", 1550)
+    tab.show(path.as_uri(), width=400, scheme="dark")
+    draw(tab, "report-phone.png", 1550)
 
 
 def test_two_runs_side_by_side(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    assert wrong(tab, path, document(two, now=T + 400_000)) == []
-    if os.environ.get("UPDATE_PICTURES"):
-        tab.show(path.as_uri(), width=1200, scheme="dark")
-        pages.keep_picture(tab.picture(height=640), PICTURES / "report-two.png")
+    assert wrong(tab, path, made_up(document(two, now=T + 400_000))) == []
+    tab.show(path.as_uri(), width=1200, scheme="dark")
+    draw(tab, "report-two.png", 690)
 
 
 def test_names_and_words_without_a_space(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
@@ -86,19 +101,20 @@ def test_a_list_of_runs(tab: Page, two: list[RunPage], tmp_path: Path, monkeypat
     going = replace(done, state="running", stop=None, remaining=left, last_end="saved: time limit near", loss=2.3911)
     dead = replace(going, state="broken", broken="attempt 4, job 880421, NODE_FAIL on nid001019", iteration=5120)
     names = {
-        "ada/llama3-8b-warm": replace(going, iteration=2620, durable_iteration=2500, step_time=now - 41),
-        "ada/llama3-8b-long": replace(going, iteration=1110, durable_iteration=1000, step_time=now - 12, loss=2.6032),
-        "ada/llama3-8b-wsd": replace(going, state="queued", iteration=4250, durable_iteration=4250, loss=2.3327),
-        "ada/llama3-70b": replace(dead, step_time=now - 5400, durable_iteration=5000),
-        "ada/llama3-8b": replace(done, durable_iteration=6000),
+        "made-up/llama3-8b-warm": replace(going, iteration=2620, durable_iteration=2500, step_time=now - 41),
+        "made-up/llama3-8b-long": replace(
+            going, iteration=1110, durable_iteration=1000, step_time=now - 12, loss=2.6032
+        ),
+        "made-up/llama3-8b-wsd": replace(going, state="queued", iteration=4250, durable_iteration=4250, loss=2.3327),
+        "made-up/llama3-70b": replace(dead, step_time=now - 5400, durable_iteration=5000),
+        "made-up/llama3-8b": replace(done, durable_iteration=6000),
     }
     goodput = dict(zip(names, ("95.1%", "…", "93.8%", "88.2%", "94.9%"), strict=True))
-    text = overview.overview("/scratch/ada/logs/runs", list(names.items()), goodput, now=now, of=5)
+    text = overview.overview("/scratch/made-up/runs", list(names.items()), goodput, now=now, of=5)
     path = tmp_path / "runs.html"
-    assert wrong(tab, path, text.replace('http-equiv="refresh"', 'name="none"')) == []
-    if os.environ.get("UPDATE_PICTURES"):
-        tab.show(path.as_uri(), width=1200)
-        pages.keep_picture(tab.picture(height=400), PICTURES / "report-runs.png")
+    assert wrong(tab, path, made_up(text.replace('http-equiv="refresh"', 'name="none"'))) == []
+    tab.show(path.as_uri(), width=1200)
+    draw(tab, "report-runs.png", 450)
     long = "without-a-space-" * 20
     entries = [(long, replace(dead, broken=long)), (long, Damaged(path=long, error=long))] * 2
     text = overview.overview(f"/{long}", entries, {long: "…"}, now=now, page=2, pages=3, of=250)
@@ -146,7 +162,12 @@ def test_the_policy_of_the_page_keeps_it_from_the_network(tab: Page, two: list[R
     assert any("Content Security Policy" in each for each in seen.complaints)
 
 
-def test_the_pictures_of_the_docs_are_small() -> None:
+def test_the_pictures_of_the_docs_are_small_and_say_that_their_runs_are_made_up() -> None:
+    from PIL import Image  # conftest.py imports this module
+
     found = sorted(PICTURES.glob("report*.png"))
     assert {path.name for path in found} >= {"report.png", "report-phone.png", "report-two.png", "report-runs.png"}
     assert all(path.stat().st_size < 150_000 for path in found)
+    for path in found:
+        with Image.open(path) as picture:
+            assert picture.info.get("Description") == MADE_UP, path.name

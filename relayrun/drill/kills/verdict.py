@@ -57,7 +57,7 @@ class Shown:
         kinds = Counter(event.kind for event in self.events)
         names = [name for name in rounds.SECONDS if any(name in failed.seconds for failed in self.failed)]
         return {
-            "effective_share": self.line.share,
+            "counted_share": self.line.share,
             "seconds": self.line.seconds,
             "step_seconds": self.line.step,
             "steps": self.line.steps,
@@ -88,7 +88,7 @@ class Shown:
         A rank that is killed before its round has done a step counts apart (`kill in set-up`).
         """
         found: dict[str, list[tuple[float, FailedRound]]] = {}
-        for event, following in zip(self.events, [*self.events[1:], None], strict=True):
+        for event, following in zip(self.events, [*self.events[1:], None], strict=False):
             until = float("inf") if following is None else following.time
             hit = [one for one in self.failed if event.time - _CLOCK_SECONDS <= one.time < until]
             if hit:
