@@ -63,7 +63,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         monkeypatch.delenv(name, raising=False)
     yield address
     server.shutdown()
-    thread.join()
+    thread.join(300)
     server.server_close()
 
 

@@ -182,7 +182,7 @@ def test_rows_are_appended_whole_behind_a_torn_line_and_by_many_at_once(tmp_path
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     with file.open(newline="") as opened:
         read = list(csv.DictReader(opened))
     assert read[0]["slurm_job_id"] == "torn"
