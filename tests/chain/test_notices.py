@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from tests.history import STEP, began
 from tests.receivers import Mailbox, Web
+from tests.waiting import wait_for
 
 from .conftest import MakeRun
 from .test_again import refusing_python
@@ -93,13 +93,6 @@ def states(run: Run) -> dict[str, list[str]]:
         targets = json.loads(path.read_text())["targets"]
         found[path.name] = [targets[name]["state"] for name in sorted(targets)]
     return found
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.2)
 
 
 # what follows from the records
@@ -334,7 +327,7 @@ def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
     noted(run)
     command = [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)]
     for process in [subprocess.Popen(command) for _ in range(3)]:
-        process.wait()
+        process.wait(300)
     assert sorted(json.loads(content)["event"] for _, _, content in web.requests) == ["failed", "stopped"]
 
 

@@ -368,7 +368,7 @@ def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> 
     team.relayrun(team.owner, "submit", config)
     team.wait_iteration(run)
     team.relayrun(team.member, "save", run.path)
-    team.cluster.wait_until((run.triggers / "save.done").exists, timeout=200, what="the save")
+    team.cluster.wait_until((run.triggers / "save.done").exists, timeout=600, what="the save")
     team.relayrun(team.member, "stop", run.path)
     team.wait_over(run)
     for name in ("save.done", "exit.done"):
