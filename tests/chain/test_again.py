@@ -197,7 +197,7 @@ def test_what_touches_a_file_may_hang_and_does_not_hold_the_script(command: str,
         f'set -euo pipefail; source "{again}"; trap - EXIT; said="$(within {seconds} {command}; echo "$?.")" || true'
     )
     done = subprocess.run(
-        ["bash", "-c", program + '; printf %s "${said}"'], stdout=subprocess.PIPE, text=True, check=True
+        ["bash", "-c", program + '; printf %s "${said}"'], stdout=subprocess.PIPE, text=True, check=True, timeout=600
     )
     assert done.stdout == f"{said}{code}."
 
@@ -226,7 +226,9 @@ def test_a_job_has_a_log_though_its_log_folder_is_away(make_run: MakeRun, tmp_pa
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n3", "TMPDIR": str(node)}
     with (tmp_path / "said").open("wb") as said_before:
         for _ in range(2):  # a requeued job goes on with its log
-            subprocess.run(["bash", script], env=environment, stdout=said_before, stderr=said_before, check=True)
+            subprocess.run(
+                ["bash", script], env=environment, stdout=said_before, stderr=said_before, check=True, timeout=600
+            )
     assert (tmp_path / "said").read_bytes() == b""
     if away == "the folder, for ever":
         os.close(os.open(logs / f"{name}.out", os.O_RDONLY | os.O_NONBLOCK))  # who waits for it may go
@@ -349,6 +351,7 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         },
         capture_output=True,
         text=True,
+        timeout=600,
     )
     orders = (folder / "orders").read_text() if (folder / "orders").exists() else ""
     if what in ("alone", "silent", "limit", "slow-kill", "spare", "spare-is-down", "too-few") or tried_before:

@@ -34,7 +34,9 @@ def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def data_command(*arguments: str) -> str:
     command = [sys.executable, "-m", "relayrun.cli", "data", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=True).stdout
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=True, timeout=600
+    ).stdout
 
 
 def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(tmp_path: Path) -> None:

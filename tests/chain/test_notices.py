@@ -303,7 +303,7 @@ def cut(*arguments, **more):
 deliver.channels.send = cut
 deliver.deliver(Run(Path(sys.argv[1])), job=False, environment={{}})
 """
-    killed = subprocess.run([sys.executable, "-c", program, str(run.path)], check=False)
+    killed = subprocess.run([sys.executable, "-c", program, str(run.path)], check=False, timeout=600)
     assert killed.returncode == -signal.SIGKILL
     assert len(web.requests) == (when == "behind")
     assert sent(run) == []  # it may still be the other one's turn
@@ -448,6 +448,7 @@ def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None
         text=True,
         check=False,
         env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        timeout=600,
     )
     assert (bare.returncode, len(web.requests)) == (1, 1)
     assert "ntfy needs apprise, which this Python lacks" in bare.stderr

@@ -98,7 +98,9 @@ def run_word_for_word(folder: Path, wheel: Path, install: str, rest: list[str]) 
 
     def bash(script: str) -> str:
         command = ["bash", "-c", f"set -euxo pipefail\n{script}"]
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=work, env=environment, capture_output=True, text=True, check=False, timeout=3000
+        )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return done.stdout
 

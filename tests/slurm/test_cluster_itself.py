@@ -206,7 +206,7 @@ def test_clusters_that_start_at_the_same_moment_share_no_port(tmp_path_factory: 
 def test_bad_request_is_refused_and_leaves_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "file").touch()
     done = subprocess.run(
-        [SCRIPT, *arguments], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        [SCRIPT, *arguments], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1
     assert message in done.stderr

@@ -80,6 +80,7 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
         capture_output=True,
         text=True,
         check=True,
+        timeout=600,
     ).stdout
     assert "iteration 300: tiny_choice " in said
     assert "3 done" in said

@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pa.table({"text": texts[: ROWS // 9 + (number < ROWS % 9)]}), place / "data" / f"{number}.parquet"
         )
     command = [sys.executable, ROOT / "scripts/tokenization/reshard.py", *options(place, "alone")]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return place
 
 

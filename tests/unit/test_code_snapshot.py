@@ -87,7 +87,7 @@ code_snapshot.snapshot(Run(Path(sys.argv[1])), Path(sys.argv[2]))
 
 def test_what_a_killed_submit_left_of_a_snapshot_goes_with_the_next(checkout: Path, tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run")
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(run.path), str(checkout)], check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run.path), str(checkout)], check=False, timeout=600)
     assert killed.returncode == -signal.SIGKILL
     assert len(os.listdir(run.code)) == 1
     snapshot(run, checkout)

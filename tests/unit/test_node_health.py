@@ -105,6 +105,7 @@ def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
         capture_output=True,
         check=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+        timeout=600,
     )
     each = found(json.loads(answer.stdout), open_files=1024)["open_files"]
     assert (each.value, each.limit) == (200, 1024)

@@ -325,7 +325,9 @@ def test_each_foreseeable_error_is_one_message(
         case, []
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(door(name, data, paths, target, *options), capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        door(name, data, paths, target, *options), capture_output=True, text=True, env=environment, timeout=600
+    )
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
@@ -345,6 +347,7 @@ def test_the_door_prints_what_was_done(tmp_path: Path, data: Path, tokenizer: Pa
         capture_output=True,
         text=True,
         check=True,
+        timeout=600,
     )
     assert done.stderr == ""
     assert "1 documents, 2 tokens from 1 files" in done.stdout
@@ -419,7 +422,9 @@ def test_a_killed_worker_is_an_error_and_no_hang_and_a_rerun_completes(
     assert shards(out) == ["00000_tokens.bin", "00000_tokens.idx"]
     (data / "b.jsonl").unlink()
     write_jsonl(data / "b.jsonl", TEXTS)
-    done = subprocess.run(door(tokenizer, data, tmp_path / "paths", out), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        door(tokenizer, data, tmp_path / "paths", out), capture_output=True, text=True, check=True, timeout=600
+    )
     assert "task 0" not in done.stdout
     expected = expected_ids(tokenizer, TEXTS)
     assert [shard_documents(out / f"0000{rank}_tokens") for rank in (0, 1)] == [expected, expected]

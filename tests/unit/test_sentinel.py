@@ -741,6 +741,7 @@ def test_the_command_needs_the_standard_library_alone(make_world: MakeWorld) -> 
         text=True,
         check=False,
         env={"PYTHONPATH": str(Path(sentinel.__file__).parents[2]), "PATH": "/nowhere"},
+        timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "squeue is not installed here" in done.stdout

@@ -112,7 +112,7 @@ def test_a_kill_while_the_record_is_written_leaves_nothing_behind(
     out = tmp_path / "out"
     where = "at = lambda a, b: str(b).endswith('tokenization.json'); after = False"
     program = [sys.executable, "-c", KILLER.format(where=where), *workplace.command(out, workers=1)[1:]]
-    assert subprocess.run(program, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(program, capture_output=True, check=False, timeout=600).returncode == -signal.SIGKILL
     assert list(out.rglob(".tmp-*"))
     assert workplace.finish(out) == undisturbed[0]
     assert not list(out.rglob(".tmp-*"))

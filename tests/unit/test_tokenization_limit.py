@@ -74,7 +74,7 @@ def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_p
     (tmp_path / "data" / "b.jsonl").unlink()
     (tmp_path / "data" / "b.jsonl").write_text('{"text": "end"}\n')
     environment.pop("SLURM_JOB_END_TIME", None)  # it was that of the first start
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
     assert "00000_tokens" not in again.stdout
     assert shard_documents(out / "00001_tokens") == expected_ids(tokenizer, ["end"])
 

@@ -197,6 +197,7 @@ def test_sync_without_a_key_is_one_error(run: Run) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 2)
     assert "WANDB_API_KEY is not in the environment" in done.stderr

@@ -123,5 +123,6 @@ def test_the_program_of_another_checkout_is_started_for_real(tmp_path: Path) -> 
             capture_output=True,
             text=True,
             check=True,
+            timeout=600,
         )
         assert done.stdout == f"False {package / '__main__.py'}\n"
