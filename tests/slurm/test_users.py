@@ -326,7 +326,7 @@ def test_status_says_how_accounting_has_the_last_job(team: Team) -> None:
     team.wait_over(run)
     last = rf"{job_of(run, 1)}: FAILED, exit code 1, on n\d, .* \(sacct\)"
     team.cluster.wait_until(
-        lambda: re.search(last, team.relayrun(team.member, "status", run.path)), timeout=60, what="a word of sacct's"
+        lambda: re.search(last, team.relayrun(team.member, "status", run.path)), timeout=600, what="a word of sacct's"
     )
 
 
