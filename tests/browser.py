@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds for an answer: this machine may be busy."""
 
 TAKES_PIPES = ("bash", "-c", 'in=$1 out=$2; shift 2; exec "$@" 3<&"$in" 4>&"$out"', "browser")
@@ -249,6 +249,6 @@ def running() -> Iterator[Browser]:
             yield Browser(to, back)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(300)
             os.close(to)
             os.close(back)

@@ -58,7 +58,7 @@ class Uncut:
         if self._process is None:
             self._run_here()
         else:
-            out, err = self._process.communicate()
+            out, err = self._process.communicate(timeout=900)
             assert self._process.returncode == 0, err
         said = self.folder / "word/steps.jsonl"
         if said.exists():

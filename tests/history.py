@@ -232,6 +232,7 @@ def cost(run: Run, *arguments: str, package_root: Path = ROOT) -> Cost:
             capture_output=True,
             text=True,
             cwd="/",
+            timeout=600,
         )
         if done.returncode != 0:
             raise AssertionError(f"{arguments}: exit status {done.returncode}\n{done.stdout}{done.stderr}")

@@ -29,7 +29,7 @@ def blocks(kind: str, text: str = README) -> list[str]:
 def copy_tracked(folder: Path) -> None:
     """Copy the tracked files of this repository, and those that will be tracked."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).exists():
             target = folder / name
@@ -81,4 +81,6 @@ def tokenize(folder: Path, environment: dict[str, str], dataset: str) -> None:
         ],
         ["launchers/submit_tokenization.py", str(settings), "--executor", "local"],
     ):
-        subprocess.run([sys.executable, *command], cwd=folder, env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment, check=True, capture_output=True, timeout=600
+        )

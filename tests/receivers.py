@@ -9,7 +9,6 @@ import hashlib
 import json
 import socketserver
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from email.message import EmailMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
+from tests.waiting import wait_for
 
 
 @dataclass
@@ -84,8 +85,7 @@ def web_server() -> Iterator[Web]:
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             web.requests.append((self.command, self.path, body))
-            while web.silent.is_set() and not closing.is_set():
-                time.sleep(0.05)
+            wait_for(lambda: not web.silent.is_set() or closing.is_set(), 900, step=0.05)
             code, text = next((a for start, a in web.answers.items() if self.path.startswith(start)), (200, b"{}"))
             self.send_response(code)
             if code == 302:
@@ -243,7 +243,7 @@ def _served(server: socketserver.ThreadingTCPServer) -> Iterator[int]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(300)
 
 
 @pytest.fixture

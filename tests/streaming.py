@@ -27,6 +27,8 @@ from relayrun.tokenization.readers.texts import Texts
 
 EOD = 0
 SEQ_LENGTH = 64
+MOST_SAMPLES = 100_000
+"""More than the streams of any test have: who looks for the end of one stops there."""
 
 
 def text_of(number: int) -> str:

@@ -45,7 +45,7 @@ class WandBService:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._thread.join(300)
 
     def history(self, run_id: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines.get(run_id, [])]

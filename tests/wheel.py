@@ -32,7 +32,9 @@ def build(folder: Path) -> Path:
             shutil.copy2(ROOT / name, folder / "tree" / name)
     # what pip calls, without three starts of it
     code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, folder], cwd=folder / "tree", check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code, folder], cwd=folder / "tree", check=True, stdout=subprocess.DEVNULL, timeout=600
+    )
     return next(folder.glob("*.whl"))
 
 
@@ -82,21 +84,26 @@ class Installed:
     def run(self, *command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment with nothing of the tests' own around it."""
         given = {"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "HOME": str(self.home), "COLUMNS": "200"}
-        done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
 
 def pip(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
-    subprocess.run(command, check=True, env={name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ})
+    subprocess.run(
+        command,
+        check=True,
+        env={name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
+        timeout=600,
+    )
 
 
 def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
     """A clean environment: the wheel, and links to the packages that it asks for."""
     installed = Installed(folder / "env", folder / "home")
     installed.home.mkdir(parents=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed.folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed.folder], check=True, timeout=600)
     pip(
         [
             f"--python={installed.folder / 'bin/python'}",

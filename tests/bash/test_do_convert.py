@@ -27,6 +27,7 @@ def convert(tmp_path: Path, run: Run | str, **environment: str) -> subprocess.Co
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
 
 

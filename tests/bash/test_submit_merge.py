@@ -40,7 +40,13 @@ def test_every_dump_is_merged_by_a_job_of_its_own_and_once(tmp_path: Path) -> No
     def submit() -> str:
         command = [shutil.which("bash") or "bash", str(SCRIPT), str(tmp_path / "my text")]
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=600,
         )
         return "".join(line for line in done.stdout.splitlines(True) if not line.startswith("warning: "))
 

@@ -36,7 +36,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             "submitted_after_attempt": 0,
             "auto_requeue": True,
             "max_failed_attempts": 3,
-            "time_limit": 60,
+            "time_limit": 600,
             "mode": "singleton",
             "lead": 1.0,
             "lead_floor": 1.0,

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import wait_for
+
 from .fake_slurm import FakeSlurm
 
 PATHS = ("open", "stat", "lstat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "rmdir", "utime")
@@ -53,6 +55,9 @@ FAULTS = (
     Fault("EIO", lasting=True),
 )
 WRITING = {"mkdir", "rename", "replace", "unlink", "rmdir", "utime", "fsync", "write", "pwrite", "ftruncate", "fchmod"}
+
+PAUSE_SECONDS, PAUSES = 0.002, 300_000
+"""A child that pauses looks so often, and so many times: it goes on by itself where its parent has gone."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,10 @@ class Harness:
         fault = self._fault
         if fault == PAUSE and number in (self._at, self._also):
             self._quietly(self._pause.touch)
-            while self._quietly(self._pause.exists):
-                self._sleep(0.002)
+            for _ in range(PAUSES):
+                if not self._quietly(self._pause.exists):
+                    break
+                self._sleep(PAUSE_SECONDS)
         if fault in (None, PAUSE) or number < self._at or (number > self._at and not fault.lasting):
             return None
         if fault == KILL:
@@ -195,9 +202,13 @@ class Child:
 
     def wait(self) -> Reached:
         """Wait for its end, where it need not stand still any more."""
-        while not self.ended:
-            self.go_on()
-            time.sleep(0.002)
+
+        def over() -> bool:
+            if not self.ended:
+                self.go_on()
+            return self.ended
+
+        wait_for(over, 600, step=0.002, words=lambda: f"the child ends\n{self.output.read_text(errors='replace')}")
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         return Reached(

@@ -18,6 +18,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Outcome
 from relayrun.rundir.run import Run
 from tests.history import began
+from tests.waiting import wait_for
 
 from .conftest import ROOT, MakeRun
 from .test_local_rounds import lives, make
@@ -74,16 +75,18 @@ def test_two_nodes_start_all_ranks_again_when_one_of_them_dies(make_run: MakeRun
 @pytest.mark.long
 def test_a_node_that_is_lost_ends_the_attempt_on_all_nodes(make_run: MakeRun) -> None:
     nodes = Nodes(make_run, "0:0:7:told")
-    while len(list(nodes.attempt.path.glob("at-1-7-*"))) < 2:
+
+    def stands() -> bool:
         assert nodes.agents[0].poll() is None, nodes.log()
-        signal.sigtimedwait([], 0.05)
+        return len(list(nodes.attempt.path.glob("at-1-7-*"))) == 2
+
+    wait_for(stands, words=nodes.log)
     nodes.agents[1].kill()
     assert nodes.wait() == [1, -signal.SIGKILL]
     (failed,) = rounds.read(nodes.attempt)
     assert (failed.again, failed.reason, failed.rank) == (False, "the agent of n1 is gone", None)
     pids = [next(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
-    while any(lives(pid) for pid in pids):  # one dies with the other
-        signal.sigtimedwait([], 0.05)
+    wait_for(lambda: not any(lives(pid) for pid in pids), words="one dies with the other")
 
 
 class Steps:
@@ -129,9 +132,12 @@ class Steps:
 
     def wait_for(self, number: int, iteration: int, *, ranks: int = 2) -> None:
         """Until all ranks of this round stand at this iteration."""
-        while len(list(self.attempt.path.glob(f"at-{number}-{iteration}-*"))) < ranks:
+
+        def stand() -> bool:
             assert self.starter.poll() is None, self.log()
-            signal.sigtimedwait([], 0.05)
+            return len(list(self.attempt.path.glob(f"at-{number}-{iteration}-*"))) >= ranks
+
+        wait_for(stand, words=self.log)
 
     def agent(self, node: int) -> int:
         """The process of a node's agent."""
@@ -201,12 +207,8 @@ def test_agents_whose_coordinator_is_gone_end_their_ranks_and_look_after_the_job
     steps.wait_for(1, 7)
     pids = [next(read_lines(steps.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
     steps.starter.kill()
-    steps.starter.wait()
+    steps.starter.wait(300)
     wanted = [f"--node={node} --round=1" for node in range(3)]
-    for _ in range(1200):
-        if sorted(path.name for path in steps.orphans.iterdir()) == wanted:
-            break
-        signal.sigtimedwait([], 0.05)
-    assert sorted(path.name for path in steps.orphans.iterdir()) == wanted
+    wait_for(lambda: sorted(path.name for path in steps.orphans.iterdir()) == wanted, words=steps.log)
     assert not any(lives(pid) for pid in pids)
     assert "the coordinator is gone" in (steps.attempt.agents / "n1.log").read_text()

@@ -135,7 +135,7 @@ def test_eight_who_look_at_once_begin_each_run_once(make: Make) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     assert {name: len(found) for name, found in jobs(folder, slurm).items()} == {f"{n:02}": 1 for n in range(1, 7)}
 
 
@@ -402,7 +402,7 @@ def test_two_who_attend_at_once_queue_one_evaluation(make: Make) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     assert len(evaluation_jobs(stable, slurm)) == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.command_examples import (
     left_over,
     losses,
 )
+from tests.waiting import wait_for
 
 from .conftest import MakeRun
 
@@ -43,11 +43,15 @@ def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, make
     )
     chain = threading.Thread(target=run_chain, args=(run, plan))
     chain.start()
-    while not ((tmp_path / "held").exists() and any(read_lines(run.attempt(1).commits))):
+
+    def held() -> bool:
         assert chain.is_alive(), logs(run)
-        time.sleep(0.05)
+        return (tmp_path / "held").exists() and any(read_lines(run.attempt(1).commits))
+
+    wait_for(held, 600, words=lambda: logs(run))
     kill_a_rank(run, name)
-    chain.join()
+    chain.join(600)
+    assert not chain.is_alive()
     records = ends(run)
     assert [end.cause for end in records] == ["failed", "done"], logs(run)
     assert records[0].durable_iteration == 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from relayrun.errors import RunDirError, user_name
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import End
 from relayrun.scheduler.local import LocalScheduler
+from tests.waiting import wait_for
 
 from .conftest import MakeRun
 
@@ -64,15 +64,14 @@ def test_save_and_stop_of_a_running_attempt(make_run: MakeRun) -> None:
     words: list[str] = []
 
     def steer_it() -> None:
-        while not run.attempt(1).metrics.exists():
-            time.sleep(0.05)
+        wait_for(run.attempt(1).metrics.exists)
         words.append(control.save(run, scheduler))
         words.append(control.stop(run, scheduler, user="ann"))
 
     thread = threading.Thread(target=steer_it)
     thread.start()
     scheduler.run_queue(lambda _event: None)
-    thread.join()
+    thread.join(300)
     assert words[0].startswith("job 1 saves after the step that is under way and goes on; the answer will lie in ")
     assert words[1] == "job 1 saves after the step that is under way, cancels what is queued and leaves"
     record = End.read(run.attempt(1).end)
@@ -113,14 +112,13 @@ def test_cancel_ends_what_runs(make_run: MakeRun, capsys: pytest.CaptureFixture[
     codes: list[int] = []
 
     def cancel() -> None:
-        while not run.attempt(1).metrics.exists():
-            time.sleep(0.05)
+        wait_for(run.attempt(1).metrics.exists)
         codes.append(cli.main(["cancel", str(run.path)]))
 
     thread = threading.Thread(target=cancel)
     thread.start()
     scheduler.run_queue(lambda _event: None)
-    thread.join()
+    thread.join(300)
     user = user_name(os.geteuid())
     assert codes == [0]
     assert f"the chain has ended: cancelled by {user}; cancelled " in capsys.readouterr().out

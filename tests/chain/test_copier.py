@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from relayrun.rundir import mirror
 from relayrun.rundir.mirror import MirrorPolicy
 from relayrun.rundir.run import Run
 from relayrun.submit import submission
+from tests.waiting import wait_for
 from tests.workspace import Workspace
 
 from .conftest import MakeRun
@@ -28,13 +27,6 @@ def asked(run: Run, program: str) -> None:
     MirrorPolicy(folder="/nowhere", id="1", keep_last=1, program=[sys.executable, "-c", program]).write(
         mirror.policy_path(run)
     )
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def ran(run: Run) -> list[str]:

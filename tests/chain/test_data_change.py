@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from relayrun.data.order.schedule import Schedule
 from relayrun.data.progress import Progress
 from relayrun.files import read_json, read_lines
 from relayrun.rundir.records import AttemptStart
+from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,9 @@ def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def data_command(*arguments: str) -> str:
     command = [sys.executable, "-m", "relayrun.cli", "data", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=True).stdout
+    return subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=True, timeout=600
+    ).stdout
 
 
 def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(tmp_path: Path) -> None:
@@ -63,15 +65,13 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
 
     def train_until(attempt: int, iteration: int, process: subprocess.Popen[str]) -> None:
         """Ask the chain to end once the attempt has come so far; the last one runs to its end."""
-        asked = False
-        for _ in range(12_000):
-            if process.poll() is not None:
-                break
-            metrics = run.attempt(attempt).metrics
-            if not asked and any(line["iteration"] >= iteration for line in read_lines(metrics)):
-                (run.triggers / "exit").touch()
-                asked = True
-            time.sleep(0.05)
+
+        def there() -> bool:
+            return any(line["iteration"] >= iteration for line in read_lines(run.attempt(attempt).metrics))
+
+        wait_for(lambda: process.poll() is not None or there(), 600, step=0.05)
+        if process.poll() is None:
+            (run.triggers / "exit").touch()
         output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, output + errors
 

@@ -62,6 +62,7 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
         capture_output=True,
         text=True,
         check=True,
+        timeout=600,
     ).stdout
     assert re.search(r"evaluations +iteration 50: held-out loss \S+ perplexity \S+ windows 16; 3 done", said), said
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.scheduler.job_text import parse_job
+from tests.waiting import wait_for
 
 from .exhaustion import KILL, Reached, run_child
 from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, todays  # noqa: F401 - a fixture
@@ -110,6 +110,7 @@ def test_it_is_counted_and_not_for_ever(stage: Stage) -> None:  # noqa: F811
             (job,) = stage.slurm.pending()
             known = stage.slurm.jobs()[job]
             delays.append(known["delay"])
+            assert len(delays) < MAX_FAILED_BEGINS
             assert known["comment"] == f"relayrun:begin-failed={len(delays)}@n0"
             assert known["exclude"] == "n0"
             assert list(stage.slurm.fallback_jobs().values()) == [job]
@@ -184,6 +185,7 @@ def test_a_site_that_lets_nobody_change_a_job(stage: Stage) -> None:  # noqa: F8
     tries = 0
     while stop_reason(stage.run) is None:
         tries += 1
+        assert tries <= MAX_FAILED_BEGINS
         ended(stage, job, "FAILED")
         if stop_reason(stage.run) is None:
             (job,) = stage.slurm.pending()
@@ -272,10 +274,9 @@ def test_its_script_ends_with_a_reason_where_nothing_works(
     environment = os.environ | {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", script], env=environment) as process:
         log = tmp_path / "logs" / f"{plan.fallback_job_name}-7.err"
-        while not (log.exists() and "/nowhere/python3" in log.read_text()):
-            time.sleep(0.05)
+        wait_for(lambda: log.exists() and "/nowhere/python3" in log.read_text())
         process.send_signal(number)
-        assert process.wait() == 1
+        assert process.wait(300) == 1
     said = (tmp_path / "said").read_text()
     if "Restarts=1" in shown:  # Slurm brings it back
         assert stop_reason(stage.run) is None

@@ -214,6 +214,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
         env=os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
+        timeout=600,
     )
     assert rank.returncode == 1
     assert message in rank.stderr

@@ -150,7 +150,7 @@ def test_a_job_that_meets_a_damaged_checkpoint_goes_on_from_the_one_before(works
     lines = [line["iteration"] for line in read_lines(run.metrics_view) if "loss" in line]
     assert lines == list(range(1, 13))
     status = [sys.executable, "-m", "relayrun.cli", "status", str(run.path)]
-    said = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
     assert "8, computed again since: " in said
     words = " ".join(said.split())
     assert "are not those that were saved" in words or "is not what was saved" in words

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.campaigns import (
     write_evaluated_stages,
     write_stages,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -89,10 +89,7 @@ def test_a_terminal_that_is_killed_is_followed_by_resume(tmp_path: Path) -> None
     first, second = Run(tmp_path / "tiny-01"), Run(tmp_path / "tiny-02")
     command = [sys.executable, "-m", "relayrun.cli", "sweep", "submit", str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as terminal:
-        deadline = time.monotonic() + 120
-        while not first.attempt(1).metrics.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(first.attempt(1).metrics.exists)
         terminal.send_signal(signal.SIGKILL)
     shown = json.loads(relayrun("sweep", "status", tmp_path / "tiny", "--json").stdout)
     assert [entry["state"] for entry in shown][1] == "waiting"

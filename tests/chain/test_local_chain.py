@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.local import LocalScheduler
+from tests.waiting import wait_for
 
 from .conftest import MakeRun
 
@@ -132,14 +133,13 @@ def test_exit_trigger_ends_the_chain_and_is_acknowledged(make_run: MakeRun) -> N
     run, plan = make_run("--steps=200", total_steps=200)
 
     def touch() -> None:
-        while not run.attempt(1).metrics.exists():  # before, the chain ends without an attempt
-            time.sleep(0.05)
+        wait_for(run.attempt(1).metrics.exists)  # before, the chain ends without an attempt
         triggers.touch(run, "exit")
 
     toucher = threading.Thread(target=touch, daemon=True)
     toucher.start()
     run_chain(run, plan)
-    toucher.join()
+    toucher.join(300)
     assert [record.cause for record in ends(run)] == ["exit"]
     assert not (run.triggers / "exit").exists()
     assert json.loads((run.triggers / "exit.done").read_text())["result"] == "saved"
@@ -288,12 +288,12 @@ def test_signals_that_the_submitter_blocks_or_ignores_reach_the_job(make_run: Ma
 def test_no_process_is_left_behind(make_run: MakeRun) -> None:
     run, plan = make_run("--steps=2", total_steps=2)
     run_chain(run, plan)
-    time.sleep(0.3)
-    left = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(run.path).encode() in entry.read_bytes():
-                left.append(entry.read_bytes())
-        except OSError:
-            continue
-    assert left == []
+
+    def left() -> list[bytes]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                found.append(entry.read_bytes())
+        return [words for words in found if str(run.path).encode() in words]
+
+    wait_for(lambda: not left(), words=left)

@@ -202,14 +202,15 @@ def test_kills_at_any_time_change_no_bit(make_run: MakeRun) -> None:
     chain.start()
     generator, killed = random.Random(7), 0
     while chain.is_alive() and killed < 8 and not (run.checkpoints / "step-150").exists():
-        time.sleep(generator.uniform(0.2, 3.0))
+        chain.join(generator.uniform(0.2, 3.0))
         pids = ranks_of(run)
         if killed % 3 == 2 and (watch := watch_of(run)):
             os.kill(watch, signal.SIGKILL)
         if pids:
             os.kill(generator.choice(pids), signal.SIGKILL)
             killed += 1
-    chain.join()
+    chain.join(600)
+    assert not chain.is_alive()
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
     assert 3 <= len(rounds.read(run.attempt(1))) <= killed

@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from relayrun.trainers.megatron_lm.files import least_sizes
 from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
+from tests.waiting import wait_for
 from tests.workspace import steps
 
 from .conftest import MakeRun
@@ -46,13 +46,6 @@ def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:
     return least_sizes(checkpoint / ".metadata"), {
         path.name: path.stat().st_size for path in checkpoint.glob("*.distcp")
     }
-
-
-def wait(condition: Callable[[], object], seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def reached(run: Run, iteration: int, attempt: int = 1) -> bool:
@@ -107,7 +100,7 @@ def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(
     run, made = make_run(**plan(checkout, tmp_path, steps=12, slow="5:2", settings={"keep_last": 1}))
     run_chain(whole, whole_plan)
     with running(run, made):
-        wait(lambda: reached(run, 6))
+        wait_for(lambda: reached(run, 6), 600)
         os.kill(job_pid(run), signal.SIGUSR2)
     assert [end.cause for end in ends(whole)] == ["done"], logs(whole)
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
@@ -172,9 +165,9 @@ def test_triggers_save_and_exit(make_run: MakeRun, tmp_path: Path, dialect: Dial
     checkout = checkout_of(dialect)
     run, made = make_run(**plan(checkout, tmp_path, steps=10_000, slow="5:2"))
     with running(run, made):
-        wait(lambda: reached(run, 6))
+        wait_for(lambda: reached(run, 6), 600)
         triggers.touch(run, "save")
-        wait((run.triggers / "save.done").exists)
+        wait_for((run.triggers / "save.done").exists, 600)
         answer = json.loads((run.triggers / "save.done").read_text())["result"]
         saved = durable(run).iteration
         triggers.touch(run, "exit")
@@ -197,7 +190,7 @@ def test_swiss_ai_with_its_profiler_saves_and_leaves_by_its_own_files(make_run: 
     flags = ["--profile", "--profile-step-start", "9000", "--profile-step-end", "9001"]
     run, made = make_run(**plan(checkout, tmp_path, *flags, steps=10_000, slow="5:2"))
     with running(run, made):
-        wait(lambda: reached(run, 6))
+        wait_for(lambda: reached(run, 6), 600)
         triggers.touch(run, "exit")
     assert [end.cause for end in ends(run)] == ["exit"], logs(run)
     assert durable(run).iteration >= 6
@@ -215,7 +208,7 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
     run_chain(whole, whole_plan)
     run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2"))
     with running(run, made):
-        wait(lambda: durable(run).iteration >= 10 and reached(run, 12))
+        wait_for(lambda: durable(run).iteration >= 10 and reached(run, 12), 600)
         os.kill(rank_pids(run)[1], signal.SIGKILL)
         torn = next(run.checkpoint(10).glob("__1_*.distcp"))
         os.truncate(torn, torn.stat().st_size - 1)
@@ -248,7 +241,7 @@ def test_a_rank_that_stands_still_is_ended_and_followed(make_run: MakeRun, tmp_p
     checkout = checkout_of(dialect)
     run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2", hang_timeout=20.0))
     with running(run, made):
-        wait(lambda: reached(run, 12))
+        wait_for(lambda: reached(run, 12), 600)
         os.kill(rank_pids(run)[1], signal.SIGSTOP)
     assert [end.cause for end in ends(run)] == ["hang", "done"], logs(run)
     assert "no progress for" in ends(run)[0].reason

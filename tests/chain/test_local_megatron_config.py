@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from relayrun.rundir.run import Run
 from relayrun.trainers.megatron_lm import checkpoints
 from relayrun.trainers.megatron_lm.program import Dialect
 from tests.checkouts import checkout_of, config, evaluated
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -48,8 +48,9 @@ def test_checkpoints_of_a_checkout_are_converted_and_scored_beside_the_chain(
     path = config(tmp_path, checkout_of(dialect), evaluation=evaluation)
     assert main(["submit", str(path)]) == 0, capsys.readouterr().err
     run = Run(tmp_path / "run")
-    while len(lines := list(read_lines(run.evaluations_view))) < 2:  # jobs of their own, behind the chain's end too
-        time.sleep(0.2)
+    # jobs of their own, behind the chain's end too
+    wait_for(lambda: len(list(read_lines(run.evaluations_view))) == 2, 600, step=0.2)
+    lines = list(read_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(4, "done"), (8, "done")], lines
     for line in lines:
         assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]

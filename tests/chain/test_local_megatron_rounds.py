@@ -17,10 +17,11 @@ from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.checkpoints import raw, whole_tensors
+from tests.waiting import wait_for
 from tests.workspace import steps
 
 from .conftest import MakeRun
-from .test_local_megatron import reached, running, wait
+from .test_local_megatron import reached, running
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,11 +58,11 @@ def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: Ma
     made = Plan.of(vars(made) | {"fork_server": server})
     made.write(run.plan)
     with running(run, made):
-        wait(lambda: durable(run).iteration >= 10 and reached(run, 11))
+        wait_for(lambda: durable(run).iteration >= 10 and reached(run, 11), 600)
         torn = next(run.checkpoint(10).glob("__1_*.distcp"))
         os.truncate(torn, torn.stat().st_size - 1)
         os.kill(rank_pids(run)[1], signal.SIGKILL)
-        wait(lambda: len(rounds.read(run.attempt(1))) == 1 and durable(run).iteration >= 10)
+        wait_for(lambda: len(rounds.read(run.attempt(1))) == 1 and durable(run).iteration >= 10, 600)
         os.kill(rank_pids(run)[0], signal.SIGKILL)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
     found = rounds.read(run.attempt(1))

@@ -156,7 +156,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     killer.start()
     done = submit(config)
     over.set()
-    killer.join()
+    killer.join(300)
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
     found = rounds.read(run.attempt(1))
     assert 3 <= len(found) <= len(killed)  # two may die in one round

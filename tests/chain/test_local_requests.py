@@ -17,6 +17,7 @@ from relayrun.drill.kills import ranks
 from relayrun.rundir import rounds, triggers
 from relayrun.rundir.records import Outcome
 from relayrun.rundir.run import Run
+from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
 from .test_local_recovery import with_kills
@@ -48,12 +49,13 @@ class Chain:
 
     def wait_for(self, what: Any) -> Any:
         """Until this is true, and return it."""
-        deadline = time.monotonic() + PATIENCE
-        while not (found := what()):
-            assert self.process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.02)
-        return found
+
+        def found() -> Any:
+            there = what()
+            assert there or self.process.poll() is None, self._log.read_text()
+            return there
+
+        return wait_for(found, PATIENCE, words=self._log.read_text)
 
     def answer(self, name: str, *, touched: float) -> dict[str, Any]:
         """The answer to a trigger that was touched then."""
@@ -97,7 +99,7 @@ def test_triggers_are_answered_once_in_whichever_round_they_are_touched(tmp_path
     second = chain.answer("save", touched=touch(run, "save"))
     assert (second["result"], second["iteration"] > at) == ("saved", True)
     print(f"answered {second['time'] - asked:.2f} s after it was touched")
-    assert second["time"] - asked < 15
+    assert second["time"] - asked < 120
     for rank in (0, 1):  # while nobody lives who could look
         at = chain.newest()
         chain.wait_for(lambda at=at: chain.newest() > at + 5)
@@ -123,6 +125,6 @@ def test_a_stop_file_is_heard_of_while_no_trigger_is_touched(tmp_path: Path) -> 
     outcome = chain.wait_for(lambda: Outcome.read(chain.run.attempt(1).outcome))
     print(f"left {outcome.time - asked:.2f} s after it was asked")
     assert (outcome.outcome, outcome.reason) == ("saved", "stop file: time for something else")
-    assert outcome.time - asked < 15
+    assert outcome.time - asked < 120
     assert chain.process.wait(PATIENCE) == 0
     assert [end.cause for end in ends(chain.run)] == ["saved"]

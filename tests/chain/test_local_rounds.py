@@ -19,6 +19,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.scheduler.local import LocalScheduler
+from tests.waiting import wait_for
 
 from .conftest import MakeRun
 from .test_local_chain import ends, logs, run_chain
@@ -201,8 +202,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_with_it(make_run: MakeRun) -> N
     run_with(run, plan, kill_the_agent)
     (record,) = ends(run)
     assert record.cause == "failed", logs(run)
-    while any(lives(pid) for pid in pids):  # one dies with the other
-        signal.sigtimedwait([], 0.05)
+    wait_for(lambda: not any(lives(pid) for pid in pids), words="one dies with the other")
 
 
 @pytest.mark.long

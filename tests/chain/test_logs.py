@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from relayrun.rundir.records import Failure
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import write_stop
 from tests.history import began
+from tests.waiting import read_line
 
 from .conftest import MakeRun
 from .test_local_chain import run_chain
@@ -107,13 +107,14 @@ def test_following_ends_with_the_chain(tmp_path: Path) -> None:
     run.plan.write_text('{"format": 2}')
     command = [sys.executable, "-m", "relayrun", "logs", "-f", str(run.path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        lines = iter(lambda: read_line(process), "")
+        assert "first\n" in lines
         with open(log, "a") as file:
-            time.sleep(0.1)
             file.write("second\n")
         write_stop(run, "all 20 iterations are done")
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0
-    assert out.splitlines()[-2:] == ["first", "second"]
+    assert out.splitlines() == ["second"]
     assert err == "the chain has ended: all 20 iterations are done\n"
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from tests.history import STEP, began
 from tests.receivers import Mailbox, Web
+from tests.waiting import wait_for
 
 from .conftest import MakeRun
 from .test_again import refusing_python
@@ -93,13 +93,6 @@ def states(run: Run) -> dict[str, list[str]]:
         targets = json.loads(path.read_text())["targets"]
         found[path.name] = [targets[name]["state"] for name in sorted(targets)]
     return found
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.2)
 
 
 # what follows from the records
@@ -310,7 +303,7 @@ def cut(*arguments, **more):
 deliver.channels.send = cut
 deliver.deliver(Run(Path(sys.argv[1])), job=False, environment={{}})
 """
-    killed = subprocess.run([sys.executable, "-c", program, str(run.path)], check=False)
+    killed = subprocess.run([sys.executable, "-c", program, str(run.path)], check=False, timeout=600)
     assert killed.returncode == -signal.SIGKILL
     assert len(web.requests) == (when == "behind")
     assert sent(run) == []  # it may still be the other one's turn
@@ -334,7 +327,7 @@ def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
     noted(run)
     command = [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)]
     for process in [subprocess.Popen(command) for _ in range(3)]:
-        process.wait()
+        process.wait(300)
     assert sorted(json.loads(content)["event"] for _, _, content in web.requests) == ["failed", "stopped"]
 
 
@@ -455,6 +448,7 @@ def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None
         text=True,
         check=False,
         env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        timeout=600,
     )
     assert (bare.returncode, len(web.requests)) == (1, 1)
     assert "ntfy needs apprise, which this Python lacks" in bare.stderr

@@ -178,7 +178,7 @@ def appear(seconds):
 module.time.sleep = appear
 module.become([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=Path("/dev/full/x"))
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "program")], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "program")], check=True, cwd=ROOT, timeout=300)
     assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"
 
 

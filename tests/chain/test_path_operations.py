@@ -16,6 +16,7 @@ import pytest
 from relayrun.drill.kills import ranks
 from relayrun.rundir import rounds, triggers
 from relayrun.rundir.run import Run
+from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
 from .test_local_rounds import parent
@@ -72,7 +73,8 @@ def counted(run: Run) -> dict[str, Counted]:
         output = run.path.parent / f"calls of {name}"
         command = ["strace", "--follow-forks", "--quiet=all", "--trace=%file", "--string-limit=4096"]
         tracers.append((name, output, subprocess.Popen([*command, f"--output={output}", f"--attach={pid}"])))
-    time.sleep(1)
+    traced = [Path(f"/proc/{pid}/status") for pid in processes.values()]
+    wait_for(lambda: not any("TracerPid:\t0\n" in path.read_text() for path in traced))
     began = {output: (time.monotonic(), output.stat().st_size) for _, output, _ in tracers}
     time.sleep(SECONDS)
     found = {}
@@ -81,7 +83,7 @@ def counted(run: Run) -> dict[str, Counted]:
         moment, size = began[output]
         seconds, lines = time.monotonic() - moment, output.read_bytes()[size:].decode().splitlines()
         tracer.terminate()
-        tracer.wait()
+        tracer.wait(300)
         calls = [match for line in lines if (match := CALL.match(line)) is not None]
         inside = [(call[1], call[2].removeprefix(str(run.path))) for call in calls if call[2].startswith(str(run.path))]
         found[name] = Counted(seconds, Counter(f"{call} {re.sub('[.]tmp-.*', '.tmp', path)}" for call, path in inside))
@@ -104,9 +106,12 @@ def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) ->
     command = [sys.executable, "launchers/submit.py", str(workspace.config("run", **values))]
     with open(tmp_path / "log", "wb") as log:
         chain = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    while rounds.newest_iteration(run.attempt(1)) < STEPS_BEFORE:
+
+    def steady() -> bool:
         assert chain.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.5)
+        return rounds.newest_iteration(run.attempt(1)) >= STEPS_BEFORE
+
+    wait_for(steady, 600, step=0.5)
     before = rounds.newest_iteration(run.attempt(1))
     found = counted(run)
     steps = rounds.newest_iteration(run.attempt(1)) - before

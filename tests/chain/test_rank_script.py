@@ -27,7 +27,7 @@ def start(tmp_path: Path, program: str | Path) -> tuple[int, bool]:
         "SLURM_LOCALID": "0",
         "SLURM_NTASKS": "1",
     }
-    rank = subprocess.run([RANK, program], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    rank = subprocess.run([RANK, program], env=environment, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
     return rank.returncode, slept.exists()
 
 

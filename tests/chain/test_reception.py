@@ -17,6 +17,7 @@ from relayrun.agent import protocol, reception
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from tests.unit.test_spare_nodes import NAMES, Nodes
+from tests.waiting import wait_for
 
 from .conftest import MakeRun
 from .test_agents import Nodes as Agents
@@ -40,12 +41,15 @@ class Desk:
         self.opened: list[Lines] = []
 
     def turn(self) -> None:
-        while found := self.selector.select(0.05):
+        for _ in range(1000):
+            if not (found := self.selector.select(0.05)):
+                return
             for key, _ in found:
                 key.data()
+        raise AssertionError("it is never done")
 
     def connect(self) -> Lines:
-        self.opened.append(Lines(socket.create_connection(self.listener.getsockname())))
+        self.opened.append(Lines(socket.create_connection(self.listener.getsockname(), 300)))
         return self.opened[-1]
 
     def agent(self, node: int, /, **changes: Any) -> Lines:
@@ -243,12 +247,15 @@ def test_a_connection_that_cannot_be_accepted_is_tried_now_and_then(
 @pytest.mark.long
 def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
     nodes = Agents(make_run, "0:0:7:told")
-    while not (nodes.attempt.path / "at-1-7-0").exists():
+
+    def stands() -> bool:
         assert nodes.agents[0].poll() is None, nodes.log()
-        signal.sigtimedwait([], 0.05)
+        return (nodes.attempt.path / "at-1-7-0").exists()
+
+    wait_for(stands, words=nodes.log)
     hello = b'{"kind": "hello", "node": 1, "job": "2", "attempt": 1, "name": "x"}\n'
     for words in (hello, hello.replace(b'"2"', b'"1"'), b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "leave", "code": 0}\n'):
-        with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", nodes.port), 300) as stranger:
             stranger.sendall(words)
             assert stranger.recv(100) == b""
     nodes.agents[1].send_signal(signal.SIGUSR2)  # to one node alone: its ranks have heard it, and this test ends all

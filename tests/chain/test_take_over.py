@@ -16,6 +16,7 @@ import pytest
 from relayrun.chain import supervisor, take_over
 from relayrun.rundir.plan import Plan
 from relayrun.submit import owner, submission
+from tests.waiting import wait_for
 
 from .exhaustion import PAUSE, Child, start_child
 from .test_exhaustion import EVERYTHING, Stage, stage, todays  # noqa: F401 - a fixture
@@ -48,12 +49,11 @@ class Meeting:
         return self._start(program, at, "submit")
 
     def begin(self, at: tuple[int, ...]) -> Child:
-        sleep, now = time.sleep, [0.0]
+        now = [0.0]
 
         def wait(_seconds: float) -> None:
             self.waits.touch()
-            while not self.submitted.exists():
-                sleep(0.002)
+            wait_for(self.submitted.exists, 600, step=0.002)
             now[0] = 1e9
 
         def program() -> int:
@@ -71,8 +71,7 @@ class Meeting:
 
     def until(self, child: Child, *, waits: bool = False) -> None:
         """Until it stands still or has ended, or, for `begin`, waits for the submit."""
-        while not (child.paused or child.ended or (waits and self.waits.exists())):
-            time.sleep(0.002)
+        wait_for(lambda: child.paused or child.ended or (waits and self.waits.exists()), step=0.002)
 
     def complaint(self, places: Places) -> str:
         """What is wrong with this order; empty where nothing is."""

@@ -76,7 +76,9 @@ def _build(checkout: Path) -> None:
     folder = checkout / "megatron" / "core" / "datasets"
     with open(Path(tempfile.gettempdir()) / f"relayrun-checkout-{os.geteuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run(["make", "-C", str(folder)], env=os.environ | ENVIRONMENT, check=True, capture_output=True)
+        subprocess.run(
+            ["make", "-C", str(folder)], env=os.environ | ENVIRONMENT, check=True, capture_output=True, timeout=600
+        )
 
 
 def make_shard(folder: Path) -> Path:

@@ -63,7 +63,9 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run(tmp_path / "logs/runs/my-project/plain")
     assert durable(run).iteration == 200

@@ -94,6 +94,7 @@ def test_every_command_runs(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "models/my-run-job/config.json").is_file()

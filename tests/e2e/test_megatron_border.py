@@ -28,7 +28,7 @@ _LINE = re.compile(r"iteration +(\d+)/.*lm loss: (\S+)")
 
 
 def run(words: list[str], environment: dict[str, str], folder: Path) -> str:
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 

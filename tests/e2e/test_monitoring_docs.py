@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.readme import ROOT, copy_tracked
+from tests.waiting import read_line
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
@@ -73,11 +74,11 @@ def test_training_offline_sending_looking_and_debugging(tmp_path: Path, monkeypa
         text=True,
     )
     try:
-        assert board.stderr is not None
-        assert any("http://localhost:" in line for line in board.stderr)
+        said = iter(lambda: read_line(board, board.stderr, 600), "")
+        assert any("http://localhost:" in line for line in said)
     finally:
         board.kill()
-        board.communicate()
+        board.communicate(timeout=300)
 
     listed = run("").split()
     assert {"profile", "compute_environment.txt"} <= set(listed)

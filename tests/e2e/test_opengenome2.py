@@ -111,7 +111,13 @@ def test_the_commands_of_the_page_lead_to_a_model(tmp_path: Path, monkeypatch: p
     script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
     try:
         done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1000,
         )
     finally:
         hub.close()

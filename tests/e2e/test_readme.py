@@ -100,7 +100,13 @@ class NewMachine:
         """Run lines as one shell would, in the checkout; return what they printed."""
         command = ["bash", "-c", f"set -euxo pipefail\n{script}"]
         done = subprocess.run(
-            command, cwd=self.checkout, env=self._environment, capture_output=True, text=True, check=False
+            command,
+            cwd=self.checkout,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=3000,
         )
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return done.stdout

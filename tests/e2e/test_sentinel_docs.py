@@ -40,13 +40,15 @@ def test_the_crontab_and_the_commands(make_run: MakeRun, tmp_path: Path) -> None
     (line,) = blocks("crontab")[0].splitlines()
     of_cron = ["/bin/sh", "-c", line.split(" ", 5)[5].replace("/home/ada", str(tmp_path))]
     environment = OF_CRON | {"HOME": str(tmp_path)}
-    done = subprocess.run(of_cron, env=environment, capture_output=True, text=True, cwd="/", check=False)
+    done = subprocess.run(of_cron, env=environment, capture_output=True, text=True, cwd="/", check=False, timeout=1000)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     first = sentinel.read_memory(runs, user_name(os.geteuid()))
     assert first is not None
     environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{OF_CRON['PATH']}"}
     by_hand = ["bash", "-euo", "pipefail", "-c", blocks("bash")[0]]
-    done = subprocess.run(by_hand, env=environment, capture_output=True, text=True, cwd=project, check=False)
+    done = subprocess.run(
+        by_hand, env=environment, capture_output=True, text=True, cwd=project, check=False, timeout=1000
+    )
     assert (done.returncode, done.stderr) == (0, "")
     second = sentinel.read_memory(runs, user_name(os.geteuid()))
     assert second is not None

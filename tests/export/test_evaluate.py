@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.rundir.evaluations import Policy, directory
 from tests.export.models import Imported, make_hf, make_run, write_task
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -50,7 +50,7 @@ def test_a_local_task_is_evaluated_once(tmp_path: Path) -> None:
     tasks = write_task(tmp_path / "tasks", documents=12)
     made = prepared(tmp_path, tasks=["tiny_choice"], include_path=str(tasks), num_fewshot=0)
     done = start(made)
-    said, errors = done.communicate()
+    said, errors = done.communicate(timeout=900)
     assert done.returncode == 0, errors
     (line,) = read_lines(made.run.evaluations_view)
     assert (line["iteration"], line["attempt"], line["status"], line["model"]) == (7, 1, "done", None)
@@ -58,7 +58,7 @@ def test_a_local_task_is_evaluated_once(tmp_path: Path) -> None:
     assert f"tiny_choice  {'  '.join(f'{k} {v:.6g}' for k, v in line['results']['tiny_choice'].items())}" in said
     before = made.run.evaluations_view.read_bytes()
     again = start(made)
-    assert "is evaluated by another job" in again.communicate()[0]
+    assert "is evaluated by another job" in again.communicate(timeout=900)[0]
     assert again.returncode == 0
     assert made.run.evaluations_view.read_bytes() == before
 
@@ -74,7 +74,7 @@ def test_each_class_has_the_score_that_transformers_gives_the_original(tmp_path:
     made.run.evaluations.mkdir()
     Policy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
     done = start(made)
-    _, errors = done.communicate()
+    _, errors = done.communicate(timeout=900)
     assert done.returncode == 0, errors
     (line,) = read_lines(made.run.evaluations_view)
 
@@ -105,7 +105,7 @@ def test_each_class_has_the_score_that_transformers_gives_the_original(tmp_path:
 def test_what_fails_is_recorded_with_its_reason(tmp_path: Path, settings: dict[str, Any], error: str) -> None:
     made = prepared(tmp_path, **settings)
     done = start(made)
-    _, errors = done.communicate()
+    _, errors = done.communicate(timeout=900)
     assert done.returncode == 1
     (line,) = read_lines(made.run.evaluations_view)
     assert line["status"] == "failed"
@@ -120,11 +120,14 @@ def test_the_end_of_the_job_is_recorded(tmp_path: Path) -> None:
     made = prepared(tmp_path, tasks=["tiny_choice"], include_path=str(tasks))
     job = start(made)
     folder = directory(made.run, 7, 1)
-    while not folder.exported.exists():
+
+    def exported() -> bool:
         assert job.poll() is None
-        time.sleep(0.01)
+        return folder.exported.exists()
+
+    wait_for(exported, 600, step=0.01)
     job.send_signal(signal.SIGTERM)
-    job.communicate()
+    job.communicate(timeout=600)
     assert job.returncode == 1
     result = json.loads(folder.result.read_text())
     assert (result["status"], result["error"].partition(":")[0]) == ("failed", "SIGTERM")

@@ -120,7 +120,11 @@ print("\\n" + json.dumps(peak() - before))
 def peak_memory(*arguments: str | Path) -> int:
     """Bytes of a command above what its imports take."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PEAK, *map(str, arguments)], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "ignore", "-c", PEAK, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
     )
     peak: int = json.loads(done.stdout.splitlines()[-1])
     return peak
@@ -290,6 +294,7 @@ def test_without_room_nothing_is_left(tmp_path: Path, imported: Imported, what: 
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert done.returncode == 1, done.stderr
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: ", "  -> se"]

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.export.models import make_hf, make_run
 from tests.export.trained import make_trained
 from tests.history import began
 from tests.unit.test_trainer_configs import COMMAND, MEGATRON, written
+from tests.waiting import wait_for
 
 CONVERT = """
 import pathlib, sys
@@ -219,16 +219,16 @@ def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path) -
     parent, ready = os.getpid(), evaluations.directory(run, 7, 1).path / "scores.json.pid"
     watcher = os.fork()
     if watcher == 0:
-        while not ready.exists():
-            time.sleep(0.01)
-        os.kill(parent, signal.SIGTERM)
-        os._exit(0)
+        try:
+            wait_for(ready.exists)
+        finally:  # the parent waits for it
+            os.kill(parent, signal.SIGTERM)
+            os._exit(0)
     line = evaluated(run)
-    os.waitpid(watcher, 0)
+    wait_for(lambda: os.waitpid(watcher, os.WNOHANG)[0])
     assert (line["status"], line["error"].partition(":")[0]) == ("failed", "SIGTERM")
     child = int(ready.read_text())
-    while runs(child):
-        time.sleep(0.01)
+    wait_for(lambda: not runs(child), words="the end of what the command has started")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ LONG = pytest.mark.long  # as the 1B but for the name and the nodes
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if "440m" in name else ()) for name in SCRIPTS])
 def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(SCRIPTS[name], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        SCRIPTS[name], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert "Traceback" not in result.stderr  # what a submit would refuse here, such as missing data, is no matter
     # the job's name holds a hash of the run directory's path, which differs from checkout to checkout
     text = result.stdout.replace(sys.executable, "/PYTHON").replace(str(ROOT), "/ROOT")
@@ -67,7 +69,9 @@ def test_both_launchers_end_in_the_same_job(launcher: str, config: str) -> None:
     """The Bash launcher's settings are its YAML's values, so the two renderings differ in nothing."""
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     outputs = [
-        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
+        subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600
+        ).stdout
         for command in (
             ["bash", f"launchers/{launcher}", "--dry-run"],
             [sys.executable, "launchers/submit.py", f"configs/runs/{config}.yaml", "--dry-run"],

@@ -53,7 +53,13 @@ def test_the_shards_of_five_families_are_those_of_megatrons_own_script(tmp_path:
         command = [sys.executable, str(ROOT / "tests/megatron_preprocess.py"), str(tmp_path / "in.jsonl"), str(out)]
         environment = os.environ | {"PYTHONPATH": checkout, "TORCHDYNAMO_DISABLE": "1"}
         done = subprocess.run(
-            [*command, *map(str, folders)], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+            [*command, *map(str, folders)],
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         for folder in folders:

@@ -51,7 +51,7 @@ def test_the_files_are_those_of_megatrons_own_script(tmp_path: Path) -> None:
         "--cache-dir",
         str(tmp_path / "cache"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     for suffix, digest in MEGATRON.items():
         assert hashlib.sha256((tmp_path / "out" / f"00000_tokens.{suffix}").read_bytes()).hexdigest() == digest

@@ -167,7 +167,9 @@ def test_the_attention_of_documents_is_asked_for_as_each_version_of_torch_wants_
         print(options(["query", "is_causal", "return_aux"], grouped=True))
         print(options(["query", "window_size", "enable_gqa"], grouped=False))
     """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.stdout.splitlines() == [
         "({'window_size': (-1, 0), 'enable_gqa': True}, True)",
         "({'is_causal': True}, False)",

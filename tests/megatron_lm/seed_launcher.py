@@ -51,7 +51,7 @@ def started(launcher: Path, *, nodes: int, edits: dict[str, str] | None = None, 
             "SLURM_JOB_ID": "7",
             **variables,
         }
-        subprocess.run(["bash", script], env=environment, cwd=folder, capture_output=True, check=True)
+        subprocess.run(["bash", script], env=environment, cwd=folder, capture_output=True, check=True, timeout=600)
         last = (folder / "started").read_text().strip().splitlines()[-1]
         return shlex.split(last.replace(str(folder), "SITE"))
 

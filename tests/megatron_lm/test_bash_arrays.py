@@ -64,7 +64,13 @@ def test_as_bash_has_it(script: Path, tmp_path: Path, text: str) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     bash = subprocess.run(
-        ["bash", "-c", f"{text}{show}"], env=VARIABLES, cwd=empty, capture_output=True, check=True, text=True
+        ["bash", "-c", f"{text}{show}"],
+        env=VARIABLES,
+        cwd=empty,
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=600,
     )
     assert bash.stderr == ""
     assert words(script, text) == bash.stdout.split("\0")[:-1]

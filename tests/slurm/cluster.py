@@ -10,13 +10,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from relayrun.scheduler import job_text
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/tools/test_cluster.sh"
@@ -207,24 +207,19 @@ class TestCluster:
         """`IDLE`, `ALLOCATED`, `DOWN*`, ...; a star means that the node does not answer."""
         return parse_fields(self.run(["scontrol", "show", "node", "-o", node]).stdout)["State"]
 
-    def wait_until(self, predicate: Callable[[], T], timeout: float = 120, interval: float = 0.2, what: str = "") -> T:
+    def wait_until(self, predicate: Callable[[], T], timeout: float = 600, interval: float = 0.2, what: str = "") -> T:
         """Call `predicate` every `interval` seconds until it returns something true; return that.
 
         After `timeout` seconds: AssertionError that says `what` did not happen, with the queue.
         """
-        deadline = time.monotonic() + timeout
-        while True:
-            value = predicate()
-            if value:
-                return value
-            if time.monotonic() > deadline:
-                queue = self.run(["squeue", "--all"], check=False)
-                raise AssertionError(
-                    f"did not happen within {timeout} s: {what or predicate}\n{queue.stdout}{queue.stderr}"
-                )
-            time.sleep(interval)
 
-    def wait_job(self, job_id: str, timeout: float = 300) -> str:
+        def words() -> str:
+            queue = self.run(["squeue", "--all"], check=False)
+            return f"{what or predicate}\n{queue.stdout}{queue.stderr}"
+
+        return wait_for(predicate, timeout, step=interval, words=words)
+
+    def wait_job(self, job_id: str, timeout: float = 600) -> str:
         """Wait until the job has ended for good; return its state. A controller that is down is waited for."""
 
         def final_state() -> str | None:
@@ -234,7 +229,7 @@ class TestCluster:
 
         return self.wait_until(final_state, timeout, what=f"the end of job {job_id}") or ""
 
-    def wait_running(self, job_id: str, timeout: float = 120) -> None:
+    def wait_running(self, job_id: str, timeout: float = 600) -> None:
         self.wait_until(
             lambda: self.job(job_id)["JobState"] == "RUNNING", timeout, 0.1, what=f"the start of job {job_id}"
         )

@@ -19,7 +19,7 @@ MakeCluster = Callable[..., TestCluster]
 @cache
 def slurm_complaint(*options: str) -> str:
     """What is missing for a cluster and how to install it; empty where all is there. Options of install_slurm.sh."""
-    done = subprocess.run([INSTALL, "--check", *options], capture_output=True, text=True, check=False)
+    done = subprocess.run([INSTALL, "--check", *options], capture_output=True, text=True, check=False, timeout=600)
     return "" if done.returncode == 0 else done.stderr.strip()
 
 

@@ -37,7 +37,7 @@ def submit_and_kill(cluster: TestCluster, kind: str, config: Path, when: Path) -
     command = [sys.executable, "-m", "relayrun.cli", kind, "submit", str(config)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=ROOT, env=cluster.env, start_new_session=True, **quiet) as shell:  # type: ignore[call-overload]
-        cluster.wait_until(when.exists, timeout=120, interval=0.01, what=f"{when} is there")
+        cluster.wait_until(when.exists, timeout=600, interval=0.01, what=f"{when} is there")
         os.killpg(shell.pid, signal.SIGKILL)
 
 
@@ -132,7 +132,7 @@ def test_a_sweep_of_twelve_runs(cluster: TestCluster, tmp_path: Path) -> None:
         return all_ended(folder)
 
     cluster.wait_until(over, timeout=1200, interval=0.2, what="the end of all runs")
-    cluster.wait_until(lambda: not cluster.queue(), timeout=120, interval=0.5, what="nothing is queued")
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="nothing is queued")
     assert most <= 3
     times = []
     for member in members.values():
@@ -161,7 +161,7 @@ def test_a_plan_of_four_stages(cluster: TestCluster, tmp_path: Path) -> None:
     cluster.wait_until(lambda: begun(folder, members["long"]), 600, what="the long stage has begun")
     kill_batch_script(cluster, runs.values())
     cluster.wait_until(lambda: all_ended(folder), timeout=900, interval=0.5, what="the end of all stages")
-    cluster.wait_until(lambda: not cluster.queue(), timeout=120, interval=0.5, what="nothing is queued")
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="nothing is queued")
     stable, long = runs["stable"].checkpoints, runs["long"].checkpoints
     first = {name: attempts(run)[0] for name, run in runs.items()}
     assert {name: (begin.base_iteration, begin.base_path) for name, begin in first.items()} == {

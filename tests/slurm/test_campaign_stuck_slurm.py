@@ -27,7 +27,7 @@ def test_a_run_that_slurm_refuses_holds_up_no_other(cluster: TestCluster, tmp_pa
     assert "tiny: 01: its first job is refused: sbatch: " in done.stderr
     runs = [Run(tmp_path / f"tiny-{number:02}") for number in (2, 3)]
     cluster.wait_until(lambda: all(stop_reason(run) for run in runs), timeout=400, what="both others are done")
-    cluster.wait_until(lambda: not cluster.queue(), timeout=120, interval=0.5, what="their jobs have ended")
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="their jobs have ended")
     assert [iterations(run) for run in runs] == [[1, 2, 3, 4]] * 2
     assert attempts(Run(tmp_path / "tiny-01")) == []
     shown = cluster.run([*command, "status", tmp_path / "tiny"], cwd=ROOT)
@@ -46,7 +46,7 @@ def test_an_evaluation_that_dies_comes_again_and_the_stage_begins(cluster: TestC
         return stop_reason(long) is not None
 
     cluster.wait_until(looked, timeout=400, interval=3, what="the second stage is done")
-    cluster.wait_until(lambda: not cluster.queue(), timeout=120, interval=0.5, what="nothing is queued")
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="nothing is queued")
     (result,) = read_lines(stable.evaluations_view)
     assert (result["iteration"], result["status"]) == (4, "done")
     assert len(list(stable.evaluations.glob(".tried-*"))) == 1

@@ -37,7 +37,7 @@ def start(cluster: TestCluster, run: Run, *options: str) -> str:
     return cluster.sbatch([*options, run.job_script])
 
 
-def wait_for_end(cluster: TestCluster, run: Run, plan: Plan, timeout: float = 360) -> None:
+def wait_for_end(cluster: TestCluster, run: Run, plan: Plan, timeout: float = 600) -> None:
     """Until no job of the chain is left; never more than one pending job on the way."""
 
     def over() -> bool:
@@ -58,7 +58,7 @@ def logs(run: Run) -> str:
 
 
 def wait_for_iteration(cluster: TestCluster, run: Run, attempt: int = 1) -> None:
-    cluster.wait_until(lambda: run.attempt(attempt).metrics.exists(), timeout=240, interval=0.2)
+    cluster.wait_until(lambda: run.attempt(attempt).metrics.exists(), timeout=600, interval=0.2)
 
 
 def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
@@ -144,7 +144,7 @@ def dies_twice_on_n1(cluster: TestCluster, make_run: MakeRun, *, exclude: str) -
     run, plan = make_run("--steps=60", "--die-on=n1", total_steps=60, max_failed_attempts=5, **SLURM)
     start(cluster, run, f"--exclude={exclude}")
     for attempt in (1, 2):
-        cluster.wait_until(run.attempt(attempt).end.exists, timeout=240)
+        cluster.wait_until(run.attempt(attempt).end.exists, timeout=600)
         hurry(cluster, plan)
     wait_for_end(cluster, run, plan)
     return run
@@ -186,7 +186,7 @@ def test_cancel_stops_a_job_that_would_queue_itself_again(cluster: TestCluster, 
     run, plan = make_run("--steps=1000", total_steps=1000, mode="requeue", **SLURM)
     job = start(cluster, run)
     guard = run.attempt(1).guard_log
-    cluster.wait_until(guard.exists, timeout=240)
+    cluster.wait_until(guard.exists, timeout=600)
     time.sleep(1)
     cluster.run(["scancel", job])
     wait_for_end(cluster, run, plan)

@@ -79,7 +79,7 @@ def test_killed_node_goes_down_with_its_job_and_comes_back(make_cluster: MakeClu
     job_id = cluster.sbatch(["--no-requeue", "--nodelist=n3", "--wrap=sleep 300"])
     cluster.wait_running(job_id)
     cluster.kill_node("n3")
-    assert cluster.wait_job(job_id, timeout=120) == "NODE_FAIL"
+    assert cluster.wait_job(job_id, timeout=600) == "NODE_FAIL"
     assert cluster.node_state("n3").startswith("DOWN")
     cluster.start_node("n3")
     cluster.wait_until(lambda: cluster.node_state("n3") == "IDLE", what="n3 is idle again")
@@ -151,7 +151,7 @@ def test_down_ends_all_of_one_cluster_and_nothing_of_another(cluster: TestCluste
         doomed.down()
     finally:
         bystander.kill()
-        bystander.wait()
+        bystander.wait(300)
     cluster.run(["scancel", jobs[1]])
 
 
@@ -206,7 +206,7 @@ def test_clusters_that_start_at_the_same_moment_share_no_port(tmp_path_factory: 
 def test_bad_request_is_refused_and_leaves_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "file").touch()
     done = subprocess.run(
-        [SCRIPT, *arguments], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        [SCRIPT, *arguments], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1
     assert message in done.stderr

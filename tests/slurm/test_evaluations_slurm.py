@@ -55,7 +55,7 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
             lambda at=iteration: evaluates(at), timeout=600, interval=0.2, what=f"evaluation {iteration}"
         )
         cluster.run(["scancel", "--signal=KILL", f"{job_of(run, attempt)}.0"])
-        cluster.wait_until(run.attempt(attempt).end.exists, timeout=180)
+        cluster.wait_until(run.attempt(attempt).end.exists, timeout=600)
     wait_for_end(cluster, run, timeout=900)
     assert [end.cause for end in ends(run)] == ["failed", "failed", "done"]
     assert sorted(steps(run)) == list(range(1, STEPS + 1))
@@ -80,6 +80,7 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
         capture_output=True,
         text=True,
         check=True,
+        timeout=600,
     ).stdout
     assert "iteration 300: tiny_choice " in said
     assert "3 done" in said

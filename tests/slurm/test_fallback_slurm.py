@@ -201,7 +201,7 @@ def test_a_controller_that_is_away_when_it_is_needed(
     go.touch()
     time.sleep(20)
     cluster.start_ctld()
-    cluster.wait_until(lambda: hurry(cluster, plan) or stop_reason(run), timeout=240, what="STOP")
+    cluster.wait_until(lambda: hurry(cluster, plan) or stop_reason(run), timeout=600, what="STOP")
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
     no_fallback_job(cluster, plan)

@@ -44,13 +44,17 @@ def test_a_running_job_is_read_as_it_is_whatever_its_texts_say(
         (cluster.work / FORGED.replace("/", "_")).mkdir()
     command = ["sbatch", "--parsable", "--nodes=1", "--time=5", "--cpus-per-task=2", "--requeue", *options]
     command += [str(script), *([FORGED, BLOCK] if place in ("arguments", "all") else [])]
-    done = subprocess.run(command, env=cluster.env, cwd=cluster.work, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=cluster.env, cwd=cluster.work, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     job_id = done.stdout.strip()
 
     def state() -> str:
         asked = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%T"]
-        return subprocess.run(asked, env=cluster.env, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            asked, env=cluster.env, capture_output=True, text=True, check=True, timeout=600
+        ).stdout.strip()
 
     cluster.wait_until(lambda: state() == "RUNNING", what="the start of the job")
     job = slurm_here.query(job_id)
@@ -62,4 +66,4 @@ def test_a_running_job_is_read_as_it_is_whatever_its_texts_say(
     assert not {"reservation", "exclude", "gpus-per-node"} & job.options.keys()
     if place in ("name", "all"):
         assert job.name == (FORGED if place == "name" else BLOCK)
-    subprocess.run(["scancel", job_id], env=cluster.env, check=True)
+    subprocess.run(["scancel", job_id], env=cluster.env, check=True, timeout=600)

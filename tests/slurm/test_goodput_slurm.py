@@ -60,7 +60,7 @@ def test_the_parts_of_a_chain_of_ten_attempts_sum_to_what_sacct_has(
             return begun
 
         # a job whose time is changed all the time is never looked at by Slurm's scheduler
-        cluster.wait_until(next_began, timeout=240, interval=5, what=f"attempt {number + 1} begins")
+        cluster.wait_until(next_began, timeout=600, interval=5, what=f"attempt {number + 1} begins")
     wait_for_end(cluster, run, plan)
     causes = [end.cause for end in ends(run)]
     told = [causes[0::3][:3], causes[1::3], len(causes), causes[-1]]
@@ -98,7 +98,7 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
     second = AttemptStart.read(run.attempt(2).begin)
     assert second is not None
     cluster.run(["scancel", "--signal=KILL", f"{second.job_id}.0"])
-    cluster.wait_until(run.attempt(2).end.exists, timeout=240)
+    cluster.wait_until(run.attempt(2).end.exists, timeout=600)
     hurry(cluster, plan)
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["saved", "failed", "done"], logs(run)

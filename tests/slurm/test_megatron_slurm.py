@@ -143,7 +143,7 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
     os.kill(ranks(run)[1], signal.SIGKILL)
     torn = next(run.checkpoint(10).glob("__1_*.distcp"))
     os.truncate(torn, torn.stat().st_size - 1)
-    cluster.wait_until(run.attempt(1).end.exists, timeout=240)
+    cluster.wait_until(run.attempt(1).end.exists, timeout=600)
     hurry(cluster, made)
     wait_for_end(cluster, run, made, timeout=900)
     assert [end.cause for end in ends(run)] == ["failed", "done"], logs(run)

@@ -9,8 +9,9 @@ import pytest
 
 from relayrun.rundir import notices
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
-from tests.chain.test_notices import tell, wait_for
+from tests.chain.test_notices import tell
 from tests.receivers import Mailbox, Web
+from tests.waiting import wait_for
 
 from .cluster import TestCluster
 from .test_chain import SLURM, logs, wait_for_end

@@ -70,7 +70,7 @@ def test_what_ends_a_job_ends_it_as_without_agents(cluster: TestCluster, tmp_pat
     if how != "cancel":
         cluster.run(["scancel", f"--name={chain_name(run)}"])
     cluster.wait_until(lambda: not chain_jobs(cluster, run), timeout=300, interval=0.5)
-    cluster.wait_until(lambda: not agents(run), timeout=60)
+    cluster.wait_until(lambda: not agents(run), timeout=300)
 
 
 def chain_name(run: Run) -> str:

@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pa.table({"text": texts[: ROWS // 9 + (number < ROWS % 9)]}), place / "data" / f"{number}.parquet"
         )
     command = [sys.executable, ROOT / "scripts/tokenization/reshard.py", *options(place, "alone")]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     return place
 
 
@@ -90,7 +90,7 @@ def test_several_nodes_give_the_bytes_of_one_whatever_is_killed(cluster: TestClu
     wrapper.chmod(0o755)
     arguments = options(place, "shuf fled")
     job = submit(cluster, place, arguments, str(wrapper), 3)
-    cluster.wait_until((place / "hung").exists, timeout=180, what="task 1 scatters")
+    cluster.wait_until((place / "hung").exists, timeout=600, what="task 1 scatters")
     cluster.run(["scontrol", "requeue", job])
     assert cluster.wait_job(job, timeout=360) == "FAILED"
     assert (place / "killed").exists()

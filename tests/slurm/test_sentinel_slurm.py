@@ -54,7 +54,7 @@ def test_a_job_that_is_gone_and_one_that_is_held(
     target = policy.targets[0] | {"url": None, "command": [str(told)]}
     notices.write_policy(run, type(policy)(**(vars(policy) | {"targets": [target]})))
     start(cluster, run)
-    cluster.wait_until(run.attempt(1).metrics.exists, timeout=240)
+    cluster.wait_until(run.attempt(1).metrics.exists, timeout=600)
     assert look(cluster, run) == []  # it runs, and its successor waits for it
 
     successor = next(job.id for job in cluster.queue() if job.state == "PENDING")
@@ -70,11 +70,11 @@ def test_a_job_that_is_gone_and_one_that_is_held(
     begin = run.attempt(1).read_begin()
     assert begin is not None
     cluster.wait_job(begin.job_id)
-    cluster.wait_until(lambda: not cluster.queue(), timeout=240)
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600)
     gone = [name for name in look(cluster, run) if name != held]
     assert [name.startswith("stopped-gone-0001-") for name in gone] == [True]
     letters = Path(run.path / "letters")
-    cluster.wait_until(lambda: letters.exists() and len(letters.read_text().splitlines()) == 2, timeout=240)
+    cluster.wait_until(lambda: letters.exists() and len(letters.read_text().splitlines()) == 2, timeout=600)
     subjects = letters.read_text().splitlines()
     assert f"job {successor} waits, and never starts unless a person changes something: JobHeld" in subjects[0]
     assert f"attempt 1, job {begin.job_id}, is gone without an end" in subjects[1]

@@ -36,7 +36,7 @@ def test_a_rank_that_is_killed_is_blamed_and_its_neighbour_that_noticed_is_not(
     """Rank 0 leaves words on the closed connection, and is as fast as srun's news of the end of rank 1."""
     run, plan = make_run("--killed=1", total_steps=60, max_failed_attempts=2, **SLURM)
     start(cluster, run)
-    cluster.wait_until(run.attempt(1).end.exists, timeout=240)
+    cluster.wait_until(run.attempt(1).end.exists, timeout=600)
     hurry(cluster, plan)
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["failed", "failed"], logs(run)
@@ -77,7 +77,7 @@ def test_a_chain_whose_successor_is_gone_is_broken_and_says_how_its_job_died(
 ) -> None:
     run, plan = make_run("--steps=1000", total_steps=1000, **SLURM)
     start(cluster, run)
-    cluster.wait_until(run.attempt(1).metrics.exists, timeout=240)
+    cluster.wait_until(run.attempt(1).metrics.exists, timeout=600)
     pending = status(cluster, run)
     assert pending.state == "running"
     assert list(pending.pending.values()) == ["Dependency"]
@@ -90,7 +90,7 @@ def test_a_chain_whose_successor_is_gone_is_broken_and_says_how_its_job_died(
     for pid in batch_scripts(plan):
         os.kill(pid, signal.SIGKILL)
     cluster.wait_job(begin.job_id)
-    cluster.wait_until(lambda: not cluster.queue(), timeout=240)
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600)
     found = status(cluster, run)
     assert found.state == "broken", found
     assert f"attempt 1, job {begin.job_id}, is gone without an end" in (found.broken or "")

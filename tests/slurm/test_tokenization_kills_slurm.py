@@ -108,7 +108,7 @@ class Blocked:
             os.mkfifo(file)
         self.jobs = self.submit()
         self.all = [job for jobs in self.jobs.values() for job in jobs]
-        cluster.wait_until(self.stand, timeout=270, what="every dump has an open shard")
+        cluster.wait_until(self.stand, timeout=600, what="every dump has an open shard")
 
     def submit(self) -> dict[str, list[str]]:
         return {
@@ -194,7 +194,7 @@ def test_a_job_that_is_killed_whole_leaves_no_process_and_submitting_again_compl
             assert dump.nodes in {f"n{number}" for number in range(2 * DUMPS)}
     cluster.run(["scancel", "--signal=KILL", *both.all])
     gone = lambda: not any(processes(cluster, job) for job in both.all)  # noqa: E731
-    cluster.wait_until(gone, timeout=10, what="no process of the jobs is left")
+    cluster.wait_until(gone, timeout=120, what="no process of the jobs is left")
     cluster.wait_until(lambda: not cluster.queue(), what="the queue is empty")
     both.release()
     for jobs in both.submit().values():

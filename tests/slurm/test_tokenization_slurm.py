@@ -142,7 +142,7 @@ def test_more_dumps_than_an_array_takes(cluster: TestCluster, dataset: Dataset) 
     try:
         cluster.run([BASH], env=environment(by_bash), cwd=Path("/"))
         cluster.run([sys.executable, PYTHON, write_config(by_python, max_parallel=1), "--wait"], timeout=540)
-        cluster.wait_until(lambda: not cluster.queue(), timeout=180, what="the queue is empty")
+        cluster.wait_until(lambda: not cluster.queue(), timeout=600, what="the queue is empty")
     finally:
         cluster.stop_ctld()
         cluster.conf.write_text(former)

@@ -56,7 +56,7 @@ def wait_for_end(cluster: TestCluster, run: Run, timeout: float) -> None:
     cluster.wait_until(lambda: not chain_jobs(cluster, run), timeout=timeout, interval=0.5)
 
 
-def wait_for_iteration(cluster: TestCluster, run: Run, attempt: int, timeout: float = 360) -> None:
+def wait_for_iteration(cluster: TestCluster, run: Run, attempt: int, timeout: float = 600) -> None:
     cluster.wait_until(lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=timeout, interval=0.2)
 
 
@@ -109,7 +109,7 @@ def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
     submit(cluster, workspace.config("one", training=training, job=job, cluster=SLURM | {"python": None}))
     submit(cluster, workspace.config("two", training=training, job=job, cluster=SLURM))
     run = workspace.run("one")
-    cluster.wait_until(lambda: run.attempt(1).begin.exists(), timeout=240, interval=0.05)
+    cluster.wait_until(lambda: run.attempt(1).begin.exists(), timeout=600, interval=0.05)
     cluster.run(["scancel", "--signal=USR2", "--full", job_of(run, 1)])  # everybody, most of them importing
     cluster.wait_until(run.attempt(1).end.exists, timeout=300)
     (first,) = ends(run)[:1]
@@ -149,7 +149,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     }
     other = cluster.sbatch(["--job-name=relayrun-demo", "--wrap=sleep 300"])  # the launcher's own name
     first = cluster.sbatch(["--nodes=1", "--time=7", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
-    cluster.wait_until(run.plan.exists, timeout=240)
+    cluster.wait_until(run.plan.exists, timeout=600)
     wait_for_iteration(cluster, run, 1)
     assert job_of(run, 1) == first
     assert sorted(chain_jobs(cluster, run)) == ["PENDING", "RUNNING"]
@@ -157,7 +157,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     assert [job.state for job in cluster.queue() if job.name == name] == ["PENDING"]
 
     triggers.touch(run, "save")
-    cluster.wait_until((run.triggers / "save.done").exists, timeout=240)
+    cluster.wait_until((run.triggers / "save.done").exists, timeout=600)
     saved = json.loads((run.triggers / "save.done").read_text())
     assert (saved["result"], run.checkpoint(saved["iteration"]).is_dir()) == ("saved", True)
 

@@ -55,7 +55,7 @@ def touch_by_hand(person: Person, path: Path) -> int:
     """The plain command, as a process of that person; its exit status."""
     command = ["setpriv", f"--reuid={person.uid}", f"--regid={person.gid}"]
     command += [f"--groups={','.join(map(str, person.groups))}"] if person.groups else ["--clear-groups"]
-    return subprocess.run([*command, "touch", str(path)], capture_output=True, check=False).returncode
+    return subprocess.run([*command, "touch", str(path)], capture_output=True, check=False, timeout=600).returncode
 
 
 @pytest.fixture

@@ -49,21 +49,21 @@ def test_the_checkout_is_updated_in_place_between_two_jobs(cluster: TestCluster,
     assert "format" not in read_json(run.plan)
     plan = Plan.load(run)
     assert plan.package_root == str(checkout)
-    cluster.wait_until(lambda: trained(run, 1), timeout=180)
+    cluster.wait_until(lambda: trained(run, 1), timeout=600)
     first = AttemptStart.read(run.attempt(1).begin)
     assert first is not None
     successor = next(job.id for job in cluster.queue() if job.name == plan.job_name and job.state == "PENDING")
     cluster.run(["scontrol", "hold", successor])
     cluster.run(["scancel", "--signal=USR2", "--batch", first.job_id])
-    cluster.wait_job(first.job_id, timeout=180)
+    cluster.wait_job(first.job_id, timeout=600)
     for name in ("relayrun", "launchers"):
         shutil.rmtree(checkout / name)
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     cluster.run(["scontrol", "release", successor])
-    cluster.wait_until(lambda: trained(run, 2), timeout=180)
+    cluster.wait_until(lambda: trained(run, 2), timeout=600)
     assert read_json(run.plan)["format"] == FORMAT
     triggers.touch(run, "exit")
-    cluster.wait_until(lambda: not [j for j in cluster.queue() if j.name == plan.job_name], timeout=180)
+    cluster.wait_until(lambda: not [j for j in cluster.queue() if j.name == plan.job_name], timeout=600)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     second = AttemptStart.read(run.attempt(2).begin)
     assert second is not None

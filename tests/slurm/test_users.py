@@ -326,7 +326,7 @@ def test_status_says_how_accounting_has_the_last_job(team: Team) -> None:
     team.wait_over(run)
     last = rf"{job_of(run, 1)}: FAILED, exit code 1, on n\d, .* \(sacct\)"
     team.cluster.wait_until(
-        lambda: re.search(last, team.relayrun(team.member, "status", run.path)), timeout=60, what="a word of sacct's"
+        lambda: re.search(last, team.relayrun(team.member, "status", run.path)), timeout=600, what="a word of sacct's"
     )
 
 
@@ -368,7 +368,7 @@ def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> 
     team.relayrun(team.owner, "submit", config)
     team.wait_iteration(run)
     team.relayrun(team.member, "save", run.path)
-    team.cluster.wait_until((run.triggers / "save.done").exists, timeout=200, what="the save")
+    team.cluster.wait_until((run.triggers / "save.done").exists, timeout=600, what="the save")
     team.relayrun(team.member, "stop", run.path)
     team.wait_over(run)
     for name in ("save.done", "exit.done"):

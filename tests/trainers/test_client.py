@@ -39,6 +39,7 @@ def run(folder: Path, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=True,
+        timeout=600,
     )
     return found.stdout.strip() + found.stderr.strip()
 

@@ -31,6 +31,7 @@ from relayrun.scheduler.tasks import free_port
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from tests import warm
+from tests.waiting import wait_for
 
 VOCABULARY = 300
 RANKS = 2
@@ -96,12 +97,15 @@ class Attempt:
                 process.wait()
 
     def wait_for_iteration(self, iteration: int, timeout: float = 600) -> None:
-        end = time.monotonic() + timeout
-        while not any(line["iteration"] >= iteration for line in read_lines(self.directory.metrics)):
-            if time.monotonic() > end or all(process.poll() is not None for process in self.processes):
-                self.wait(0)
-                pytest.fail(f"iteration {iteration} was not reached:\n{self.output()}")
-            time.sleep(0.01)
+        def reached() -> bool:
+            there = any(line["iteration"] >= iteration for line in read_lines(self.directory.metrics))
+            assert there or any(process.poll() is None for process in self.processes), missed()
+            return there
+
+        def missed() -> str:
+            return f"iteration {iteration} was not reached:\n{self.output()}"
+
+        wait_for(reached, timeout, step=0.01, words=missed)
 
     def signal(self, number: signal.Signals) -> None:
         for process in self.processes:

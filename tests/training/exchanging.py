@@ -145,7 +145,7 @@ def messages(rank: int) -> dict[str, Any]:
         tensor = torch.tensor([rank + number])
         dist.all_reduce(tensor)
         sums.append(int(tensor))
-    thread.join()
+    thread.join(300)
     rounds = [[(each, number, "x" * (number * 37 % 5000)) for each in range(RANKS)] for number in range(100)]
     return {
         "all_gather": heard[:100] == rounds,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from relayrun.rundir.lineage import durable
 from relayrun.rundir.quarantine import in_quarantine
 from relayrun.rundir.views import Views, merged_metrics
 from tests.checkpoints import assert_same_bytes, contents, state_tensors
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -91,10 +91,12 @@ def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is
 
     pieces = harness(**with_policy(5, on_nan="rewind"))
     attempt = pieces.start(inject="nan-sample=50,step-delay=0.1")
-    end = time.monotonic() + 600
-    while not any("rewind" in line for line in read_lines(attempt.directory.metrics)):
-        assert time.monotonic() < end, attempt.output()
-        time.sleep(0.01)
+    wait_for(
+        lambda: any("rewind" in line for line in read_lines(attempt.directory.metrics)),
+        600,
+        step=0.01,
+        words=attempt.output,
+    )
     attempt.signal(signal.SIGKILL)
     attempt.wait()
     second = pieces.train(inject="nan-sample=50")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from relayrun.rundir.lineage import durable
 from relayrun.training.checkpoint.background import NICE, BackgroundSave
 from relayrun.training.checkpoint.writer import ThreadedWriter
 from tests.checkpoints import assert_same_bytes
+from tests.waiting import wait_for
 
 Make = Callable[..., Any]
 
@@ -78,7 +78,7 @@ def test_once_the_state_is_copied_a_save_beside_training_stands_behind_it_on_the
         threads = [threading.Thread(target=lambda: seen.append(nice())) for _ in range(2)]
         for thread in threads:
             thread.start()
-            thread.join()
+            thread.join(300)
         return "commit"
 
     assert BackgroundSave(1, write, beside=beside).result() == "commit"
@@ -130,10 +130,7 @@ def test_triggers_and_signals_during_a_save_wait_for_it_and_then_save_what_was_t
     attempt.wait_for_iteration(5)
     triggers.touch(made.run, "save")
     answered = made.run.triggers / "save.done"
-    end = time.monotonic() + 300
-    while not answered.exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(answered.exists, words=attempt.output)
     answer = json.loads(answered.read_text())
     assert answer["result"] == "saved"
     assert answer["iteration"] > 5, "of the state after the trigger"
@@ -152,10 +149,7 @@ def test_a_kill_during_a_save_leaves_nothing_that_counts(harness: Make) -> None:
     attempt = made.start(inject="publish-delay=60,step-delay=0.1")
     attempt.wait_for_iteration(6)
     staged = made.run.staging(1) / "iter_0000004"
-    end = time.monotonic() + 300
-    while not (staged / "metadata.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for((staged / "metadata.json").exists, words=attempt.output)
     attempt.signal(signal.SIGKILL)
     attempt.wait()
     assert [path.name for path in made.run.checkpoints.iterdir()] == [".staging"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from relayrun.files import read_lines
 from relayrun.rundir.lineage import durable
 from tests.checkpoints import assert_same_bytes, contents
+from tests.waiting import wait_for
 
 from .conftest import Harness
 
@@ -45,10 +45,7 @@ def test_a_users_hook_counts_steps_over_three_attempts_and_training_stays_what_i
     assert first.wait() == [0, 0], first.output()
     killed = made.start(inject="step-delay=0.3")
     killed.wait_for_iteration(11)
-    end = time.monotonic() + 60
-    while not killed.commits:
-        assert time.monotonic() < end, killed.output()
-        time.sleep(0.01)
+    wait_for(lambda: killed.commits, step=0.01, words=killed.output)
     killed.signal(signal.SIGKILL)
     killed.wait()
     assert durable(made.run).iteration == 8

@@ -51,7 +51,9 @@ model.save_pretrained(sys.argv[1])
 
 
 def run(*command: str | Path) -> None:
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -160,7 +162,9 @@ def independent(folder: Path, model: Path, **given: Any) -> list[float]:
     program = Path(__file__).with_name("independent.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, program, folder / "settings.json", folder / "losses.json"]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     found: list[float] = json.loads((folder / "losses.json").read_text())
     return found

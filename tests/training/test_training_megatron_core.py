@@ -55,7 +55,12 @@ def run(*command: str | Path, search: str | None = None) -> str:
     """What a program of a Python prints, with `search` before its packages."""
     path = os.pathsep.join(filter(None, [search, str(ROOT)]))
     done = subprocess.run(
-        [sys.executable, *command], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

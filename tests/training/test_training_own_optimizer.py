@@ -203,7 +203,9 @@ def test_an_export_to_megatron_lm_leaves_out_the_state_of_muon_and_says_so(harne
     made = made_with(harness, MUON, training={"steps": 1})
     made.train()
     command = [sys.executable, "-m", "relayrun.cli", "export", "megatron", str(made.run.path)]
-    done = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert "the state of muon is left out: load it with --finetune, or --no-load-optim" in done.stdout + done.stderr
 

@@ -20,6 +20,7 @@ from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Started
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
+from tests.waiting import wait_for
 
 Make = Callable[..., Any]
 
@@ -28,9 +29,7 @@ pytestmark = pytest.mark.slow
 
 def answer(run: Any, name: str) -> dict[str, Any]:
     path = run.triggers / f"{name}.done"
-    end = time.monotonic() + 300
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for(path.exists, words=f"{path} is written")
     return json.loads(path.read_text())
 
 
@@ -42,18 +41,15 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert (first["iteration"], first["result"]) == (1, "saved")
     attempt.wait_for_iteration(first["iteration"] + 2)
     assert [beat.phase for beat in attempt.heartbeats()] == ["step"], "one node: one heartbeat"
-    end = time.monotonic() + 300
-    while attempt.heartbeats()[0].save_p95 is None:  # of a step after the save: one a second is written
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: attempt.heartbeats()[0].save_p95 is not None)  # of a step after the save: one a second is written
     assert attempt.heartbeats()[0].save_p95 == attempt.commits[0].seconds
     attempt.signal(signal.SIGUSR1)
-    end = time.monotonic() + 300
-    stacks = [""]
-    while not all("__main__.py" in text for text in stacks) and time.monotonic() < end:
-        time.sleep(0.02)
-        stacks = [path.read_text() for path in sorted(made.run.stacks(1).iterdir())]
-    assert ["loop.py" in text and "__main__.py" in text for text in stacks] == [True, True], stacks
+
+    def stacks() -> list[str]:
+        return [path.read_text() for path in sorted(made.run.stacks(1).iterdir())]
+
+    wait_for(lambda: ["__main__.py" in text for text in stacks()] == [True, True], words=stacks)
+    assert ["loop.py" in text and "__main__.py" in text for text in stacks()] == [True, True], stacks()
     assert not (made.run.triggers / "save").exists()
     triggers.touch(made.run, "exit")
     assert attempt.wait() == [0, 0], attempt.output()

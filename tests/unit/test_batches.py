@@ -66,7 +66,7 @@ def test_reads_ahead_two_iterations_and_no_more(order: SampleOrder, monkeypatch:
 
     monkeypatch.setattr(order, "sample", counting)
     with reader(order):
-        assert three.wait(10)
+        assert three.wait(300)
         threading.Event().wait(0.05)
         assert asked == list(range(36))  # two in the queue, the third in the hand of the thread
 

@@ -211,7 +211,7 @@ def test_a_launcher_takes_a_run_of_any_trainer(tmp_path: Path) -> None:
 
     def launch(*options: str, **settings: str) -> subprocess.CompletedProcess[str]:
         launcher = ["bash", str(ROOT / "launchers/submit-demo.sh"), *options]
-        return subprocess.run(launcher, env=given | settings, capture_output=True, text=True, check=False)
+        return subprocess.run(launcher, env=given | settings, capture_output=True, text=True, check=False, timeout=600)
 
     done = launch("--check", TRAINING_STEPS="40", EXP_NAME="mine")
     assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.submit.code_snapshot import LARGEST, snapshot, snapshot_of_checkout
 from tests.readme import break_code, copy_tracked
+from tests.waiting import wait_for
 from tests.workspace import Workspace, ends, steps
 
 
@@ -87,7 +87,7 @@ code_snapshot.snapshot(Run(Path(sys.argv[1])), Path(sys.argv[2]))
 
 def test_what_a_killed_submit_left_of_a_snapshot_goes_with_the_next(checkout: Path, tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run")
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(run.path), str(checkout)], check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run.path), str(checkout)], check=False, timeout=600)
     assert killed.returncode == -signal.SIGKILL
     assert len(os.listdir(run.code)) == 1
     snapshot(run, checkout)
@@ -204,17 +204,18 @@ def test_a_checkout_that_breaks_under_a_running_chain_does_not_break_its_next_jo
     process = subprocess.Popen(
         submit, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE, text=True
     )
+
+    def begun(attempt: int) -> bool:
+        assert process.poll() is None, process.communicate(timeout=300)
+        return run.attempt(attempt).metrics.exists()
+
     try:
-        while not run.attempt(1).metrics.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
+        wait_for(lambda: begun(1), words="attempt 1 has done a step")
         break_code(root)
         os.kill(read_json(run.path / "local/job-0001.json")["pid"], signal.SIGUSR2)
-        while not run.attempt(2).metrics.exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.1)
+        wait_for(lambda: begun(2), words="attempt 2 has done a step")
         (run.triggers / "exit").touch()
-        process.communicate(timeout=120)
+        process.communicate(timeout=600)
     finally:
         process.kill()
         process.wait()

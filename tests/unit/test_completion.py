@@ -55,7 +55,7 @@ def project(tmp_path: Path) -> Path:
 def typed(bash: Path, folder: Path, *words: str) -> list[str]:
     """What Bash offers for the last of the words behind `relayrun`."""
     done = subprocess.run(
-        ["bash", "-c", TYPED, "bash", bash, folder, *words], capture_output=True, text=True, check=True
+        ["bash", "-c", TYPED, "bash", bash, folder, *words], capture_output=True, text=True, check=True, timeout=600
     )
     assert done.stderr == ""
     return done.stdout.splitlines()
@@ -126,10 +126,10 @@ def test_other_shells_hand_the_same_lines_to_bash(shell: str, project: Path) -> 
     quoted = text[start : text.index("\n_relayrun() {" if shell == "zsh" else "\nfunction _relayrun")]
     if shell == "zsh":
         engine = subprocess.run(
-            ["bash", "-c", f"printf %s {quoted}"], capture_output=True, text=True, check=True
+            ["bash", "-c", f"printf %s {quoted}"], capture_output=True, text=True, check=True, timeout=600
         ).stdout
     else:
         engine = quoted[1:-1].replace("\\'", "'").replace("\\\\", "\\")
     asked = ["bash", "-c", engine + '\nrelayrun_candidates "$@"', "relayrun", "status", "mine/f"]
-    done = subprocess.run(asked, cwd=project, capture_output=True, text=True, check=True)
+    done = subprocess.run(asked, cwd=project, capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout == "mine/first\n"

@@ -89,7 +89,7 @@ def test_a_program_runs_in_the_container_behind_the_prefix(place: Path, runtime:
         script.write_text(shlex.join(render.task_command(plan, starter, [*plan.program, "--attempt=1"], setup=setup)))
     else:
         script.write_text(evaluation_job.script(given, plan, run))
-    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done
     told, arguments = done.stdout.splitlines()
     image = container(place, runtime)["image"]
@@ -141,7 +141,7 @@ def test_the_job_of_a_dump_starts_python_in_the_container(
     assert not any(option.startswith(("--gpus-per-node", "--cpus-per-task")) for option in header)
     script = place / "dump.sh"
     script.write_text(text)
-    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done
     told, arguments = done.stdout.splitlines()
     image = container(place, runtime)["image"] if runtime != "none" else "none"
@@ -283,7 +283,7 @@ def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script
         "SBATCH_LOG": str(place / "sbatch"),
     }
     command = ["bash", str(ROOT / f"scripts/tokenization/submit_{script}.sh"), *arguments]
-    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done
     assert {"--account=proj", "--nice=7"} <= set((place / "sbatch").read_text().splitlines())
     told = (place / "sbatch.out").read_text().splitlines()
@@ -316,7 +316,7 @@ def test_the_check_of_gpus_runs_in_the_container_on_one_node_and_on_all(place: P
         .replace("--export=ALL |", "--export=ALL | --kill* | --ntasks-per* | --time=* |")
     )
     (place / "bin/srun").write_text(srun)
-    done = subprocess.run(["bash", place / "check.sh"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", place / "check.sh"], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done
     told = done.stdout.splitlines()
     assert len(told) == 4

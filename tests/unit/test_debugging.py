@@ -183,7 +183,9 @@ def test_nsys_traces_what_the_earlier_system_traced_and_takes_options(tmp_path: 
 
     def asked(*arguments: str) -> list[str]:
         command = [sys.executable, "program.py", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=600
+        )
         assert done.stdout == "trained\n"
         return (tmp_path / "asked").read_text(encoding="utf-8").split()
 

@@ -154,7 +154,12 @@ def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Co
     )
     for number in ("1", "2"):
         environment = os.environ | {"RAYON_NUM_THREADS": number, "PYTHONHASHSEED": number}
-        subprocess.run([sys.executable, "-c", code, corpus.docs.folder, tmp_path / number], env=environment, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code, corpus.docs.folder, tmp_path / number],
+            env=environment,
+            check=True,
+            timeout=600,
+        )
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 

@@ -112,7 +112,7 @@ class DatasetHub:
 
     def close(self) -> None:
         self.http.shutdown()
-        self.thread.join()
+        self.thread.join(300)
         self.http.server_close()
 
 

@@ -66,7 +66,7 @@ def put(found: Session, *results: Result) -> None:
 )
 def test_bad_input_is_one_error(words: list[str], said: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "relayrun.cli", "drill", "--directory", str(tmp_path / "d"), *words]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr.startswith(said)
     assert found.stderr.count("error:") == 1
@@ -224,7 +224,7 @@ def test_a_command_before_slurms_own_acts_inside_jobs_alone(tmp_path: Path) -> N
     outer = ["bash", "-c", f'"{tmp_path}/bin/sh" -c "exit 0"; echo $?']
     for job, code, harm in ((None, "0", False), ("7", "3", True)):
         environment = {"PATH": "/bin:/usr/bin"} | ({"SLURM_JOB_ID": job} if job else {})
-        said = subprocess.run(outer, env=environment, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(outer, env=environment, capture_output=True, text=True, check=True, timeout=600).stdout
         assert (said.strip(), provoked(tmp_path).exists()) == (code, harm)
     with pytest.raises(InputError, match="no-such-command is not on PATH"):
         write_commands({"no-such-command": ""}, tmp_path, search="/bin", real={})

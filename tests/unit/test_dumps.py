@@ -299,16 +299,18 @@ def test_the_estimate_of_hours() -> None:
 def test_the_door_prints_a_table_and_one_clear_error(dataset: Path, metadata: Path) -> None:
     script = ROOT / "scripts/tokenization/prepare_dumps.py"
     door = [sys.executable, script, "--dataset-folder", dataset, "--preprocessing-metadata-folder", metadata]
-    done = subprocess.run([*door, "--n-dumps", "2"], capture_output=True, text=True, check=True)
+    done = subprocess.run([*door, "--n-dumps", "2"], capture_output=True, text=True, check=True, timeout=600)
     assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
         ["dump", "0", "2"],
         ["dump", "1", "2"],
         ["total", "4", "0.000"],
     ]
-    done = subprocess.run([*door, "--filter-in", "x", "y"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*door, "--filter-in", "x", "y"], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {dataset}: nothing to tokenize")
     assert "Traceback" not in done.stderr
     size = ROOT / "scripts/tokenization/compute_dump_size.py"
-    done = subprocess.run([sys.executable, size, metadata / "dumps/paths_file_1.txt"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, size, metadata / "dumps/paths_file_1.txt"], capture_output=True, text=True, timeout=600
+    )
     assert done.stdout == "70\n"

@@ -25,6 +25,7 @@ from relayrun.tokenization.dumps.status import (
 )
 from relayrun.tokenization.progress import FOLDER, STALE_SECONDS, Progress
 from relayrun.tokenization.settings import TokenizationSettings
+from tests.waiting import wait_for
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
@@ -166,11 +167,12 @@ def test_a_task_says_how_far_it_is_and_watch_ends_when_all_is_done(
     call = f"tokenize_dump(TokenizationSettings(**{settings.model_dump()!r}), 0)"
     code = f"from relayrun.tokenization.dumps.jobs import *; {call}"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        deadline = time.monotonic() + 300
-        while read_status(settings.metadata_folder)[0].state != "running":
-            assert time.monotonic() < deadline
+
+        def runs() -> bool:
             assert process.poll() is None
-            time.sleep(0.05)
+            return read_status(settings.metadata_folder)[0].state == "running"
+
+        wait_for(runs)
         watch = [sys.executable, "-m", "relayrun.cli", "dumps", "status", settings.metadata_folder, "--watch", "0.2"]
         with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True) as watching:
             process.kill()

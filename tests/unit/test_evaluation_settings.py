@@ -80,7 +80,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
     (tmp_path / "script").write_text(script)
     command = ["bash", str(tmp_path / "script"), "--iteration=20", "--attempt=1"]
     path = f"{folder}:{os.environ['PATH']}"
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path}, timeout=600)
     module, srun = done.stdout.split("/it's here\n")[1:]
     assert module == "[module]\n[load]\n[a module]\n"
     assert "[--cpus-per-task=7]" in srun.splitlines()  # srun does not take it over from sbatch
@@ -113,7 +113,7 @@ def test_its_log_lies_in_the_run_where_the_folder_of_logs_is_away(tmp_path: Path
     (tmp_path / "script").write_text(script)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "j-20"}
     done = subprocess.run(
-        ["bash", str(tmp_path / "script")], capture_output=True, text=True, check=True, env=environment
+        ["bash", str(tmp_path / "script")], capture_output=True, text=True, check=True, env=environment, timeout=600
     )
     assert (done.stdout, done.stderr) == ("", "")
     assert "relayrun.export.evaluate" in (run.path / "j-20-7.out").read_text()

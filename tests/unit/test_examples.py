@@ -34,7 +34,7 @@ def test_an_example_keeps_what_it_says(name: str, tmp_path: Path) -> None:
     lines = "".join(json.dumps({"text": text, "id": str(row)}) + "\n" for row, text in enumerate(ROWS))
     (tmp_path / "data" / "a.jsonl").write_text(lines)
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "data", "tokenizer", "tokens"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     found = shard_documents(tmp_path / "tokens" / "00000_tokens")
     if name == "minhash_deduplication":  # which of a cluster stays is datatrove's choice

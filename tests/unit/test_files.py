@@ -11,6 +11,7 @@ import pytest
 
 from relayrun.errors import InputError, run_main
 from relayrun.files import append_line, read_lines, remove_leftovers, temporary_prefix, write_atomic
+from tests.waiting import read_line, wait_for
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,25 +82,26 @@ def half_written(target: Path, number: str) -> tuple[subprocess.Popen[str], Path
     process = subprocess.Popen([sys.executable, "-c", KILLED, target, number], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
-        return process, Path(process.stdout.readline().strip())
+        return process, Path(read_line(process).strip())
 
 
 def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
     killed, left = half_written(tmp_path / "a", "SIGKILL")
     living, written = half_written(tmp_path / "b", "SIGSTOP")
     try:
-        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+        # it has ended, and nobody has asked how
+        wait_for(lambda: os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
         (tmp_path / "mine").write_text("x")
         (tmp_path / ".tmp-notes").write_text("x")
         assert left.exists()
         assert written.exists()
         assert remove_leftovers(tmp_path) == [left.name]
-        killed.wait()
+        killed.wait(300)
         assert sorted(os.listdir(tmp_path)) == sorted([".tmp-notes", "mine", written.name])
     finally:
         living.kill()
-        killed.wait()
-        living.wait()
+        killed.wait(300)
+        living.wait(300)
     assert remove_leftovers(tmp_path, shared=True) == [written.name]
     assert remove_leftovers(tmp_path / "nowhere") == []
 

@@ -91,7 +91,13 @@ def test_its_imports_leave_cuda_alone_or_it_says_that_no_rank_could_use_it(
     """
     script = Path(__file__).with_name("pretended_gpu.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, kind], cwd=ROOT, env=ALONE, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", script, kind],
+        cwd=ROOT,
+        env=ALONE,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -50,11 +50,19 @@ def test_the_drill_takes_the_options_that_its_page_shows() -> None:
     for command in "".join(blocks(DRILL, "bash")).splitlines():
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
         done = subprocess.run(
-            [*shlex.split(command), "-n"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+            [*shlex.split(command), "-n"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=600,
         )
         (words,) = (shlex.split(line) for line in done.stdout.splitlines() if "benchmarks/kills.py" in line)
         assert words[1] == "benchmarks/kills.py"
         options = [word for word in words[2:] if word.startswith("--")]
-        asked = subprocess.run([*words[:2], "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+        asked = subprocess.run(
+            [*words[:2], "--help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
+        )
         assert options
         assert all(option.partition("=")[0] in asked.stdout for option in options), options

@@ -41,7 +41,13 @@ def environment(launcher: Path, tmp_path: Path, **settings: str) -> dict[str, st
     python.chmod(0o755)
     given = {"PATH": os.environ["PATH"], "PYTHON": str(python), **settings}
     done = subprocess.run(
-        ["bash", launcher, "--dry-run"], env=given, cwd=tmp_path, capture_output=True, text=True, check=True
+        ["bash", launcher, "--dry-run"],
+        env=given,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
     )
     return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
 
@@ -219,6 +225,7 @@ def test_a_log_folder_that_cannot_be_written_is_one_clear_error(checkout: Path) 
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert done.returncode == 1
     assert f"error: {checkout}/logs/slurm/training: the folder of the jobs' logs cannot be written" in done.stderr
@@ -236,5 +243,5 @@ def test_a_note_for_a_restart_that_cannot_be_written_does_not_end_the_first_job(
     python.chmod(0o755)
     given = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "demo", "PYTHON": str(python)}
     command = ["bash", "-c", f"CONFIG=a.yaml; source '{checkout}/launchers/lib/launch.sh'"]
-    subprocess.run(command, env=given, capture_output=True, check=True)
+    subprocess.run(command, env=given, capture_output=True, check=True, timeout=600)
     assert (run / "began").read_text() == "began\n"

@@ -166,7 +166,7 @@ def test_only_the_scheduler_starts_slurm_commands(path: Path) -> None:
 
 def test_a_submit_does_not_import_torch() -> None:
     code = "import sys, relayrun.cli.submit, relayrun.submit.submission; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert result.stdout == "False\n"
 
 
@@ -178,6 +178,7 @@ def test_the_supervisor_runs_on_a_bare_host_python() -> None:
         text=True,
         check=False,
         env={"PYTHONPATH": str(PACKAGE.parent)},
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     assert "begin" in result.stdout

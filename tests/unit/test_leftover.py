@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from relayrun.scheduler import leftover, tasks
+from tests.waiting import read_line, wait_for
 
 WORKER = """
 import os, signal, subprocess, sys, time
@@ -51,13 +51,13 @@ def test_others_are_left_alone() -> None:
     environment = os.environ | {"RELAYRUN_TEST": f"{os.getpid()}-a"}
     process = subprocess.Popen(["sleep", "1000"], env=environment)
     try:
-        while b"RELAYRUN_TEST" not in Path(f"/proc/{process.pid}/environ").read_bytes():  # before its exec
-            time.sleep(0.01)
+        environ = Path(f"/proc/{process.pid}/environ")
+        wait_for(lambda: b"RELAYRUN_TEST" in environ.read_bytes(), words="the environment that it has after its exec")
         assert leftover.end({"RELAYRUN_TEST": f"{os.getpid()}-b"}) == []
         assert leftover.end({"RELAYRUN_TEST": f"{os.getpid()}-a", "RELAYRUN_OTHER": None}) == []
         assert process.poll() is None
         assert leftover.end({"RELAYRUN_TEST": None}) == ["sleep 1000"]
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(300) == -signal.SIGKILL
     finally:
         process.kill()
         process.wait()
@@ -69,7 +69,7 @@ def test_a_process_that_lives_on_keeps_its_children_too() -> None:
     forks = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
     command = [sys.executable, "-c", forks]
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    children = [int(process.stdout.readline()) for process in processes if process.stdout is not None]
+    children = [int(read_line(process)) for process in processes]
     try:
         assert len(leftover.end({"RELAYRUN_TEST": f"{os.getpid()}-c"}, but={processes[0].pid})) == 2
         assert [process.poll() is None for process in processes] == [True, False]
@@ -78,4 +78,4 @@ def test_a_process_that_lives_on_keeps_its_children_too() -> None:
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=300)

@@ -307,7 +307,7 @@ def first_epoch(made: Any, lanes: int) -> list[int]:
     opened = made.open_lanes(dict(enumerate(made.first_cursors())))
     text = ["" for _ in range(lanes)]
     for lane in range(lanes):
-        while True:
+        for _ in range(streaming.MOST_SAMPLES):
             row = opened.take(lane)
             if opened.cursor(lane)[0]:
                 break

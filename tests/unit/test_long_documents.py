@@ -40,7 +40,12 @@ def largest(folder: Path, tokenizer: Path, file: Path) -> tuple[int, int]:
     (folder / "paths").write_text(f"{file.name}\nshort.jsonl\n")
     (folder / "program.py").write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, "program.py", tokenizer, file.parent], cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "program.py", tokenizer, file.parent],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
     )
     parent, worker = json.loads(done.stdout.splitlines()[-1])
     return parent, worker

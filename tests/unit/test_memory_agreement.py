@@ -35,7 +35,7 @@ class World:
 
     def __init__(self) -> None:
         self.flags: dict[int, list[int]] = {}
-        self._barrier = threading.Barrier(2, timeout=60)
+        self._barrier = threading.Barrier(2, timeout=300)
 
     def maximum(self, rank: int, flags: list[int]) -> list[int]:
         self.flags[rank] = flags
@@ -136,7 +136,8 @@ def test_a_kill_at_any_point_leaves_a_whole_set(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
+        assert not thread.is_alive()
     assert not found, found[:4]
     before = list(range(0, INTERVAL * COPIES, INTERVAL))
     assert tiers[0].synced == (before if ring else []), "once a copy, before any rank has the next one"

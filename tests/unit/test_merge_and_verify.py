@@ -199,7 +199,7 @@ def test_the_doors_say_what_they_did(shards: list[str], tmp_path: Path) -> None:
 
     def door(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "scripts/tools" / name), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
     merged = door("merge_datasets.py", "--input", folder, "--output-prefix", tmp_path / "dump-0-merged")
     assert merged.returncode == 0

@@ -63,7 +63,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         monkeypatch.delenv(name, raising=False)
     yield address
     server.shutdown()
-    thread.join()
+    thread.join(300)
     server.server_close()
 
 
@@ -351,7 +351,9 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 
 @pytest.mark.slow
 def test_an_export_looks_before_it_imports_torch(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS], capture_output=True, text=True, cwd=tmp_path, check=True, timeout=600
+    )
     assert done.stdout == "False False\n"
     assert [line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith("error")] == [
         "no/such: there is no such run",

@@ -32,6 +32,7 @@ from relayrun.training.checkpoint.mirror.pace import Pace
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
 from tests.mirrored import SIZE, Mirrored, digest, flip
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -174,9 +175,7 @@ def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> No
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])
-    until = time.monotonic() + 300
-    while not (monitored.exists() and monitored.stat().st_size) and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for(lambda: monitored.exists() and monitored.stat().st_size)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert 0 < monitored.stat().st_size < SIZE

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from relayrun.training.checkpoint.mirror.pace import Pace
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.mirrored import SIZE, Mirrored, digest, flip
 from tests.object_store import ObjectStore
+from tests.waiting import wait_for
 
 URL = "objects://mine/ada/my-project/my-run"
 ROOT = URL.partition("://")[2]
@@ -195,9 +195,7 @@ def test_a_process_that_is_killed_goes_on_with_the_file_that_it_was_at(
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])
-    until = time.monotonic() + 300
-    while not (first.exists() and second.exists()) and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_for(lambda: first.exists() and second.exists())
     process.send_signal(signal.SIGKILL)
     process.wait()
     done = {path.name for path in (first, second) if path.exists() and path.stat().st_size == SIZE}

@@ -153,7 +153,10 @@ def killing(*arguments):
 os.symlink = killing
 mixture.create_mixture([mixture.Path("a")], [1], mixture.Path("m"))
 """
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=600).returncode
+        == -signal.SIGKILL
+    )
     assert links(tmp_path / "m") == before
     assert len(os.listdir(tmp_path)) == 3  # what the killed run built stands aside
     create_mixture([a], [1], tmp_path / "m")
@@ -259,7 +262,7 @@ def test_the_door(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+            [sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
         )
 
     done = run("--folders", "a/", "b", "--weights", "0.8", "0.2", "--output", "m")

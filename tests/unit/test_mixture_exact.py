@@ -257,10 +257,17 @@ def test_the_door_forecasts_without_writing(tmp_path: Path) -> None:
         dataset(tmp_path / name, shards=2, seed=i)
     command = [sys.executable, str(SCRIPT), "--folders", "a", "b", "--weights", "3", "1", "--output", "m"]
     dry = subprocess.run(
-        [*command, "--tokens", "20k", "--dry-run"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [*command, "--tokens", "20k", "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
     )
     assert not (tmp_path / "m").exists()
-    done = subprocess.run([*command, "--tokens", "20k"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*command, "--tokens", "20k"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=600
+    )
     assert done.stdout == dry.stdout
     assert "epochs" in dry.stdout.splitlines()[0]
     assert sum(tokens_of(tmp_path / "m").values()) == pytest.approx(20_000, rel=0.002)

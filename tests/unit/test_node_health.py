@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from relayrun.rundir.run import Run
 from relayrun.training.node_gpus import xids_of
 from relayrun.training.node_probe import pairs
 from tests.history import began
+from tests.waiting import wait_for
 
 EMPTY = History([])
 GB = 10**9
@@ -104,6 +106,7 @@ def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
         capture_output=True,
         check=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+        timeout=600,
     )
     each = found(json.loads(answer.stdout), open_files=1024)["open_files"]
     assert (each.value, each.limit) == (200, 1024)
@@ -158,11 +161,8 @@ def test_a_program_ends_with_what_it_has_started() -> None:
     answered = Program(["sh", "-c", "sleep 600 & echo $!"], 60.0).wait()
     assert answered[0] == 0
     pid = int(answered[1])
-    for _ in range(600):
-        if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it lives")
+    stat = Path(f"/proc/{pid}/stat")
+    wait_for(lambda: not stat.exists() or ") Z " in stat.read_text(), words="the end of what it has started")
 
 
 PYNVML = """
@@ -209,35 +209,43 @@ def turn(selector: selectors.BaseSelector) -> None:
 
 
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hung = threading.Event()
-    monkeypatch.setattr(node_facts, "quick", lambda _folder: hung.wait(60))
+    hung, threads = threading.Event(), list[threading.Thread]()
+
+    def quick(_folder: Path) -> bool:
+        threads.append(threading.current_thread())
+        return hung.wait(600)
+
+    monkeypatch.setattr(node_facts, "quick", quick)
     monkeypatch.setattr(own_health, "FOLDERS_SECONDS", 0.2)
     selector = selectors.DefaultSelector()
     aside, told = Aside(selector), list[dict[str, Any]]()
     own, began = OwnHealth(HealthPlan(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
     own.look_between(told.append, copies=None)
-    assert time.monotonic() - began < 0.2
-    while not told:
-        turn(selector)
-        aside.attend()
+    assert time.monotonic() - began < 60
+    wait_for(lambda: told or turn(selector) or aside.attend(), step=0.0)
     assert (told[0]["answer"], told[0]["memory"] > 0) == (
         "its folders cannot be looked at: no answer within 0.2 s",
         True,
     )
+    wait_for(lambda: threads)
     hung.set()
-    time.sleep(0.1)
+    threads[0].join(300)
     turn(selector)
     assert len(told) == 1, "its answer comes too late"
 
 
-def test_a_program_that_says_something_and_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    program = ["sh", "-c", "echo something; sleep 600"]
+def test_a_program_that_says_something_and_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_health, "BETWEEN_SECONDS", 600.0)
+    program = ["sh", "-c", f"echo something; echo >{tmp_path}/said; sleep 600"]
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
     own, began = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), time.monotonic()
     own.ranks_end()
-    while time.monotonic() - began < 1:
+    wait_for((tmp_path / "said").exists)
+    for _ in range(20):
         turn(selector)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 300
     assert own._running
     own.end()
 
@@ -271,33 +279,32 @@ def test_what_is_done_is_heard_without_the_word_that_wakes() -> None:
     assert told == [7]
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3], ids=["before", "behind"])
-def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, pause: float) -> None:
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool) -> None:
     """They answer before the last rank is gone, or behind it."""
-    asked = tmp_path / "asked"
-    program = ["sh", "-c", f'echo >> {asked}; sleep {pause}; echo \'{{"gpus": [], "xids": []}}\'']
+    monkeypatch.setattr(own_health, "BETWEEN_SECONDS", 300.0)
+    asked, answers = tmp_path / "asked", tmp_path / "answers"
+    held = f"for _ in $(seq 6000); do [ -e {answers} ] && break; sleep 0.05; done" if behind else ":"
+    program = ["sh", "-c", f'echo >> {asked}; {held}; echo \'{{"gpus": [], "xids": []}}\'']
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
     own, told = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), list[dict[str, Any]]()
     own.ranks_start()
     taken = bytearray(64 << 20)  # a rank's memory
     own.ranks_run()
     own.ranks_end()
-    while not pause and own._running:
-        turn(selector)
+    wait_for(lambda: behind or not own._running or turn(selector), step=0.0)
     own.look_between(told.append, copies=tmp_path)
-    while own._most or not (told or own._then):  # until the folders have answered
-        turn(selector)
-    assert bool(told) == (not pause)
-    while not told:
-        turn(selector)
+    wait_for(lambda: told or own._then or turn(selector), step=0.0)  # until the folders have answered
+    assert bool(told) == (not behind)
+    answers.touch()
+    wait_for(lambda: told or turn(selector), step=0.0)
     (facts,) = told
     assert len(taken) == 64 << 20
     assert (facts["gpus"], facts["unwritable"]) == ([], {})
     assert not own._running
     own.ranks_end()
     own.look_between(told.append, copies=None)
-    while len(told) < 2:
-        turn(selector)
+    wait_for(lambda: len(told) == 2 or turn(selector), step=0.0)
     assert len(asked.read_text().splitlines()) == 2
 
 
@@ -307,8 +314,7 @@ def test_a_library_that_is_missing_is_told_once(tmp_path: Path) -> None:
     for number in range(2):
         own.ranks_end()
         own.look_between(told.append, copies=None)
-        while len(told) == number:
-            turn(selector)
+        wait_for(lambda number=number: len(told) > number or turn(selector), step=0.0)
     assert [facts.get("gpu_error") for facts in told] == ["/no/such: No such file or directory", None]
     (found_,) = found(told[0], gpus=2).values()
     assert (found_.check, found_.hard) == ("gpus", False)
@@ -345,14 +351,17 @@ def test_memory_that_is_left_in_a_group_counts_where_it_is_less(tmp_path: Path, 
 def clock_of(offset: float, delay: float) -> Callable[[Lines], None]:
     """An agent on a node whose clock is ahead by `offset`, behind a connection that takes `delay` each way."""
 
+    def say(agent: Lines, sent: float) -> None:
+        time.sleep(delay)
+        here = time.time() + offset
+        time.sleep(delay)
+        agent.send("clock", sent=sent, here=here)
+
     def answer(agent: Lines) -> None:
         left = QUESTIONS
         while left:
             for message in agent.receive():
-                time.sleep(delay)
-                here = time.time() + offset
-                time.sleep(delay)
-                agent.send("clock", sent=message["sent"], here=here)
+                say(agent, message["sent"])
                 left -= 1
 
     return answer
@@ -362,6 +371,8 @@ def test_a_clock_that_differs_is_found_whatever_the_connection_takes() -> None:
     clocks, links, threads, ends = Clocks(), {}, [], []
     for node, (offset, delay) in enumerate([(0.0, 0.0), (7.5, 0.01), (0.0, 0.05)]):
         ours, theirs = socket.socketpair()
+        ours.settimeout(300)
+        theirs.settimeout(300)
         links[node] = Lines(ours)
         ends.append(Lines(theirs))
         threads.append(threading.Thread(target=clock_of(offset, delay), args=[ends[-1]]))
@@ -375,7 +386,7 @@ def test_a_clock_that_differs_is_found_whatever_the_connection_takes() -> None:
                 clocks.hear(node, message)
                 left -= 1
     for thread in threads:
-        thread.join()
+        thread.join(300)
     for line in (*links.values(), *ends):
         line.close()
     offsets = clocks.offsets()
@@ -487,13 +498,14 @@ def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeyp
             assert kind == "probe"
 
     health.probe({0: Link(), 1: Link()}, [0, 1], address=None, port=1)  # type: ignore[dict-item]
-    monkeypatch.setattr(health_module, "PROBE_SECONDS", 0.05)
+    clock = [time.monotonic()]
+    monkeypatch.setattr(health_module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     health.hear(0, {"kind": "probed", "matmul": 0.01, "on": "cpu"}, name="n0")
-    time.sleep(0.1)
+    clock[0] += 10 * health_module.PROBE_SECONDS
     assert not health.probed([0, 1])  # imports may take long
     health.hear(1, {"kind": "probing"}, name="n1")
     assert not health.probed([0, 1])
-    time.sleep(0.1)
+    clock[0] += health_module.PROBE_SECONDS + 1
     assert health.probed([0, 1])
     assert health.look({0: "n0", 1: "n1"}, Places(2), ended_round=0) == ({}, False)
     (late,) = node_health.read(run.attempt(1))
@@ -534,7 +546,7 @@ def test_nodes_are_measured_with_each_other_and_their_numbers_are_right() -> Non
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(place), port], stdout=subprocess.PIPE) for place in range(3)
     ]
-    answers = [json.loads(process.communicate()[0]) for process in processes]
+    answers = [json.loads(process.communicate(timeout=600)[0]) for process in processes]
     for answer in answers:
         assert answer.keys() == {"matmul", "on", "exchange"}
         assert 0 < answer["matmul"] < 60

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_for
 
 PROGRAM = """
 import sys, threading, time
@@ -59,10 +60,10 @@ def test_a_fork_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) 
     with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
         assert parent.stdin is not None
         parent.wait(timeout=300)
-        deadline = time.monotonic() + 150  # the child may not have run at all yet
-        held = False
-        while not held and time.monotonic() < deadline:
+
+        def free() -> bool:
             with locked(tmp_path / "lock", wait=False) as held:
-                pass
-        assert held
+                return held
+
+        wait_for(free, words="the lock is free")  # the child may not have run at all yet
         parent.stdin.close()  # the child leaves

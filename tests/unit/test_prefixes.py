@@ -29,7 +29,7 @@ def shard(prefix: Path, tokens: int = 3) -> str:
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=cwd, capture_output=True, check=False)
+    return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=cwd, capture_output=True, check=False, timeout=600)
 
 
 def test_prefixes_of_any_name_and_depth_come_sorted(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_door_imports_nothing_heavy() -> None:
         "import sys, relayrun.shards.prefixes\n"
         "print(sorted({'torch', 'datatrove', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=600).stdout == b"[]\n"
 
 
 def test_a_replaced_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ with replaced_folder(Path({str(tmp_path)!r}, "killed")) as building:
     (building / "sub").mkdir()
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=600).returncode == -signal.SIGKILL
     (dead,) = os.listdir(tmp_path)
     assert dead.startswith(ASIDE)
     far = tmp_path / f"{ASIDE}01234567-1-2-3-of-another-node"  # whose locks this node may not see

@@ -246,7 +246,7 @@ def test_a_site_names_a_command_of_its_own(site: Site) -> None:
 def test_a_command_that_says_nothing_is_said(
     site: Site, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
 ) -> None:
-    monkeypatch.setattr(measuring, "SECONDS", 1.0)
+    monkeypatch.setattr(measuring, "SECONDS", 1.0 if script == "sleep 60" else 60.0)
     program = site.programs / "ourquota"
     if script is not None:
         program.write_text(f"#!/bin/sh\nexec {script}\n")
@@ -274,7 +274,7 @@ def test_a_job_measures_with_its_saves_and_says_what_fails(
     def look(saved: int) -> int:
         watch.look(saved)
         assert watch._thread is not None
-        watch._thread.join()
+        watch._thread.join(300)
         return len(quota.read(site.run).points)
 
     site.look()
@@ -285,7 +285,7 @@ def test_a_job_measures_with_its_saves_and_says_what_fails(
     assert look(200) == 3  # no save meanwhile
     quota.path(site.run).write_text("{")
     watch.look(300)
-    watch._thread.join()  # type: ignore[union-attr]
+    watch._thread.join(300)  # type: ignore[union-attr]
     with pytest.raises(RelayrunError, match="unreadable record"):
         watch.look(300)
 
@@ -311,7 +311,7 @@ for number in range(8):
     (run.checkpoints / f"others-{{number}}").write_bytes(bytes(2_000_000))
     measure(run, Plan.load(run), now={NOW} + number * {6 * HOUR})
 """
-    subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+    subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
     now = NOW + 7 * 6 * HOUR
     every = quota.foreseen(quota.read(Run(run.path)), now=now)
     (found,) = [each for each in every if (each.source, each.kind) == (FILE_SYSTEM, "bytes")]

@@ -92,7 +92,7 @@ class Server:
 
     def close(self) -> None:
         self.http.shutdown()
-        self.thread.join()
+        self.thread.join(300)
         self.http.server_close()
 
 

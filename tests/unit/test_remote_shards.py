@@ -154,9 +154,9 @@ def test_processes_share_a_cache_that_is_too_small(
     readers = [context.Process(target=_reader, args=(urls(server), str(tmp_path), seed, results)) for seed in range(3)]
     for reader in readers:
         reader.start()
-    found = [results.get(timeout=120) for _ in readers]
+    found = [results.get(timeout=600) for _ in readers]
     for reader in readers:
-        reader.join()
+        reader.join(300)
         assert reader.exitcode == 0
     expected = SampleOrder(local(folder), seq_length=512, seed=1)
     for pairs in found:

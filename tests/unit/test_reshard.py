@@ -307,7 +307,7 @@ def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: P
 
     def run(memory: int, temp: Path) -> str:
         program = code.replace("MEMORY", str(memory)).replace("TEMP", repr(str(temp)))
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
         assert done.returncode == 1
         assert sorted(tmp_path.iterdir()) == [data, tmp_path / "temp"]
         assert not list((tmp_path / "temp").iterdir())
@@ -327,7 +327,9 @@ def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: P
 @pytest.mark.slow
 def test_the_door(data: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/tokenization/reshard.py"), "--dataset-folder", str(data)]
-    done = subprocess.run([*command, "--output-folder", str(tmp_path / "out")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--output-folder", str(tmp_path / "out")], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3,000 rows")
     assert len(list(data.iterdir())) == 3
@@ -337,6 +339,7 @@ def test_the_door(data: Path, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment,
+        timeout=600,
     )
     assert stage.returncode == 1
     assert stage.stderr.startswith("error: --stage is for the tasks of a Slurm job step\n")

@@ -119,7 +119,7 @@ def test_split_rows_are_the_pieces_of_all_texts_whatever_the_memory_and_the_task
 def test_row_groups_hold_about_so_much_text(data: Path, tmp_path: Path) -> None:
     arguments = ["--output-folder", tmp_path / "out", "--row-group-mb", "0.05", "--file-size", "0.1"]
     command = [sys.executable, ROOT / "scripts/tokenization/reshard.py", "--dataset-folder", data, *arguments]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     files = [pq.ParquetFile(tmp_path / "out" / f"data_{n}.parquet") for n in range(len(digests(tmp_path / "out")))]
     groups = [[file.read_row_group(group) for group in range(file.num_row_groups)] for file in files]
@@ -145,12 +145,13 @@ def test_a_stream_of_split_rows_has_the_windows_of_whole_texts(tmp_path: Path) -
         made = streaming.stream(folder, "parquet", window=window, lanes=1)
         opened = made.open_lanes({0: made.first_cursors()[0]})
         found = []
-        while True:
+        for _ in range(streaming.MOST_SAMPLES):
             row = opened.take(0)
             if LaneCursor(*opened.cursor(0)).epoch:
-                opened.close()
-                return found
+                break
             found.append(row.tokens.tobytes())
+        opened.close()
+        return found
 
     one, other = windows(tmp_path / "data"), windows(tmp_path / "out")
     assert one != other

@@ -189,6 +189,7 @@ def run_setup(tmp_path: Path, lines: list[str]) -> tuple[subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     return done, report.read_text() if report.exists() else ""
 

@@ -170,7 +170,7 @@ def slurm_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> S
     for name, script in scripts.items():
         fake_command(folder, name, script)
     monkeypatch.setenv("PATH", str(folder) + os.pathsep + os.environ["PATH"])
-    return Slurm(patience=2, pause=0.01)
+    return Slurm(patience=60, pause=0.01)
 
 
 def test_whatever_a_question_meets_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_whatever_a_question_meets_is_asked_again(tmp_path: Path, monkeypatch: p
 
 def test_a_command_that_hangs_is_ended_and_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = tmp_path / "once"
-    monkeypatch.setattr("relayrun.scheduler.slurm.COMMAND_SECONDS", 0.5)
+    monkeypatch.setattr("relayrun.scheduler.slurm.COMMAND_SECONDS", 3.0)
     script = f'if [ ! -e {once} ]; then touch {once}; exec sleep 100; fi; echo "{LINE}"'
     assert slurm_of(tmp_path, monkeypatch, scontrol=script).query("17") is not None
 

@@ -18,6 +18,7 @@ from relayrun.training.reporting import sections
 from relayrun.training.reporting.sections import Sections
 from relayrun.training.reporting.timings import Timings
 from tests.unit.test_training_timings import begin
+from tests.waiting import wait_for
 
 HANG = 300.0
 
@@ -120,10 +121,10 @@ def test_a_stopped_process_is_seen(tmp_path: Path) -> None:
         Page(tmp_path, 0).enter("forward", 1, 60.0)
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
-    os.waitpid(pid, os.WUNTRACED)
+    wait_for(lambda: os.waitpid(pid, os.WUNTRACED | os.WNOHANG)[0])
     assert pages.standing(tmp_path, [0])[0].state == "stopped"
     os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    wait_for(lambda: os.waitpid(pid, os.WNOHANG)[0])
     assert pages.standing(tmp_path, [0])[0].state == "dead"
 
 
@@ -138,7 +139,7 @@ def test_a_rank_that_is_stopped_before_its_first_step_hangs_after_a_bound(
         Page(tmp_path, 1).enter(section, 0, math.inf)
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
-    os.waitpid(pid, os.WUNTRACED)
+    wait_for(lambda: os.waitpid(pid, os.WUNTRACED | os.WNOHANG)[0])
     Page(tmp_path, 0).enter(section, 0, math.inf)
     stopped, hangs = pages.Stopped(), Hangs()
 
@@ -150,7 +151,7 @@ def test_a_rank_that_is_stopped_before_its_first_step_hangs_after_a_bound(
     time.sleep(0.3)
     assert judge() == (section != "forward")
     os.kill(pid, signal.SIGCONT)
-    os.waitpid(pid, 0)
+    wait_for(lambda: os.waitpid(pid, os.WNOHANG)[0])
 
 
 def test_a_rank_that_runs_or_takes_cpu_time_now_and_then_is_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,7 @@ def test_a_quota_that_fills_is_told_while_jobs_wait(world: World, monkeypatch: p
     while not world.notices():
         assert world.look(after=600.0) == []
         until.append((864e9 - (world.now - begin) * 1e6) / 1e6 / 86400)
+        assert until[-1] > 0, "it is full, and nobody was told"
     assert 6.9 < until[-1] < 7.1  # days before it is full
     (notice,) = [entry for entry, _ in notices.pending(world.run)]
     assert notice.id.startswith("disk-quota-quota-bytes-")
@@ -740,6 +741,7 @@ def test_the_command_needs_the_standard_library_alone(make_world: MakeWorld) -> 
         text=True,
         check=False,
         env={"PYTHONPATH": str(Path(sentinel.__file__).parents[2]), "PATH": "/nowhere"},
+        timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "squeue is not installed here" in done.stdout

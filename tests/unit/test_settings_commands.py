@@ -130,7 +130,9 @@ def test_the_page_of_settings_shows_what_its_commands_print(tmp_path: Path) -> N
     (tmp_path / "relayrun").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     printed = [
-        subprocess.run(["bash", "-c", block], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        subprocess.run(
+            ["bash", "-c", block], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600
+        )
         for block in commands
     ]
     assert [(each.returncode, each.stderr) for each in printed] == [(1, ""), (0, "")]  # diff found something

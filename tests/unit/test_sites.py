@@ -131,15 +131,19 @@ def test_an_image_gets_the_packages_that_it_lacks_and_keeps_its_own(tmp_path: Pa
     }
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     command = ["make", "-s", "container-env", f"ENV={tmp_path}/env", f"IMAGE_PYTHON={base}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done
     assert (tmp_path / "env/missing-packages.txt").read_text() == "not-in-the-image==1.0\n"
     assert done.stdout.splitlines()[-1] == f"set cluster.python={tmp_path}/env/bin/python"
     python = [str(tmp_path / "env/bin/python"), "-c"]
     code = "import not_in_the_image as n, relayrun; print(n.WORD, relayrun.__file__)"
-    told = subprocess.run([*python, code], cwd="/", env=environment, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [*python, code], cwd="/", env=environment, capture_output=True, text=True, check=True, timeout=600
+    ).stdout
     assert told == f"here {ROOT}/relayrun/__init__.py\n"
-    refused = subprocess.run([*command[:3], f"ENV={wheels}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    refused = subprocess.run(
+        [*command[:3], f"ENV={wheels}"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert "this is no virtual environment; name another folder" in refused.stderr
 
 

@@ -28,7 +28,9 @@ def test_a_command_imports_no_more_than_it_needs(words: list[str], may: tuple[st
     (tmp_path / "logs/runs/p/1").mkdir(parents=True)
     code = "import sys\nfrom relayrun.cli import main\n"
     code += f"try:\n    main({words})\nexcept SystemExit:\n    pass\nprint(*sys.modules, sep='\\n', file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=600
+    )
     assert not set(done.stderr.splitlines()) & (set(HEAVY) - set(may))
 
 

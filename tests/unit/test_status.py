@@ -329,7 +329,11 @@ def test_a_glance_opens_few_files_of_a_run_whatever_its_age(tmp_path: Path) -> N
         "print(sum(path.startswith(sys.argv[1]) for path in opened))"
     )
     counts = [
-        int(subprocess.run([sys.executable, "-c", program, run.path], capture_output=True, check=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", program, run.path], capture_output=True, check=True, timeout=600
+            ).stdout
+        )
         for run in runs
     ]
     assert counts[0] == counts[1] <= 25
@@ -377,7 +381,7 @@ def test_status_does_not_import_torch(run: Run) -> None:
     code = (
         f"import sys; from relayrun import cli; cli.main(['status', {str(run.path)!r}]); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=600)
     assert done.stdout.endswith("False\n")
 
 

@@ -20,6 +20,7 @@ from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.waiting import read_line
 
 NOW = 10_000.0
 
@@ -126,10 +127,9 @@ def test_ctrl_c_ends_it_without_a_traceback(runs: list[Run], slurm: Path) -> Non
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
     ) as process:
-        assert process.stdout is not None
-        assert "tests/a: running" in process.stdout.readline()
+        assert "tests/a: running" in read_line(process)
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate()
+        rest, errors = process.communicate(timeout=300)
     assert (process.returncode, rest, errors) == (0, "", "")
 
 

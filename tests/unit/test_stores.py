@@ -153,7 +153,7 @@ def test_a_name_that_fsspec_would_take_for_a_chain_is_refused() -> None:
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, check=True)
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, check=True, timeout=600)
 
 
 @pytest.mark.slow

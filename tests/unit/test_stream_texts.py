@@ -21,6 +21,7 @@ from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import EngineName, TokenizeOptions
 from relayrun.tokenization.readers.texts import Texts
+from tests import streaming
 
 from .tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer
 
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_each_text_alone(tmp_path: Path, name: str, engine: 
     made = TextStream(freeze("web", source, 0).files, settings, shape, encode, name="web", seed=1, lanes=1)
     opened = made.open_lanes({0: made.first_cursors()[0]})
     found = []
-    while True:
+    for _ in range(streaming.MOST_SAMPLES):
         row = opened.take(0)
         if LaneCursor(*opened.cursor(0)).epoch:
             break

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,11 @@ from relayrun.files import write_json
 from relayrun.shards.manifest import Manifest
 from tests import streaming
 from tests.streaming import write
+from tests.waiting import read_line, wait_for
 
 from .test_streams_audit import WORDS, StreamedRun
 
 pytestmark = pytest.mark.slow
-
-START_SECONDS = 120.0
-"""What the start of a Python with pyarrow may take on a busy machine."""
 
 
 @pytest.fixture
@@ -86,7 +82,7 @@ def test_a_worker_that_is_killed_is_named(run: StreamedRun, held_up: bool) -> No
     reading, worker = beside(run, order_of(run), 0, 0, 1)
     read(reading, 0, 4)
     if held_up:
-        wait(lambda: waits_to_write(worker.pid))
+        wait_for(lambda: waits_to_write(worker.pid))
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"reads this rank's streams \(pid {worker.pid}\) was killed by SIGKILL"):
         read(reading, 4, 1 << 30)  # behind what is in the pipe
@@ -114,7 +110,7 @@ def test_signals_of_the_job_do_not_end_it_and_the_pipe_bounds_it(run: StreamedRu
     read(reading, 0, 8)
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         os.kill(worker.pid, number)
-    wait(lambda: waits_to_write(worker.pid))
+    wait_for(lambda: waits_to_write(worker.pid))
     assert worker._process.poll() is None
     read(reading, 8, 64)
     reading.close()
@@ -148,11 +144,11 @@ def test_it_ends_with_its_rank_however_that_dies(run: StreamedRun, tmp_path: Pat
     write_json(tmp_path / "config.json", run.config.model_dump(mode="json"))
     command = [sys.executable, "-c", code, str(tmp_path / "config.json"), str(run.dir.manifest)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        pid = int(rank.stdout.readline())
-        wait(lambda: waits_to_write(pid))
+        pid = int(read_line(rank))
+        wait_for(lambda: waits_to_write(pid))
         rank.kill()
-    wait(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2])
+    stat = Path(f"/proc/{pid}/stat")
+    wait_for(lambda: not stat.exists() or "Z" in stat.read_text().rpartition(")")[2])
 
 
 def waits_to_write(pid: int) -> bool:
@@ -161,10 +157,3 @@ def waits_to_write(pid: int) -> bool:
         return "pipe_write" in Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
         pytest.skip("this kernel does not tell what a process waits for")
-
-
-def wait(until: Callable[[], bool]) -> None:
-    end = time.monotonic() + START_SECONDS
-    while not until():
-        assert time.monotonic() < end
-        time.sleep(0.05)

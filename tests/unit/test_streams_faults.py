@@ -77,7 +77,7 @@ def first_epoch(made: TextStream) -> tuple[list[int], list[LaneCursor]]:
     for lane in range(made.lanes):
         text: Counter[int] = Counter()
         pieces: dict[int, str] = {}
-        while True:
+        for _ in range(streaming.MOST_SAMPLES):
             row = opened.take(lane)
             cursor = LaneCursor(*opened.cursor(lane))
             if cursor.epoch:

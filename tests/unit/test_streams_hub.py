@@ -86,7 +86,13 @@ def run(hub: DatasetHub, *command: str, without: str = "") -> subprocess.Complet
     hidden = f"import sys; sys.modules[{without!r}] = None\n" if without else ""
     program = ["-c", hidden + PROGRAM] if command[0] in globals() else ["-m", "relayrun.cli"]
     return subprocess.run(
-        [sys.executable, *program, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *program, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
 
 

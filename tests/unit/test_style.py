@@ -15,6 +15,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+SLEEPS = {"sleep", "time.sleep", "sigtimedwait", "signal.sigtimedwait"}
+MAY_POLL = {
+    "tests/waiting.py",
+    *(f"tests/chain/{name}.py" for name in ("forked_ranks", "relay_program", "restarted_program")),
+}
+"""Besides the one helper, programs that tests run as ranks."""
 
 
 def sources() -> list[Path]:
@@ -78,6 +84,18 @@ def printed_warnings(source: str) -> list[int]:
             for argument in node.args
             for part in ast.walk(argument)
         )
+    ]
+
+
+def polling_loops(source: str) -> list[int]:
+    """Lines of `while` loops that sleep."""
+    if not re.search(r"\b(sleep|sigtimedwait)\(", source):
+        return []
+    return [
+        loop.lineno
+        for loop in ast.walk(ast.parse(source))
+        if isinstance(loop, ast.While)
+        and any(isinstance(node, ast.Call) and ast.unparse(node.func) in SLEEPS for node in ast.walk(loop))
     ]
 
 
@@ -158,6 +176,12 @@ def test_warnings_are_logged() -> None:
     assert not broken, listed(broken)
 
 
+def test_tests_wait_by_one_helper() -> None:
+    """A test waits by `tests.waiting.wait_for`, which has a limit, and not in a loop of its own."""
+    broken = everywhere([path for path in below("tests") if name(path) not in MAY_POLL], polling_loops)
+    assert not broken, listed(broken)
+
+
 def test_docstrings_of_the_package_are_sentences() -> None:
     """A docstring begins with a capital, or with what is no letter (`name`), and ends with a full stop or colon."""
     broken = everywhere(below("relayrun"), unfinished)
@@ -182,6 +206,8 @@ PLANTED: list[tuple[Callable[[str], list[int] | list[str]], str]] = [
     (fragments, 'def f():\n    """\n    Of a block.\n    """'),
     (printed_warnings, 'print("warning: no")'),
     (printed_warnings, 'print(\n    f"{time()} Warning: {error}", file=sys.stderr\n)'),
+    (polling_loops, "while not done():\n    time.sleep(1)"),
+    (polling_loops, "while True:\n    if done():\n        break\n    sleep(1)"),
     (lambda text: undocumented(ast.parse(text), {}), '"""M."""\ndef f():\n    x = 1\n    return x'),
     (lambda text: undocumented(ast.parse(text), {}), WITHOUT),
     (lambda text: undocumented(ast.parse(text), {}), "x = 1"),
@@ -197,6 +223,7 @@ def test_what_keeps_the_rules_is_let_pass() -> None:
     assert unformatted('text = "# fmt: skip"  # the formatter') == []
     assert fragments('"""Often so."""') == []
     assert printed_warnings('log.warning("no")\nprint("done")') == []
+    assert polling_loops("while piece := read():\n    take(piece)\nfor each in range(3):\n    time.sleep(1)") == []
     for base in ("class B:", "class P(Protocol):"):  # A names B as its base, and has all that P asks for
         documented = ast.parse(f'{base}\n    def f(self):\n        """F."""').body[0]
         assert isinstance(documented, ast.ClassDef)

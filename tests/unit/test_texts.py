@@ -57,5 +57,5 @@ def test_files_are_read_without_pandas(tmp_path: Path) -> None:
     with (tmp_path / "a.csv").open("w") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
     paths = [str(tmp_path / f"a.{kind}") for kind in ("parquet", "jsonl", "csv")]
-    done = subprocess.run([sys.executable, "-c", READ, *paths], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", READ, *paths], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split("\n")[:4] == ["3", "3", "3", "['pyarrow']"]

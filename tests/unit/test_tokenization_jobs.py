@@ -136,14 +136,14 @@ def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
     config = tmp_path / "config.yaml"
     config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in settings if value is not None))
     launcher = [sys.executable, ROOT / "launchers/submit_tokenization.py", config, "--executor", "local"]
-    done = subprocess.run(launcher, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(launcher, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: 1 of 2 dumps failed (dump 0). Dump 0: {torn}")
     assert "row 1" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert (metadata.pending(), metadata.finished()) == ([0], [1])
     torn.write_bytes(whole)
-    done = subprocess.run(launcher, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(launcher, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert "dump 0 done (1/1)" in done.stdout
     assert (metadata.pending(), metadata.finished()) == ([], [0, 1])
@@ -182,7 +182,7 @@ def test_rows_are_appended_whole_behind_a_torn_line_and_by_many_at_once(tmp_path
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     with file.open(newline="") as opened:
         read = list(csv.DictReader(opened))
     assert read[0]["slurm_job_id"] == "torn"
@@ -300,7 +300,7 @@ def test_the_bash_launcher_submits_every_dump_from_any_directory(
     log = tmp_path / "sbatch log"
     variables = environment(settings, PATH=f"{fake_slurm}:{os.environ['PATH']}", SBATCH_LOG=str(log))
     done = subprocess.run(
-        [SCRIPTS / "submit_tokenization.sh"], env=variables, cwd=tmp_path, capture_output=True, text=True
+        [SCRIPTS / "submit_tokenization.sh"], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[:2] == ["dump 0: Slurm job 1000", "dump 1: Slurm job 1001"]
@@ -330,7 +330,9 @@ def test_the_bash_launcher_stops_at_a_wrong_setting(
     variables = environment(
         settings, PATH=f"{fake_slurm}:{os.environ['PATH']}", SBATCH_LOG=str(tmp_path / "log"), DATASETNAME="x"
     )
-    done = subprocess.run([SCRIPTS / "submit_tokenization.sh"], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [SCRIPTS / "submit_tokenization.sh"], env=variables, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("error: environment: DATASETNAME is no setting; did you mean DATASET_NAME?")
     assert not (tmp_path / "log").exists()

@@ -363,5 +363,6 @@ def test_the_memory_of_a_worker_stays_bounded_however_long_a_document_is(
         capture_output=True,
         text=True,
         check=True,
+        timeout=600,
     )
     assert int(done.stdout.splitlines()[-1]) < 600

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from relayrun.rundir.streams import record_streams
 from relayrun.trainers.wandb import wandb_mode
 from relayrun.training.reporting import trackers
 from tests.history import began
+from tests.waiting import read_line, wait_for
 
 
 class Memory:
@@ -180,8 +181,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
         "--last-seconds=120",
     ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
-    assert process.stderr is not None
-    first, second = (process.stderr.readline().decode() for _ in range(2))
+    first, second = (read_line(process, process.stderr).decode() for _ in range(2))
     assert first.startswith("warning: tensorboard: ")
     assert first.endswith("; training goes on, and tensorboard is tried again in 1 s\n")
     assert second.endswith("tried again in 2 s\n")
@@ -323,13 +323,6 @@ def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     wait_for(lambda: not Path(f"/proc/{shell.stdout.strip()}").exists())
     os.close(writing)
     assert list(run.tensorboard.glob("*/events*"))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

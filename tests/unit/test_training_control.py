@@ -21,6 +21,7 @@ from relayrun.training.control import Agreement, Control
 from relayrun.training.hooks import Step
 from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.signals import SignalFlag
+from tests.waiting import wait_for
 
 
 class OneRank:
@@ -197,7 +198,8 @@ def test_a_handler_does_nothing_in_a_forked_child() -> None:
         if child == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0 if flag.received is None else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        ended = wait_for(lambda: (found := os.waitpid(child, os.WNOHANG))[0] and found)
+        assert ended == (child, 0)
         os.kill(os.getpid(), signal.SIGUSR2)
         assert flag.received is signal.SIGUSR2
     finally:

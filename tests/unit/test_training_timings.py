@@ -19,6 +19,7 @@ from relayrun.training.__main__ import record_failure
 from relayrun.training.reporting import heartbeat
 from relayrun.training.reporting.heartbeat import Pulse, node_name
 from relayrun.training.reporting.timings import Timings
+from tests.waiting import read_line, wait_for
 
 
 def begin(**changes: Any) -> AttemptStart:
@@ -206,23 +207,22 @@ def test_sigusr1_dumps_the_stacks_of_all_threads_and_the_process_goes_on(tmp_pat
 import pathlib, sys, threading, time
 from relayrun.training.signals import dump_stacks_on_request
 dump_stacks_on_request(pathlib.Path({str(stacks)!r}))
-def a_thread_that_waits(): time.sleep(60)
+def a_thread_that_waits(): time.sleep(600)
 threading.Thread(target=a_thread_that_waits, daemon=True).start()
 def the_main_thread_waits(): sys.stdin.read()
 print("ready", flush=True)
 the_main_thread_waits()
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdout.readline()
-    end = time.monotonic() + 150
-    while "the_main_thread_waits" not in stacks.read_text():  # the signal may come before the read does
+    read_line(process)
+
+    def dumped() -> bool:  # the signal may come before the read does
         process.send_signal(signal.SIGUSR1)
-        assert time.monotonic() < end
-        time.sleep(0.05)
+        return "the_main_thread_waits" in stacks.read_text()
+
+    wait_for(dumped, step=0.05)
     assert "a_thread_that_waits" in stacks.read_text()
-    process.communicate(timeout=150)
+    process.communicate(timeout=300)
     assert process.returncode == 0
 
 

@@ -131,6 +131,7 @@ def test_verify_opens_a_finished_dump_again_and_a_submit_mends_it(settings: Toke
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert done.returncode == 1, done.stderr
     assert "00000_tokens: document 0 has other ids than its text" in done.stdout
@@ -160,10 +161,10 @@ def test_the_door_compares_a_sample(run: Run, data: Path, out: Path) -> None:
     write_jsonl(data / "a.jsonl", MANY)
     run(["a.jsonl"])
     command = [sys.executable, ROOT / "scripts/tools/verify_dataset.py", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     assert f"{2 * len(TEXTS)} documents tokenized again from their files" in done.stdout
     wrong_id(out, "00000_tokens", 0)
-    failed = subprocess.run([*command, "--full"], capture_output=True, text=True, check=False)
+    failed = subprocess.run([*command, "--full"], capture_output=True, text=True, check=False, timeout=600)
     assert failed.returncode == 1
     assert "00000_tokens: document 0 has other ids than its text" in failed.stdout
     assert "1 of 1 shards have faults" in failed.stderr

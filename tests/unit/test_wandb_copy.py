@@ -212,6 +212,7 @@ def test_help_does_not_import_wandb() -> None:
         capture_output=True,
         text=True,
         check=True,
+        timeout=600,
     )
     assert "-se" in done.stdout
     assert "wandb.sdk" not in done.stderr

@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from relayrun.rundir.records import Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import record_streams
 from tests.history import began
+from tests.waiting import wait_for
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
@@ -73,10 +73,10 @@ def sync(run: Run, service: WandBService) -> str:
 
 
 def wait_for_step(service: WandBService, run_id: str, step: int) -> None:
-    end = time.monotonic() + 300
-    while not any(row["_step"] >= step for row in service.history(run_id)):
-        assert time.monotonic() < end, service.history(run_id)[-1:]
-        time.sleep(0.05)
+    wait_for(
+        lambda: any(row["_step"] >= step for row in service.history(run_id)),
+        words=lambda: f"step {step} behind {service.history(run_id)[-1:]}",
+    )
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
         for iteration in (31, 32, 33):
             append_line(run.attempt(1).metrics, {"iteration": iteration, "loss": 1.0, "time": 1e9})
         feed.kill()
-        feed.communicate()
+        feed.communicate(timeout=300)
 
         attempt(run, 2, base=20, last=40)
         leave(run, 2, start_feed(run, 2, service))
@@ -197,6 +197,7 @@ def test_sync_without_a_key_is_one_error(run: Run) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 2)
     assert "WANDB_API_KEY is not in the environment" in done.stderr

@@ -8,13 +8,12 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import warm
+from tests.waiting import read_line, wait_for
 from tests.warm.server import IMPORTED
 
 pytestmark = pytest.mark.slow
@@ -85,36 +84,28 @@ def state(pid: int) -> str:
         return ""
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_signals_reach_it_and_neither_outlives_the_other() -> None:
     def waiting() -> tuple[subprocess.Popen[str], int]:
         process = start(warm.python(), "wait")
-        assert process.stdout is not None
-        return process, int(process.stdout.readline())
+        return process, int(read_line(process))
 
     process, pid = waiting()
     process.send_signal(signal.SIGSTOP)
-    wait(lambda: state(pid) == "T")
+    wait_for(lambda: state(pid) == "T")
     process.send_signal(signal.SIGCONT)
-    wait(lambda: state(pid) != "T")
+    wait_for(lambda: state(pid) != "T")
     process.send_signal(signal.SIGUSR2)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 12
 
     process, pid = waiting()
     process.kill()
-    wait(lambda: state(pid) == "")
-    process.communicate(timeout=60)
+    wait_for(lambda: state(pid) == "")
+    process.communicate(timeout=300)
 
     process, pid = waiting()
     os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
 
 
@@ -132,5 +123,6 @@ def test_the_program_of_another_checkout_is_started_for_real(tmp_path: Path) -> 
             capture_output=True,
             text=True,
             check=True,
+            timeout=600,
         )
         assert done.stdout == f"False {package / '__main__.py'}\n"

@@ -109,7 +109,11 @@ def test_scripts_refuse(tool: str) -> None:
     """With the file of a real site: nothing of it is there, and nothing is made."""
     arguments = [word.replace("STORE", "/capstor/store/x") for word in TOOLS[tool]]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / tool), *arguments], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "scripts" / tool), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 1, done
     assert "lies below /capstor/store, where cluster 'alps' allows no writing" in done.stderr
@@ -134,6 +138,7 @@ def test_bash_scripts_refuse_before_a_job_is_queued(script: str, tmp_path: Path)
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert done.returncode != 0
     assert "where cluster 'alps' allows no writing" in done.stderr, done

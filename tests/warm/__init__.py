@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+
+from tests.waiting import wait_for
 
 from .stand_in import receive_status, request
 
@@ -95,11 +96,15 @@ def _start_server(folder: Path) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    end = time.monotonic() + 300
-    while not _answers(folder / "socket"):
-        if server.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"the server of warm programs does not start:\n{(folder / 'log').read_text()}")
-        time.sleep(0.05)
+
+    def answers() -> bool:
+        assert server.poll() is None, said()
+        return _answers(folder / "socket")
+
+    def said() -> str:
+        return f"the server of warm programs does not start:\n{(folder / 'log').read_text()}"
+
+    wait_for(answers, 600, step=0.05, words=said)
     server.returncode = 0  # nobody waits for it: it ends behind its pytest
 
 
@@ -186,7 +191,7 @@ def run(argv: Sequence[str | Path], *, timeout: float = 300, check: bool = False
             program.kill()
         out.seek(0)
         err.seek(0)
-        done = subprocess.CompletedProcess(program.args, program.wait(), out.read().decode(), err.read().decode())
+        done = subprocess.CompletedProcess(program.args, program.wait(300), out.read().decode(), err.read().decode())
     if check:
         done.check_returncode()
     return done
