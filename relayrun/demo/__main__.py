@@ -53,7 +53,7 @@ MARGIN = 1.0
 TRAINED_ON = {"stories": 0.8, "docs": 0.12, "code": 0.08}
 """Shares of the mixture."""
 SHARE_OF_A_JOB = 0.55
-"""Of the iterations that are left, what the time limit of the next jobs is made for: two of them, then."""
+"""The time limit of the next jobs suffices for this share of the iterations that are left, so two jobs are needed."""
 WIDTH = 48
 """Characters of the relay's track."""
 TRIES = 4
