@@ -96,7 +96,7 @@ def _sealed(kind: Any) -> Any:
     make: Callable[..., Any] = kind
     if isinstance(kind, type) and issubclass(kind, Enum):
         make = lambda *given: _Member(kind(*given))  # noqa: E731
-    elif is_dataclass(kind):
+    elif isinstance(kind, type) and is_dataclass(kind):
         make = functools.partial(object.__new__, kind)
     return sealed(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
 
