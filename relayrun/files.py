@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -110,6 +111,8 @@ def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, P
 
 ASIDE = ".relayrun-aside-"
 """Names of folders begin so that are to replace others, or were replaced."""
+_FORMERLY = "-formerly-"
+"""Behind it stands the name that such a folder had, where a kill could leave it without a successor."""
 
 
 def temporary_prefix() -> str:
@@ -132,6 +135,8 @@ LEFT_BEHIND_SECONDS = 86_400.0
 def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) -> list[str]:
     """Remove temporary files and folders in `folder` that killed processes left; return their names.
 
+    A folder that was set aside, and whose name nothing has since, gets its name back.
+
     The owner is looked at where it ran on this machine (since its last boot, in this namespace of processes).
     Elsewhere, perhaps on another node that shares the file system, a file is left alone until it has not changed for a
     day; so is one of an earlier version, which names no owner. `shared`: in a folder such as /tmp, which other programs
@@ -153,6 +158,10 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
             here = owner is not None and owner[1] == _machine()
             if _is_alive(int(owner[2]), owner[3]) if owner is not None and here else _changed_lately(entry.path):
                 continue
+            if name := entry.name.partition(_FORMERLY)[2]:
+                with contextlib.suppress(FileExistsError):
+                    rename_new(entry.path, os.path.join(folder, name))
+                    continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
             else:
@@ -411,12 +420,74 @@ def free_name(folder: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def replaced_folder(final: Path) -> Iterator[Path]:
+def alone(final: Path) -> Iterator[bool]:
+    """Yield whether this process alone makes `final`: as long as it does, others get False. Raises OSError.
+
+    Meanwhile `.NAME.lock` stands beside `final`. On a file system without locks everybody gets True.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    lock, held = final.with_name(f".{final.name}.lock"), True
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = False
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                os.close(fd)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if not held or os.path.samestat(os.stat(lock), os.fstat(fd)):
+                break
+        os.close(fd)  # who had it has removed it
+    try:
+        yield held
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if held:
+                os.unlink(lock)
+        os.close(fd)
+
+
+_NO_REPLACE, _EXCHANGE = 1, 2
+"""Flags of renameat2(2)."""
+
+
+def _rename(source: str | os.PathLike[str], target: str | os.PathLike[str], flag: int) -> bool:
+    """Call renameat2(2); return False where the C library, the kernel or the file system has no such call."""
+    try:
+        import ctypes  # a Python may have been built without it
+
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (ImportError, OSError, AttributeError):
+        return False
+    here = -100  # AT_FDCWD
+    if call(here, os.fsencode(source), here, os.fsencode(target), flag) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), os.fspath(target))
+
+
+def rename_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Give a file or folder a name that nothing has. Raises FileExistsError where something has it, and OSError."""
+    if not _rename(source, target, _NO_REPLACE):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
+        os.rename(source, target)
+
+
+@contextlib.contextmanager
+def replaced_folder(final: Path, *, new: bool = False) -> Iterator[Path]:
     """Yield an empty folder to fill; on leaving without an error it replaces `final`.
 
-    A kill leaves the old folder, the new one, or (between two renames) none, never a mix of both. What a killed run
+    A kill leaves the old folder or the new one, never a mix of both; where the file system cannot exchange two names
+    at once, the old one may stand aside until the next run beside it gives its name back. What a killed run
     left aside is removed by the next run beside it; `shards.prefixes.find_prefixes` never looks into it.
-    The caller has made sure that what stands at `final` may be deleted. Links in the path of `final`
+    The caller has made sure that what stands at `final` may be deleted. `new`: nothing may stand there, and
+    FileExistsError is raised where something came meanwhile. Links in the path of `final`
     are followed, so that a link to a folder keeps pointing to it. Raises OSError as it comes.
     """
     final = Path(os.path.realpath(final))
@@ -427,7 +498,11 @@ def replaced_folder(final: Path) -> Iterator[Path]:
     try:
         yield building
         fsync_directory(building)
-        _swap(building, final)
+        if new:
+            rename_new(building, final)
+            fsync_directory(final.parent)
+        else:
+            _swap(building, final)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
@@ -435,14 +510,17 @@ def replaced_folder(final: Path) -> Iterator[Path]:
 
 def _swap(building: Path, final: Path) -> None:
     """Rename `building` to `final`, then delete what stood there."""
-    old = final.parent / f"{ASIDE}{_owner()}-{secrets.token_hex(8)}"
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(final, old)
-    try:
-        os.rename(building, final)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.rename(old, final)
-        raise
+    old = building
+    if not os.path.lexists(final):
+        rename_new(building, final)
+    elif not _rename(building, final, _EXCHANGE):
+        old = final.parent / f"{ASIDE}{_owner()}-{secrets.token_hex(4)}{_FORMERLY}{final.name}"
+        try:
+            os.rename(final, old)
+            rename_new(building, final)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                rename_new(old, final)
+            raise
     fsync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)

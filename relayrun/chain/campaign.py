@@ -27,7 +27,7 @@ from relayrun.rundir.campaign import Begun, Campaign, Member, Refused
 from relayrun.rundir.evaluations import EvaluationDir, Result
 from relayrun.rundir.lineage import BEGINNING, Durable
 from relayrun.rundir.plan import Plan, fallback_name, job_name
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import Run, is_own
 from relayrun.rundir.stop import is_stopped, stop_reason
 from relayrun.scheduler import history, together
 from relayrun.scheduler.base import Job, Scheduler
@@ -193,11 +193,14 @@ def _begin(folder: Path, member: Member, base: Durable, patience: float) -> str:
     """Queue the first job of a member, unless one is there. Raises CannotBeginError, SchedulerError and OSError."""
     run = member.run
     try:
-        plan = Plan.load(run)
+        plan, own = Plan.load(run), is_own(run)
         newest = run.newest_begun()
         begun = None if newest is None else newest.read_begin()
     except _UNREADABLE as error:
         raise CannotBeginError(f"the plan of {member.name} cannot be read: {_words(error)}") from None
+    if not own:
+        words = f"{member.name} cannot begin: its directory or its plan belongs to another user ({run.path})"
+        raise CannotBeginError(words)
     record = campaign.begun_path(folder, member.name)
     record.parent.mkdir(parents=True, exist_ok=True)
     scheduler = for_plan(plan, run, patience=patience)

@@ -11,6 +11,7 @@ import time
 
 from relayrun.chain import background
 from relayrun.rundir import mirror
+from relayrun.rundir.mirror import MirrorPolicy
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 
@@ -36,7 +37,7 @@ class Copier:
         if saved == self._seen and time.monotonic() < self._next:
             return
         self._seen, self._next = saved, time.monotonic() + AGAIN_SECONDS
-        policy = mirror.read_policy(self._run)
+        policy = MirrorPolicy.read_own(mirror.policy_path(self._run))
         if policy is not None:
             self._process = self._start(policy.program)
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.chain.log import log
-from relayrun.errors import RelayrunError
+from relayrun.errors import RelayrunError, RunDirError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Policy, Result, Submitted
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import Run, is_own
 from relayrun.scheduler.base import Scheduler
 from relayrun.scheduler.choose import for_plan
 
@@ -42,6 +42,8 @@ def attend_awaited(run: Run, folder: EvaluationDir) -> None:
         if not mine:
             return
         try:
+            if not is_own(run):
+                raise RunDirError("this run's directory or its plan belongs to another user", where=run.path)
             plan = Plan.load(run)
             scheduler = for_plan(plan, run, patience=0)
             evaluations.want(run, folder)

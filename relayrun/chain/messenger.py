@@ -48,7 +48,7 @@ class Messenger:
             self._complain([f"{type(error).__name__}: {error}"])
 
     def _attend(self) -> None:
-        policy = notices.read_policy(self._run)
+        policy = notices.read_own_policy(self._run)
         if policy is None:
             return
         now = time.time()

@@ -65,7 +65,7 @@ def run_send(options: argparse.Namespace) -> int:
 
 def _policy(name: str) -> NoticePolicy:
     run = find_run(name)
-    policy = notices.read_policy(run)
+    policy = notices.read_own_policy(run)
     if policy is None:
         raise RunDirError(
             "nobody is told of this run",

@@ -134,6 +134,7 @@ def build_corpus(
             _write_parquet(building / name, documents, parts=1 if name == "heldout" else PARTS)
         counts = {name: {"documents": s.documents, "bytes": s.bytes} for name, s in made.items()}
         write_json(building / RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
+        _check_output(output)  # again: something else may have come meanwhile
     return Corpus(**made)
 
 

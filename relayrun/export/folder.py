@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.export.target import refuse_existing
-from relayrun.files import fsync_directory
+from relayrun.files import fsync_directory, rename_new
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         _sync(temporary)
-        refuse_existing(target)  # to rename a folder over an empty one would work
-        os.rename(temporary, target)
+        refuse_existing(target)
+        rename_new(temporary, target)
         fsync_directory(target.parent)
     except RelayrunError:
         raise

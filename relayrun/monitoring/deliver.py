@@ -53,7 +53,7 @@ def deliver(
 
     Raises RelayrunError for a damaged run directory, OSError where what becomes of messages cannot be recorded.
     """
-    plan, policy = Plan.load(run), notices.read_policy(run)
+    plan, policy = Plan.load(run), notices.read_own_policy(run)
     if policy is None or plan.owner not in (None, os.geteuid()):
         return []
     turn = notices.take_turn(run, now=time.time())

@@ -42,7 +42,7 @@ from relayrun.rundir.find import runs_below
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.notices import QUIET_SECONDS, Notice
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import Run, is_own
 from relayrun.rundir.sentinel import LATE_SECONDS, Memory
 
 SETTLE_SECONDS = 55.0
@@ -216,7 +216,7 @@ class Sentinel:
             same = known.get("job") == job.id
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
         policy, since = notices.read_policy(run), self._running_since(name)
-        if status.state in ("running", "queued") and quota.is_due(run, now=self._now):
+        if status.state in ("running", "queued") and quota.is_due(run, now=self._now) and is_own(run):
             with contextlib.suppress(OSError):  # a full disk is told as such
                 quota.measure(run, plan, now=self._now)
         found = symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
@@ -270,7 +270,7 @@ class Sentinel:
         due = [entry for entry in entries if self._is_due(entry, max(self._settle, entry.symptom.patience))]
         name = self._name(run)
         try:
-            policy = notices.read_policy(run)
+            policy = notices.read_own_policy(run) if is_own(run) else None
             written: Mapping[str, object] = {}
             complaints: list[str] = []
             if policy is not None:

@@ -14,14 +14,14 @@ from relayrun.errors import RelayrunError
 from relayrun.rundir import notices
 from relayrun.rundir.notices import NoticePolicy
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import Run, is_own
 
 
 def send_in_background(run: Run) -> None:
     """Have a process of its own send what is due of a run, where this user owns it. No error comes out of it."""
     try:
-        policy = notices.read_policy(run)
-        if policy is None or (plan := Plan.load(run)).owner not in (None, os.geteuid()):
+        policy = notices.read_own_policy(run)
+        if policy is None or not is_own(run) or (plan := Plan.load(run)).owner not in (None, os.geteuid()):
             return
         from relayrun.chain.notices import note  # not paid for by a look at runs that tell nobody
 

@@ -169,6 +169,11 @@ def read_policy(run: Run) -> NoticePolicy | None:
     return NoticePolicy.read(f"{run.path}/{POLICY}")
 
 
+def read_own_policy(run: Run) -> NoticePolicy | None:
+    """The same for who sends. Raises RunDirError also where the record is another user's file."""
+    return NoticePolicy.read_own(policy_path(run))
+
+
 def policy_path(run: Run) -> Path:
     return run.path / POLICY
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +41,8 @@ class Plan(Record):
     submitted_after_attempt: int
     """Highest attempt at the last explicit submit; older attempts no longer count as failed ones."""
     owner: int | None = None
-    """Number of the user who submitted it, whose jobs alone go on with the run; None where an earlier version did."""
+    """Number of the user who submitted it, whose jobs alone go on with the run; None where an earlier version did.
+    In a plan.json that is another user's file it is that user, whatever the file says."""
 
     auto_requeue: bool
     mode: Literal["singleton", "requeue"]
@@ -122,6 +124,8 @@ class Plan(Record):
                 "to its new place",
             )
         entry, number = found
+        if (owner := os.lstat(run.plan).st_uid) != os.geteuid():
+            entry["owner"] = owner
         try:
             return cls.of(entry | {"format": number})
         except (ValueError, TypeError) as error:

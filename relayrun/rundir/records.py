@@ -15,12 +15,13 @@ records which checkpoints count. Standard library only.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from relayrun.errors import RunDirError
+from relayrun.errors import RunDirError, user_name
 from relayrun.files import read_bytes, write_json
 
 OutcomeName = Literal["done", "saved", "exit", "fatal"]
@@ -68,6 +69,18 @@ class Record:
         except FileNotFoundError:
             return None
         return cls.parse(text, where=path)
+
+    @classmethod
+    def read_own(cls, path: Path | str) -> Self | None:
+        """The same for a record that names programs or addresses: RunDirError too where the file is another user's."""
+        record = cls.read(path)
+        if record is not None and (owner := os.lstat(path).st_uid) != os.geteuid():
+            raise RunDirError(
+                f"this file belongs to {user_name(owner)}: nothing that it names is started or written to",
+                where=path,
+                hint="let its owner do it, or submit the run yourself with --take-over",
+            )
+        return record
 
     @classmethod
     def parse(cls, text: bytes, *, where: Path | str) -> Self:

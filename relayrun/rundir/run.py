@@ -207,6 +207,14 @@ class Run:
         return self.checkpoints / ".staging" / f"{attempt:04}"
 
 
+def is_own(run: Run) -> bool:
+    """Whether the run directory and plan.json belong to this user, as the file system says and no file's content.
+
+    A command that looks at another run starts nothing of it, and sends nothing. Raises OSError.
+    """
+    return all(os.lstat(path).st_uid == os.geteuid() for path in (os.path.realpath(run.path), run.plan))
+
+
 def data_of_checkpoint(folder: Path) -> Path:
     """Where the lanes of streams stood at a checkpoint, beside its other files; there is none without streams."""
     return folder / "data.json"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import xxhash
 
 from relayrun.errors import InputError, refuse_unwritable
-from relayrun.files import RealPath, fsync_directory
+from relayrun.files import RealPath, alone, fsync_directory, remove_leftovers, rename_new, temporary_prefix
 from relayrun.shards.direct_io import DirectFile
 from relayrun.shards.indexed import Shard, index_bytes
 from relayrun.shards.record import OWN_RECORD, MadeBy, Records, ShardRecord, write_own_record
@@ -40,10 +41,24 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal
     """
     target = os.path.abspath(output)
     inputs = look(prefixes, target, multimodal=multimodal)
+    with alone(Path(target)) as held:
+        if not held:
+            hint = "wait for it, or choose another name"
+            raise InputError("another merge writes this output", where=target, hint=hint)
+        _refuse_existing(target)  # again: another one may have ended since
+        remove_leftovers(Path(target).parent, shared=True)
+        _merge(inputs, target, [os.path.abspath(prefix) for prefix in prefixes], multimodal=multimodal)
+    return Shard.open(target, multimodal=multimodal)
+
+
+def _merge(inputs: Inputs, target: str, prefixes: list[str], *, multimodal: bool) -> None:
+    """Write the files under names of this process, then give them theirs; where that fails, none of them is left."""
     shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(target).parent
+    tokens, index_file = (str(folder / f"{temporary_prefix()}{secrets.token_hex(8)}") for _ in range(2))
+    made = [tokens, index_file]
     try:
-        with DirectFile(target + ".bin.tmp") as out:
+        with DirectFile(tokens) as out:
             digest = xxhash.xxh3_128()
             for shard, record in zip(shards, known, strict=True):
                 _append(shard, {} if record is None else record.xxh3_128, out, digest)
@@ -56,23 +71,27 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal
         index = index_bytes(lengths, np.concatenate(bounds), dtype)
         if multimodal:
             index += b"".join(np.asarray(shard.modes()).tobytes() for shard in shards)
-        with open(target + ".idx.tmp", "wb") as file:
+        with open(index_file, "wb") as file:
             file.write(index)
             file.flush()
             os.fsync(file.fileno())
         sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
         largest = _largest_id(shards, known)
         own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
-        write_own_record(target, own, merged=[os.path.abspath(prefix) for prefix in prefixes])
+        try:
+            rename_new(tokens, target + ".bin")
+            made += [target + ".bin", target + OWN_RECORD]
+            write_own_record(target, own, merged=prefixes)
+            rename_new(index_file, target + ".idx")
+        except FileExistsError:
+            _refuse_existing(target)
+            raise
     except BaseException:
-        for suffix in (".bin.tmp", ".idx.tmp", OWN_RECORD):
+        for path in made:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(target + suffix)
+                os.unlink(path)
         raise
-    os.replace(target + ".bin.tmp", target + ".bin")
-    os.replace(target + ".idx.tmp", target + ".idx")
-    fsync_directory(Path(target).parent)
-    return Shard.open(target, multimodal=multimodal)
+    fsync_directory(folder)
 
 
 @dataclass(frozen=True)
@@ -97,9 +116,7 @@ def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal:
     shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]
     if not shards:
         raise InputError("there is no shard to merge")
-    for suffix in (".bin", ".idx"):
-        if os.path.exists(target + suffix):
-            raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
+    _refuse_existing(target)
     refuse_unwritable(Path(target).parent)
     dtype = shards[0].dtype
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
@@ -112,6 +129,12 @@ def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal:
     known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
     texts = frozenset().union(*records.texts(prefixes).values())
     return Inputs(shards, known, _one_tokenizer(prefixes, known, target), texts)
+
+
+def _refuse_existing(target: str) -> None:
+    for suffix in (".bin", ".idx"):
+        if os.path.exists(target + suffix):
+            raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
 
 
 def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str) -> MadeBy | None:

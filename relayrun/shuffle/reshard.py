@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import InputError, refuse_unwritable
-from relayrun.files import remove_leftovers, replaced_folder, temporary_prefix
+from relayrun.files import alone, remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter, text_bytes
 from relayrun.shuffle.lengths import Lengths, draw
 from relayrun.shuffle.output import FileForm, Shuffled
@@ -178,8 +178,20 @@ def reshard(options: ReshardOptions) -> int:
     """
     plan = make_plan(options, tasks=1)
     remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
+    with alone(Path(os.path.realpath(options.output))) as held:
+        if not held:
+            hint = "wait for it, or choose another folder"
+            raise InputError("another shuffle writes this output", where=options.output, hint=hint)
+        try:
+            return _reshard(plan, options)
+        except FileExistsError:
+            hint = "move it away, shuffle again"
+            raise InputError("the output came to be meanwhile", where=options.output, hint=hint) from None
+
+
+def _reshard(plan: Plan, options: ReshardOptions) -> int:
     with (
-        replaced_folder(options.output) as building,
+        replaced_folder(options.output, new=True) as building,
         tempfile.TemporaryDirectory(prefix=f"{temporary_prefix()}reshard-", dir=options.temp_dir) as folder,
     ):
         work = Path(folder)

@@ -6,10 +6,13 @@ ids the special tokens have, become UNK; no text of letters holds them.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.errors import InputError
-from relayrun.files import write_atomic, write_json
+from relayrun.files import alone, write_atomic, write_json
 
 SPECIAL = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
 """Special tokens by what transformers calls them, in the order of their ids."""
@@ -22,20 +25,30 @@ def byte_tokenizer(output: Path) -> Path:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    if (output / "tokenizer.json").exists():
-        raise InputError("there is a tokenizer", where=output, hint="move it away, or choose another folder")
     ids = {token: number for number, token in enumerate(SPECIAL.values())}
     known = {letter: byte for byte, letter in enumerate(letters_of_bytes()) if byte >= len(ids)}
     tokenizer = Tokenizer(models.BPE(ids | known, [], unk_token=SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*ids])
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / "special_tokens_map.json", SPECIAL)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    write_json(output / "tokenizer_config.json", settings | SPECIAL)
-    write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
+    with only_tokenizer(output):
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / "special_tokens_map.json", SPECIAL)
+        write_json(output / "tokenizer_config.json", settings | SPECIAL)
+        write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
     return output
+
+
+@contextlib.contextmanager
+def only_tokenizer(output: Path) -> Iterator[None]:
+    """Keep other processes from making a tokenizer in this folder. Raises InputError where it holds or gets one."""
+    with alone(Path(os.path.realpath(output))) as held:
+        if not held:
+            raise InputError("another process makes a tokenizer here", where=output, hint="choose another folder")
+        if (output / "tokenizer.json").exists():
+            raise InputError("there is a tokenizer", where=output, hint="move it away, or choose another folder")
+        yield
 
 
 def letters_of_bytes() -> list[str]:

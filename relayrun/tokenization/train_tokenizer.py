@@ -8,6 +8,7 @@ from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic, write_json
+from relayrun.tokenization.byte_tokenizer import only_tokenizer
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
@@ -39,12 +40,15 @@ def train_tokenizer(
     Raises ConfigError if the vocabulary is too small for the 256 bytes, InputError if there is no text or `output`
     holds a tokenizer.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
     if vocabulary_size < 256 + len(SPECIAL):
         raise ConfigError(f"a byte-level vocabulary needs {256 + len(SPECIAL)} entries or more, not {vocabulary_size}")
-    if (output / "tokenizer.json").exists():
-        raise InputError("there is a tokenizer", where=output, hint="move it away, or choose another folder")
+    with only_tokenizer(output):
+        return _train(folders, output, column=column, vocabulary_size=vocabulary_size)
+
+
+def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: str, vocabulary_size: int) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
     sample: list[str] = []
     for folder in folders:
         left = share = SAMPLE // len(folders)

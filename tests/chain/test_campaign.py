@@ -17,6 +17,7 @@ import pytest
 from relayrun.chain import campaign as supervisor
 from relayrun.chain.campaign import Look, begin_due, readiness
 from relayrun.chain.evaluations import attend as attend_evaluations
+from relayrun.chain.evaluations import attend_awaited
 from relayrun.cli import main
 from relayrun.rundir import campaign, evaluations
 from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
@@ -29,6 +30,7 @@ from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm_command import TooManyJobsError
 from tests.campaigns import ROOT
 from tests.history import began
+from tests.owners import give_away
 
 from .conftest import MakeRun
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
@@ -118,6 +120,40 @@ def test_nothing_begins_without_its_record_behind_a_stop_and_for_another_user(
         assert begin_due(folder).begun == []
     assert not slurm.jobs()
     assert len(begin_due(folder).begun) == 2
+
+
+def test_nothing_of_another_users_campaign_or_run_begins_whatever_the_records_say(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that looks at it is enough to begin what is due."""
+    folder, slurm = make({}, {})
+    for path in (folder, folder / "campaign.json"):
+        with monkeypatch.context() as patch:
+            give_away(patch, path)
+            assert begin_due(folder).begun == []
+    for path in (folder.with_name("campaign-01"), folder.with_name("campaign-01") / "plan.json"):
+        with monkeypatch.context() as patch:
+            give_away(patch, path, folder.with_name("campaign-02"))
+            look = begin_due(folder)
+            assert look.begun == []
+            assert set(look.stuck) == {"01", "02"}
+            assert "its directory or its plan belongs to another user" in look.stuck["01"]
+    assert not slurm.jobs()
+    assert len(begin_due(folder).begun) == 2
+
+
+def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, slurm = make({})
+    run = member_run(folder, "01")
+    run.evaluations.mkdir()
+    evaluation = evaluations.directory(run, 10, 1)
+    give_away(monkeypatch, run.path)
+    attend_awaited(run, evaluation)
+    assert "belongs to another user" in capfd.readouterr().err
+    assert not evaluation.path.exists()
+    assert not slurm.jobs()
 
 
 def test_who_cannot_ask_for_jobs_begins_none_beyond_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

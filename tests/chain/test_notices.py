@@ -21,6 +21,7 @@ from relayrun.chain import background, messenger, supervisor
 from relayrun.chain.messenger import Messenger
 from relayrun.chain.notices import note
 from relayrun.cli import main
+from relayrun.errors import RunDirError
 from relayrun.files import append_line
 from relayrun.monitoring import deliver, unsent
 from relayrun.rundir import node_health, notices
@@ -34,6 +35,7 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from tests.history import STEP, began
+from tests.owners import give_away
 from tests.receivers import Mailbox, Web
 from tests.waiting import wait_for
 
@@ -402,6 +404,39 @@ def test_another_users_run_is_left_alone(run: Run, web: Web) -> None:
     assert sent(run) == []
     assert noted(run) != {}  # for its owner
     assert web.requests == []
+
+
+@pytest.mark.parametrize("whose", ["", "plan.json", "notices/policy.json"])
+def test_a_look_at_another_users_run_starts_and_sends_nothing_whatever_its_plan_says(
+    run: Run, web: Web, whose: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tell(run, f"http://127.0.0.1:{web.port}/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
+    replace(Plan.load(run), owner=None).write(run.plan)
+    write_stop(run, "fatal: it broke")
+    noted(run)
+    started: list[object] = []
+    monkeypatch.setattr(unsent, "_start", lambda *given: started.append(given))
+    with monkeypatch.context() as patch:
+        give_away(patch, run.path / whose)
+        unsent.send_in_background(run)
+        assert started == []
+        if whose:  # a directory alone is another's where this user took the run over, and jobs of this user send
+            with contextlib.suppress(RunDirError):
+                sent(run)
+            assert web.requests == []
+    with monkeypatch.context() as patch:
+        give_away(patch, run.path / "notices/policy.json")
+        messenger.tell(run, Plan.load(run))
+        assert not (run.path / "ran").exists()
+        assert "this file belongs to" in capfd.readouterr().err
+        for verb in ("test", "send"):
+            assert main(["notify", verb, str(run.path)]) == 1
+            assert "this file belongs to" in capfd.readouterr().err
+        assert web.requests == []
+    unsent.send_in_background(run)
+    assert len(started) == 1
+    assert sent(run) == []
+    assert len(web.requests) == 1
 
 
 def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,9 @@ from relayrun.cli import main
 from relayrun.errors import RelayrunError
 from relayrun.files import append_line
 from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums
-from relayrun.training.checkpoint.metadata import Refused, parse_metadata, read_metadata
+from relayrun.training.checkpoint import checksums, metadata
+from relayrun.training.checkpoint.checksums import Damaged
+from relayrun.training.checkpoint.metadata import ALLOWED, Refused, parse_metadata, read_metadata
 from relayrun.training.checkpoint.reader import CheckedReader
 from tests.crafted import PLACES, in_common, in_metadata
 
@@ -101,6 +107,63 @@ def test_only_records_can_be_named(tmp_path: Path, named: str) -> None:
     data = b"c" + module.encode() + b"\n" + name.encode() + b"\n."
     with pytest.raises(Refused, match=f"it names {named}, which is no part of a checkpoint"):
         parse_metadata(data, tmp_path)
+
+
+def build(named: str, state: bytes) -> bytes:
+    """A pickle that gives a state, made by these opcodes, to what it names; then an empty dictionary."""
+    return b"\x80\x02c" + "\n".join(named.rsplit(".", 1)).encode() + b"\n" + state + b"b0}."
+
+
+def unicode(text: str) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text.encode()
+
+
+SLOTS = b"N}" + unicode("__doc__") + unicode("another") + b"s\x86"
+"""Attributes that the opcode BUILD sets one by one: (None, {"__doc__": "another"})."""
+ENTRIES = b"}" + unicode("__doc__") + unicode("another") + b"s"
+"""And those that it puts into the object's dictionary."""
+
+
+@pytest.mark.parametrize("state", [SLOTS, ENTRIES], ids=["slots", "entries"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "builtins.getattr",
+        "torch.bfloat16",
+        *[f"{module}.{name}" for module in ALLOWED for name in sorted(ALLOWED[module])],
+    ],
+)
+def test_nothing_that_is_named_is_changed(tmp_path: Path, named: str, state: bytes) -> None:
+    """BUILD on pathlib.PosixPath made every path of the process the attacker's: an export deleted a folder."""
+    module, _, name = named.rpartition(".")
+    with contextlib.suppress(ImportError, AttributeError):
+        real = getattr(importlib.import_module(module), name)
+        members = list(real) if isinstance(real, EnumType) else []
+        before = [each.__doc__ for each in (real, *members, metadata._member)]
+        calls = [b"K" + bytes([member.value]) + b"\x85R" for member in members]
+        for call in (b"", *calls):  # the enumeration, and each of its members
+            with pytest.raises((Refused, Damaged)):
+                parse_metadata(build(named, call + state), tmp_path)
+        assert [each.__doc__ for each in (real, *members, metadata._member)] == before
+
+
+def test_a_crafted_metadata_leaves_paths_as_they_were_and_deletes_no_folder(imported: Imported, tmp_path: Path) -> None:
+    """In a process of its own: where it fails, paths of the process that looks are another one's."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.txt").write_text("two weeks of work")
+    slots = b"N}" + unicode("_str") + unicode(str(victim)) + b"s\x86"
+
+    def put(checkpoint: Path, _: Path) -> None:
+        data = (checkpoint / ".metadata").read_bytes()
+        (checkpoint / ".metadata").write_bytes(data[:2] + build("pathlib.PosixPath", slots)[2:-2] + data[2:])
+
+    run = crafted(imported, tmp_path / "run", put, with_hashes=False)
+    words = [sys.executable, "-m", "relayrun", "export", "hf", str(run), "--output", str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (victim / "thesis.txt").exists(), done.stderr
+    assert done.returncode == 1
+    assert "this checkpoint is not loaded: .metadata: it gives attributes to pathlib.PosixPath" in done.stderr
 
 
 def test_a_name_that_hides_behind_an_allowed_one_is_not_found(tmp_path: Path) -> None:

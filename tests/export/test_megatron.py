@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import resource
 import shutil
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -364,6 +367,84 @@ def test_a_crafted_file_runs_nothing(tmp_path: Path) -> None:
     assert not target.exists()
     torch.load(io.BytesIO(data), weights_only=False)
     assert target.is_dir()  # or the test would find nothing
+
+
+def archive(data: bytes, storage: bytes = b"") -> bytes:
+    """A file of torch.save with this pickle, and a storage 0."""
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x/data.pkl", data)
+        file.writestr("x/data/0", storage)
+    return buffer.getvalue()
+
+
+def unicode(text: str) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text.encode()
+
+
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """Give this process 2 GiB more than it has, and no more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "argparse Namespace",
+        "collections OrderedDict",
+        "builtins set",
+        "builtins getattr",
+        "torch._utils _rebuild_tensor_v2",
+        "relayrun.training.checkpoint.inert_pickle Inert",
+        "pathlib PosixPath",
+    ],
+)
+def test_a_crafted_file_changes_nothing_that_it_names(named: str) -> None:
+    """BUILD gave argparse.Namespace a `__getattribute__`: every option of the process was what the file said."""
+    things = [Namespace, OrderedDict, set, inert_pickle._member, inert_pickle._tensor, Inert, Path]
+    before = [set(vars(each)) for each in things]
+    defaults = inert_pickle._tensor.__defaults__
+    name = b"c" + named.replace(" ", "\n").encode() + b"\n"
+    for attribute, value in (("overwrite", b"\x88"), ("__defaults__", b")"), ("__getattribute__", b"cfoo\nBar\n")):
+        for state in (b"N}" + unicode(attribute) + value + b"s\x86", b"}" + unicode(attribute) + value + b"s"):
+            with contextlib.suppress(Unreadable):
+                inert_pickle.read(archive(b"\x80\x02" + name + state + b"b0}."))
+    changed = {(each, name) for each, names in zip(things, before, strict=True) for name in set(vars(each)) - names}
+    for each, name in changed:  # or no other test of this process could run
+        delattr(each, name)
+    assert changed == set()
+    assert inert_pickle._tensor.__defaults__ == defaults
+
+
+def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
+    mega = 1 << 20
+    one = b"(" + unicode("storage") + b"ctorch\nFloatStorage\n" + unicode("0") + unicode("cpu") + b"K\x01tQ"
+    found = inert_pickle.read(archive(b"\x80\x02](" + one * 20 + b"e.", bytes(mega)))
+    assert len({id(each.data) for each in found}) == 1
+    inert = b"ca\nB\nq\x00)Rq\x01" + 40 * b"h\x00h\x01h\x01\x86Rq\x01"
+    plain = b"]q\x01" + 40 * b"](h\x01h\x01eq\x01"
+    view = b"ctorch._utils\n_rebuild_tensor_v2\n(" + one
+    part = view + b"K\x01J" + (mega // 4 - 1).to_bytes(4, "little") + b"\x85K\x01\x85tR"
+    huge = view + b"K\x00\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85K\x02\x85tR"
+    memo = b"Nr\xff\xff\xff\x7f"
+    with little_memory():
+        assert len(str(inert_pickle.read(archive(b"\x80\x02" + inert + b".")))) < 100
+        for data in (plain, b"](" + part * 4000 + b"e", huge):
+            with pytest.raises(Unreadable):
+                inert_pickle.read(archive(b"\x80\x02" + data + b".", bytes(mega)))
+        assert inert_pickle.read(archive(b"\x80\x02" + memo + b".")) is None
+
+
+def test_a_record_that_holds_itself_is_read() -> None:
+    value = Namespace(many=[1])
+    value.many.append(value)
+    assert inert_pickle.read(saved(value)).many[0] == 1
 
 
 def test_no_attribute_of_a_real_thing_is_reached() -> None:

@@ -9,12 +9,16 @@ import pydoc_data.topics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from relayrun.demo.corpus import Corpus, build_corpus, docstrings, learnable, topics
 from relayrun.errors import ConfigError, InputError
+from relayrun.files import write_json
+from relayrun.tokenization import train_tokenizer as module
+from relayrun.tokenization.byte_tokenizer import byte_tokenizer
 from relayrun.tokenization.train_tokenizer import BEGIN, END, train_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -161,6 +165,26 @@ def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Co
             timeout=600,
         )
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_of_two_tokenizers_in_one_folder_one_is_whole_and_the_other_is_refused(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*given: Any) -> None:
+        monkeypatch.undo()
+        for make in (
+            lambda: train_tokenizer([corpus.code.folder], tmp_path / "t"),
+            lambda: byte_tokenizer(tmp_path / "t"),
+        ):
+            with pytest.raises(InputError, match="another process makes a tokenizer here"):
+                make()
+        write_json(*given)
+
+    monkeypatch.setattr(module, "write_json", meanwhile)
+    train_tokenizer([corpus.docs.folder], tmp_path / "t", vocabulary_size=300)
+    train_tokenizer([corpus.docs.folder], tmp_path / "alone", vocabulary_size=300)
+    assert contents(tmp_path / "t") == contents(tmp_path / "alone")
+    assert sorted(os.listdir(tmp_path)) == ["alone", "t"]
 
 
 def test_a_tokenizer_without_text_or_room_is_an_error(tmp_path: Path) -> None:

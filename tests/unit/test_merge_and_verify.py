@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import runpy
+import signal
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
 from relayrun.errors import InputError
+from relayrun.shards import merge as module
 from relayrun.shards.indexed import HEADER, Shard, ShardWriter
 from relayrun.shards.merge import merge
 from relayrun.shards.verify import verify
@@ -137,6 +142,56 @@ def test_an_input_that_is_not_what_its_record_says_is_not_merged(
     with pytest.raises(InputError, match=rf"1\{suffix}: the {suffix} is not what its record says"):
         merge(shards, tmp_path / "to" / "merged")
     assert list((tmp_path / "to").iterdir()) == []
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
+@pytest.mark.parametrize("at", ["beginning", "end"])
+def test_of_two_merges_into_one_shard_one_is_whole_and_the_other_is_refused(
+    shards: list[str], tmp_path: Path, locks: bool, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They shared a temporary file: the one that was refused or interrupted left zeros in the other's result."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    place, name = (module, "_append") if at == "beginning" else (module, "index_bytes")
+    real = getattr(place, name)
+    refused: list[InputError] = []
+
+    def meanwhile(*given: Any) -> Any:
+        monkeypatch.setattr(place, name, real)
+        try:
+            merge(shards[:2], tmp_path / "to" / "merged")
+        except InputError as error:
+            refused.append(error)
+        return real(*given)
+
+    monkeypatch.setattr(place, name, meanwhile)
+    try:
+        merge(shards, tmp_path / "to" / "merged")
+    except InputError as error:
+        refused.append(error)
+    (error,) = refused
+    assert ("another merge writes this output" if locks else "this exists already") in str(error)
+    names = shards if locks else shards[:2]
+    assert (tmp_path / "to/merged.bin").read_bytes() == b"".join(Path(f"{each}.bin").read_bytes() for each in names)
+    assert verify([str(tmp_path / "to" / "merged")])[0].faults == ()
+    assert sorted(os.listdir(tmp_path / "to")) == ["merged.bin", "merged.idx", "merged.record.json"]
+
+
+def test_a_merge_goes_on_where_one_was_killed_and_removes_what_that_one_left(shards: list[str], tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from relayrun.shards import merge
+merge.index_bytes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+merge.merge({shards!r}, {str(tmp_path / "to/merged")!r})
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "to/merged.bin").exists()
+    merge(shards, tmp_path / "to" / "merged")
+    assert sorted(os.listdir(tmp_path / "to")) == ["merged.bin", "merged.idx", "merged.record.json"]
 
 
 def test_whole_shards_have_no_faults(shards: list[str]) -> None:

@@ -186,6 +186,40 @@ with replaced_folder(Path({str(tmp_path)!r}, "killed")) as building:
     assert sorted(os.listdir(tmp_path)) == ["live", "other"]
 
 
+@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "rename"])
+@pytest.mark.parametrize("call", range(3))
+def test_a_kill_at_any_rename_loses_neither_the_old_folder_nor_the_new_one(
+    tmp_path: Path, exchange: bool, call: int
+) -> None:
+    """Between the two renames both stood aside, and the next command beside them deleted both."""
+    program = f"""
+import os, signal
+from itertools import count
+from pathlib import Path
+from relayrun import files
+calls = count()
+def cut(rename):
+    def call(*given, **more):
+        if next(calls) == {call}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(*given, **more)
+    return call
+os.rename = cut(os.rename)
+files._rename = cut(files._rename) if {exchange} else lambda *_: False
+files.shutil.rmtree = cut(files.shutil.rmtree)
+with files.replaced_folder(Path({str(tmp_path)!r}, "mix")) as building:
+    (building / "new").touch()
+"""
+    (tmp_path / "mix").mkdir()
+    (tmp_path / "mix" / "old").touch()
+    killed = subprocess.run([sys.executable, "-c", program], check=False).returncode
+    assert killed == (0 if exchange and call == 2 else -signal.SIGKILL)
+    with replaced_folder(tmp_path / "other"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["mix", "other"]
+    assert os.listdir(tmp_path / "mix") == (["old"] if call == 0 or (call == 1 and not exchange) else ["new"])
+
+
 def test_a_link_to_a_folder_keeps_pointing_to_the_replaced_one(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "link").symlink_to("store")

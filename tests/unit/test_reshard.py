@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from relayrun import files
 from relayrun.errors import RelayrunError
 from relayrun.shuffle import buckets
 from relayrun.shuffle import reshard as module
@@ -276,6 +277,42 @@ def test_files_without_rows_are_refused_unless_others_have_some(data: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("exclusive", [True, False], ids=["renameat2", "rename"])
+def test_what_comes_to_stand_at_the_output_meanwhile_is_kept(
+    data: Path, tmp_path: Path, exclusive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shuffle takes hours: the folder was deleted at its end."""
+    if not exclusive:
+        monkeypatch.setattr(files, "_rename", lambda *_: False)
+
+    def meanwhile(*_: object) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.txt").write_text("two weeks of work")
+
+    monkeypatch.setattr(module, "draw", meanwhile)
+    with pytest.raises(RelayrunError, match="out: the output came to be meanwhile"):
+        reshard(data, tmp_path / "out")
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "two weeks of work"
+    assert sorted(os.listdir(tmp_path)) == ["data", "out"]
+
+
+def test_of_two_shuffles_into_one_folder_the_second_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both said that they were done, and the first one's files were gone."""
+
+    def meanwhile(*given: Any) -> None:
+        monkeypatch.setattr(module, "draw", draw)
+        draw(*given)
+        with pytest.raises(RelayrunError, match="out: another shuffle writes this output"):
+            reshard(data, tmp_path / "out", seed=1)
+
+    draw = module.draw
+    monkeypatch.setattr(module, "draw", meanwhile)
+    assert reshard(data, tmp_path / "out") == ROWS
+    assert sorted(os.listdir(tmp_path)) == ["data", "out"]
+
+
 def test_too_little_memory_is_said_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     refuse(
         data, tmp_path, r"--memory-limit: a thread that shuffles these rows takes at least 0\.26 GB", memory_limit=10**8

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ from relayrun.scheduler.history import JobEnd
 from relayrun.scheduler.together import Waiting
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
+from tests.owners import give_away
 
 EVERY = 120.0
 """Seconds between two looks."""
@@ -505,6 +507,33 @@ def test_a_run_that_has_ended_or_is_anothers_is_left_alone(make_world: MakeWorld
     assert [world.look() for _ in range(3)] == [[], [], []]
     world.run.plan.write_text(json.dumps(plan))
     assert len([world.look() for _ in range(3)][-2]) == 1  # as it is without either
+
+
+@pytest.mark.parametrize("whose", ["", "plan.json", "notices/policy.json"])
+def test_nothing_of_another_users_run_starts_whatever_its_plan_says(
+    make_world: MakeWorld, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    ran = world.run.path / "ran"
+    command = ["/bin/sh", "-c", f"touch {ran}"]
+    replace(world.plan, owner=None, quota_command=command).write(world.run.plan)
+    started: list[object] = []
+    monkeypatch.setattr(unsent, "_start", lambda *given: started.append(given))
+    world.queue(("7", "PENDING", "Priority"))
+    with monkeypatch.context() as patch:
+        give_away(patch, world.run.path / whose)
+        world.look()
+        assert whose == "notices/policy.json" or not ran.exists()
+        world.queue()
+        lines = [line for _ in range(3) for line in world.look()]
+        assert started == []
+        assert bool(lines) == (whose != "plan.json")  # cron tells instead
+    world.queue(("7", "PENDING", "Priority"))
+    world.look()
+    assert ran.exists()
+    write_stop(world.run, "fatal: it broke")
+    world.look()
+    assert started
 
 
 def test_a_stop_that_nobody_could_tell_is_told(world: World) -> None:

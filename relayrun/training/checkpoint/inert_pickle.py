@@ -2,8 +2,9 @@
 
 Megatron-LM lays its arguments into `common.pt`: an argparse.Namespace, with enumerations and types of its own classes.
 A pickle of such things names functions to be called. Here a name becomes an inert record of that name, and a call
-becomes a record of its arguments, whatever they are; only a Namespace, a few containers and tensors are made. So a
-file of any origin can be read, also where neither torch nor the program that wrote it is installed.
+becomes a record of its arguments, whatever they are; only a Namespace, a few containers and tensors are made. No class
+or function of this process is reached, so that none can be changed either. So a file of any origin can be read, also
+where neither torch nor the program that wrote it is installed.
 """
 
 from __future__ import annotations
@@ -13,17 +14,38 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 _CONTAINERS = {"set": set, "frozenset": frozenset, "slice": slice}
 MOST_BYTES = 1 << 30
 """The largest file that is read: arguments and a schedule take a few kilobytes."""
+MOST_TEXT = 1 << 24
+"""The longest text of what was read, in characters, about: a value that is named again is written out again."""
 
 
 class Unreadable(ValueError):
     """A file that is no whole file of `torch.save`."""
+
+
+class NotAllowed(Exception):
+    """A pickle asks for something that no value needs."""
+
+
+class _Sealed(type):
+    """A class without attributes that could be set."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise NotAllowed(f"it gives attributes to {cls.__name__}")
+
+
+def sealed(name: str, make: Callable[..., Any], **more: Any) -> Any:
+    """Return a class of the name `name` whose calls are those of `make`: what a pickle may name in place of `make`.
+
+    The opcode BUILD sets attributes of whatever was named, and a class or function of the process would keep them.
+    """
+    return _Sealed(name, (), {"__slots__": (), "__new__": lambda _, *given: make(*given), **more})
 
 
 class _Named(type):
@@ -73,10 +95,12 @@ class Inert(metaclass=_Named):
         self.items.extend(items)
 
     def __str__(self) -> str:
-        inside = ", ".join(str(each) for each in self.arguments)
+        inside = ", ".join(repr(each) if isinstance(each, Inert) else str(each) for each in self.arguments)
         return f"{self.origin}({inside})" if self.arguments else self.origin
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        """Inside another one: a file of 200 bytes can name records in records whose text has gigabytes."""
+        return f"{self.origin}(...)" if self.arguments else self.origin
 
 
 def is_inert(value: Any) -> bool:
@@ -91,14 +115,14 @@ class StoredTensor:
     dtype: str
     """As `float32`."""
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes = field(repr=False)
     """Its values in row-major order; nothing where it is a view of another form."""
 
 
 @dataclass(frozen=True)
 class _Storage:
     dtype: str
-    data: bytes
+    data: bytes = field(repr=False)
 
 
 def _inert(module: str, name: str) -> Any:
@@ -143,36 +167,73 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Store
         wanted.insert(0, count)
         count *= length
     item = _SIZES[storage.dtype]
+    if count * item > MOST_BYTES:
+        raise pickle.UnpicklingError(f"it holds a tensor of more than {MOST_BYTES} bytes")
     plain = tuple(wanted) == tuple(stride) or count <= 1
     data = storage.data[offset * item : (offset + count) * item] if plain else b""
     return StoredTensor(dtype=storage.dtype, shape=shape, data=data)
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):  # that of Python: the one of C makes room for as many values as a file has numbers
     def __init__(self, archive: zipfile.ZipFile, root: str) -> None:
         self._archive, self._root = archive, root
+        self._storages: dict[str, bytes] = {}
+        self._left = MOST_BYTES
         super().__init__(io.BytesIO(archive.read(f"{root}/data.pkl")))
 
     def find_class(self, module: str, name: str) -> Any:
         match module, name:
             case "argparse", "Namespace":
-                return argparse.Namespace
+                return sealed("Namespace", argparse.Namespace)
             case "collections", "OrderedDict":
-                return OrderedDict
+                return sealed("OrderedDict", OrderedDict)
             case (("builtins" | "__builtin__"), _) if name in _CONTAINERS:
-                return _CONTAINERS[name]
+                return sealed(name, _CONTAINERS[name])
             case (("builtins" | "__builtin__"), "getattr"):
-                return _member
+                return sealed("getattr", _member)
             case "torch._utils", "_rebuild_tensor_v2":
-                return _tensor
+                return sealed("_rebuild_tensor_v2", self._tensor)
         return _inert(module, name)
+
+    def _tensor(self, *given: Any) -> StoredTensor:
+        tensor = _tensor(*given)
+        self._left -= len(tensor.data)
+        if self._left < 0:
+            raise pickle.UnpicklingError(f"its tensors have more than {MOST_BYTES} bytes")
+        return tensor
 
     def persistent_load(self, pid: Any) -> Any:
         kind, storage, key, *_ = pid
         dtype = _STORAGES.get(storage.__name__) if isinstance(storage, type) else None
         if kind != "storage" or dtype is None or not str(key).isalnum():
             raise pickle.UnpicklingError("it holds a tensor of a kind that is not known")
-        return _Storage(dtype, self._archive.read(f"{self._root}/data/{key}"))
+        if str(key) not in self._storages:
+            self._storages[str(key)] = self._archive.read(f"{self._root}/data/{key}")
+        return _Storage(dtype, self._storages[str(key)])
+
+
+def _text_length(value: Any, known: dict[int, int]) -> int:
+    """Characters of a value's text, about; `known`: by id, those of what was met before. Raises Unreadable."""
+    if id(value) in known:
+        return known[id(value)]
+    known[id(value)] = 1  # inside itself Python writes dots
+    inside: list[Any] = []
+    if isinstance(value, Inert):
+        inside = [*value.arguments]
+    elif isinstance(value, (dict, argparse.Namespace)):
+        entries = value if isinstance(value, dict) else vars(value)
+        inside = [*entries, *entries.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = [*value]
+    elif isinstance(value, slice):
+        inside = [value.start, value.stop, value.step]
+    own = len(value) if isinstance(value, (str, bytes)) else len(value.origin) if is_inert(value) else 8
+    known[id(value)] = own + sum(_text_length(each, known) for each in inside)
+    if known[id(value)] > MOST_TEXT:
+        raise Unreadable(f"its text has more than {MOST_TEXT} characters")
+    if isinstance(value, Inert):
+        known[id(value)] = own  # inside another one
+    return known[id(value)]
 
 
 def read(data: bytes) -> Any:
@@ -184,7 +245,9 @@ def read(data: bytes) -> Any:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             if len(names) != 1:
                 raise Unreadable("it is no file of torch.save")
-            return _Reader(archive, names[0].removesuffix("/data.pkl")).load()
+            found = _Reader(archive, names[0].removesuffix("/data.pkl")).load()
+            _text_length(found, {})
+            return found
     except Unreadable:
         raise
     except (Exception, RecursionError) as error:  # whatever flipped bytes make of a pickle

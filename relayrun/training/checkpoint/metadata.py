@@ -1,13 +1,17 @@
 """The `.metadata` of a torch_dist checkpoint, read without running what somebody put into it.
 
 It is a pickle, and a pickle may name any function to be called. torch and megatron-core read it with
-`pickle.load`. A checkpoint may come from anybody, so that here the names are those of torch's records alone.
+`pickle.load`. A checkpoint may come from anybody, so that here the names are those of torch's records alone. What they
+name is out of reach, too: attributes are given to records that this file's reader has made, and to nothing else.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from relayrun.errors import InputError
 from relayrun.training.checkpoint.checksums import Damaged
+from relayrun.training.checkpoint.inert_pickle import NotAllowed, sealed
 
 METADATA = ".metadata"
 
@@ -65,31 +70,51 @@ def refused(words: str, folder: Path) -> Refused:
     )
 
 
-class _NotAllowed(Exception):
-    """A pickle names what no checkpoint needs."""
+class _Member:
+    """Stands for a member of an enumeration: the member itself is the process's."""
+
+    def __init__(self, member: Enum) -> None:
+        self.member = member
+
+    def __eq__(self, other: object) -> bool:
+        return (other.member if isinstance(other, _Member) else other) is self.member
+
+    def __hash__(self) -> int:
+        return hash(self.member)
 
 
-def _member(owner: Any, name: Any) -> Any:
+def _member(owner: Any, name: Any) -> _Member:
     """What Python 3.11.0 to 3.11.3 write for a member of an enumeration: getattr(class, name)."""
-    if isinstance(owner, type) and issubclass(owner, Enum) and isinstance(name, str) and name in owner.__members__:
-        return owner[name]
-    raise _NotAllowed("it asks for an attribute of what is no enumeration")
+    kind = getattr(owner, "kind", None) if isinstance(owner, type) else None
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
+        return _Member(kind[name])
+    raise NotAllowed("it asks for an attribute of what is no enumeration")
+
+
+def _sealed(kind: Any) -> Any:
+    """Return what a pickle may name in place of a record, an enumeration or a function; a record's fields follow."""
+    make: Callable[..., Any] = kind
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        make = lambda *given: _Member(kind(*given))  # noqa: E731
+    elif isinstance(kind, type) and is_dataclass(kind):
+        make = functools.partial(object.__new__, kind)
+    return sealed(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
 
 
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return sealed("getattr", _member)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (record := _OF_MEGATRON.get((module, name))) is not None:
-            return record
+            return _sealed(record)
         if name not in ALLOWED.get(module, ()):
-            raise _NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
+            raise NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
         try:
-            return super().find_class(module, name)
+            return _sealed(super().find_class(module, name))
         except (ImportError, AttributeError):
-            raise _NotAllowed(f"it names {module}.{name}, which the libraries here do not have") from None
+            raise NotAllowed(f"it names {module}.{name}, which the libraries here do not have") from None
 
 
 def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metadata:
@@ -103,7 +128,7 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
         found = _Records(io.BytesIO(data)).load()
         if isinstance(found, Metadata) and isinstance(found.storage_data, dict):
             return found
-    except _NotAllowed as error:
+    except NotAllowed as error:
         raise refused(f"{METADATA}: {error}", folder) from None
     except Exception as error:  # whatever a pickle of flipped bytes makes of these records
         words = f"{type(error).__name__}: {error}"

@@ -48,7 +48,7 @@ def sync(run: Run, *, verify: bool = False, pace: Pace | None = None) -> Done:
     `verify`: read all copies back in full, too. Raises RelayrunError where the run has no mirror, its place is away or
     another run's, and where another process copies now.
     """
-    policy = mirror.read_policy(run)
+    policy = MirrorPolicy.read_own(mirror.policy_path(run))
     if policy is None:
         raise RunDirError(
             "the checkpoints of this run are not copied to a second place",
