@@ -165,8 +165,8 @@ def end(run: Run, number: int, exit_code: int) -> int:
     record = attempt.read_end()
     if record is None:
         cancelled = _cancelled(attempt, started, scheduler)
-        over = _reservation_over(run, plan, started, scheduler, own)
-        record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=over)
+        reservation = _reservation_over(run, plan, started, scheduler, own)
+        record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     reason = record.verdict
     if reason is None and record.action in ("continue", "retry"):
