@@ -24,7 +24,9 @@ NOT_STARTED = (126, 127)
 SIGNALLED = 128
 """A shell's exit codes from here on say that a signal ended the program: its node may have been the reason."""
 
-_SCHEDULER = re.compile(r"(?:\[[^\]]*\] |\d+: )*(?:srun|slurmstepd\S*|slurmd\S*): |.*\berror: \*\*\* (?:STEP|JOB) ")
+_SCHEDULER = re.compile(
+    r"(?:\[[^\]]*\] |\d+: )*(?:srun|slurmstepd\S*|slurmd\S*): |.*\berror: \*\*\* (?:STEP|JOB|REASON)\b"
+)
 _TROUBLE = re.compile(
     r"(?:\[rank\d+\]: )?Traceback\b|(?:\S+: )?(?:fatal )?error\b"
     r"|[\w.]*(?:Error|Exception)\b|.*: (?:No such file or directory|Permission denied|command not found)$",
