@@ -86,6 +86,11 @@ def own_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
     return options | ({"exclude": ",".join(kept)} if kept else {})
 
 
+def stopped_words(job: Job | None) -> str | None:
+    """Why the chain of a job has ended, where its comment alone says it; see `chain.cancel`."""
+    return f"stopped by {job.stopped_by}" if job is not None and job.stopped_by else None
+
+
 def note_cancelled(attempt: Attempt, scheduler: Scheduler) -> Successor | None:
     """The recorded successor, if somebody has cancelled it: noted, since a scheduler forgets its jobs after a while.
 
@@ -122,6 +127,8 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     What a person did to the queue stands: a job that was cancelled is not replaced, one that is held stays held.
     Raises SchedulerError where nothing could be queued.
     """
+    if (stopped := stopped_words(scheduler.query(own))) is not None:
+        return stopped
     if plan.mode == "requeue":
         cancelled = cancelled_words(attempt, scheduler)  # where another job was to take the place of this one
         if cancelled is None:

@@ -75,6 +75,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("durable", _durable(status)),
         ("left out", _left_out(status)),
         ("mirror", _mirror(status, now)),
+        *(("disk", words) for words in status.disk),
         *(("purge", purge.words(now)) for purge in status.purges),
         *(("quota", words) for words in _quotas(status, now)),
         ("left behind", _left_behind(status)),

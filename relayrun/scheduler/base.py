@@ -55,6 +55,8 @@ class Job:
     preempted: bool = False
     failed_begins: int = 0
     """How often in a row its `begin` has failed, by its comment."""
+    stopped_by: str = ""
+    """Who has ended its chain, by its comment, where the run directory took no STOP."""
     begin_failed_on: str = ""
     """The nodes, separated by commas, that it leaves out because its `begin` failed there; the next jobs need not."""
 
@@ -184,6 +186,9 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Cancel one job by id; it is no error if it has already gone."""
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        """Write down in a job of the chain that this user has ended it: `query` tells it as `Job.stopped_by`."""
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         """Whether somebody cancelled the job, which began on `nodes`; also right inside its own last seconds.

@@ -17,7 +17,7 @@ from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import gres, slurm_command
 from relayrun.scheduler.base import PATIENCE, FallbackJobs, Fewest, Job, NodeControl, RankLaunch, clean_environment
-from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
+from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, STOPPED_BY, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
 from relayrun.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer, says_too_few
@@ -138,6 +138,9 @@ class Slurm:
         job = self.query(job_id)
         if job is not None and job.live:
             self.order(["scancel", job_id])
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        self.order(["scontrol", "update", f"JobId={job_id}", f"Comment={STOPPED_BY}{user}"])
 
     def cancelled_by(self, job_id: str) -> str | None:
         try:
