@@ -65,7 +65,8 @@ def ensure(
 
 def queue_first(run: Run, plan: Plan, scheduler: Scheduler) -> str:
     """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    job_id = scheduler.submit_first(plan, run.job_script)
+    evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
+    job_id = scheduler.submit_first(plan, run.job_script, evaluation)
     fallback.put_behind(run, plan, job_id, options=plan.sbatch_options)
     return job_id
 

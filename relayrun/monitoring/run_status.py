@@ -109,6 +109,8 @@ class RunStatus(Standing):
     """How full the quotas of a chain that goes on are, and its file system, and when they will be."""
     quota_complaint: str | None = None
     """Why a quota is not known."""
+    unqueued_evaluations: dict[int, str] = field(default_factory=dict)
+    """Iterations that are to be evaluated and have no job, and why the scheduler took none; empty: nobody has asked."""
     disk: list[str] = field(default_factory=list)
     """File systems of the run on which nothing can be written any more, each in words."""
 
@@ -159,6 +161,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
             iteration: f"job {job_id}" + (f", {queue.evaluations[job_id]}" if job_id in queue.evaluations else "")
             for iteration, job_id in waiting_evaluations(run)
         },
+        unqueued_evaluations=evaluations.not_queued(run),
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
         sick_nodes=[] if newest is None else [found.told for found in node_health.read(newest)],

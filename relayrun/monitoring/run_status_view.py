@@ -187,6 +187,10 @@ def _evaluations(status: RunStatus) -> str:
         parts.append(f"{len(failed)} failed, the last of iteration {failed[-1].iteration}: {failed[-1].error}")
     if waiting := status.waiting_evaluations:
         parts.append("no result yet: " + ", ".join(f"iteration {n} ({job})" for n, job in waiting.items()))
+    if unqueued := status.unqueued_evaluations:
+        numbers = ", ".join(map(str, list(unqueued)[:5])) + ", ..." * (len(unqueued) > 5)
+        why = next((f": {words}" for words in reversed(unqueued.values()) if words), "")
+        parts.append(f"{len(unqueued)} wanted and not queued (iteration {numbers}){why}")
     return "; ".join(parts)
 
 

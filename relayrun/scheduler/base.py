@@ -172,8 +172,11 @@ class Scheduler(Protocol):
     def named(self, name: str) -> str | None:
         """Id of a queued or running job of this user with this name."""
 
-    def submit_first(self, plan: Plan, script: Path) -> str:
-        """Queue the first job of a chain, after all has been tested that can be; return its id."""
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
+        """Queue the first job of a chain, after all has been tested that can be; return its id.
+
+        `evaluation`: the script of the jobs that evaluate its checkpoints, which is tested too.
+        """
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""

@@ -62,7 +62,7 @@ class LocalScheduler:
     def fallback_jobs(self) -> None:
         return None  # who runs the queue sees how each job ends
 
-    def submit_first(self, plan: Plan, script: Path) -> str:
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         return self.submit(plan, script, options={})
 
     def adopt(self, job: Job, plan: Plan) -> None:

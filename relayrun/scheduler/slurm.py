@@ -54,7 +54,7 @@ class Slurm:
     def fallback_jobs(self) -> FallbackJobs:
         return SlurmFallbackJobs(self)
 
-    def submit_first(self, plan: Plan, script: Path) -> str:
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
         try:
             self.test(script)
@@ -65,6 +65,11 @@ class Slurm:
                     "set job.spare_nodes to fewer"
                 )
             raise
+        try:
+            if evaluation is not None:
+                self.test(evaluation)
+        except SchedulerError as error:  # else checkpoints would stay without results, and a log alone would say so
+            raise SchedulerError(f"the job of an evaluation: {error.message}", hint="change evaluation.job") from None
         return self.submit(plan, script, options={})
 
     def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:

@@ -12,7 +12,7 @@ from relayrun.errors import RelayrunError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
-from relayrun.submit import owner
+from relayrun.submit import evaluation_job, owner
 from relayrun.submit.check import data, job, node, notify, place, settings, slurm, state, storage, tracking
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
@@ -73,7 +73,8 @@ def report(
             storage.look(future, run, findings, quota_command=config.cluster.quota_command)
     storage.look_at_purges(config.cluster.purge_days, run, manifest, findings)
     if plan.scheduler == "slurm" and script is not None:
-        slurm.look(plan, script, findings)
+        evaluation = None if config.evaluation is None else evaluation_job.script(config, plan, run)
+        slurm.look(plan, script, findings, evaluation=evaluation)
     tracking.look(config, findings)
     notify.look(config, findings)
     return Report(config=config, run=run, plan=plan, findings=findings, manifest=manifest, usage=used, forecast=future)
