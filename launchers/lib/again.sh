@@ -104,6 +104,9 @@ again() { # what failed, exit code
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]:+${BASH_REMATCH[2]},}"
   fi
+  # a person has ended the chain, and a full disk took no STOP
+  [[ "${comment}" != relayrun:stopped-by=* ]] || give_up "stopped by ${comment#*=}" "${comment}"
+  ! within 30 test -e "${RELAYRUN_RUN_DIR}/triggers/exit" || give_up "exit trigger, and ${what}" "${comment}"
   failed=$((failed + 1))
   delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))
   [[ ",${nodes}" == *",${node},"* ]] || nodes+="${node},"

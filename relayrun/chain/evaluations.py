@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.chain.log import log
-from relayrun.errors import RelayrunError, RunDirError
+from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.rundir import evaluations
-from relayrun.rundir.evaluations import EvaluationDir, Policy, Result, Submitted
+from relayrun.rundir.evaluations import EvaluationDir, NotQueued, Policy, Result, Submitted
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run, is_own
 from relayrun.scheduler.base import Scheduler
@@ -135,14 +135,14 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
         queued = None
     except FileExistsError:  # a supervisor was killed, or could not reach the scheduler
         queued = scheduler.named(name)
-    job_id = queued or scheduler.submit_auxiliary(
-        plan,
-        script,
-        name=name,
-        arguments=[f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"],
-        limit=time_limit,
-    )
+    arguments = [f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"]
+    try:
+        job_id = queued or scheduler.submit_auxiliary(plan, script, name=name, arguments=arguments, limit=time_limit)
+    except SchedulerError as error:  # `status` tells it: the log alone is read by nobody
+        NotQueued(error=error.message, time=time.time()).write(folder.not_queued)
+        raise
     Submitted(job_id=job_id, time=time.time()).write(folder.submitted)
+    folder.not_queued.unlink(missing_ok=True)
     log(f"job {job_id} evaluates iteration {folder.iteration}")
 
 

@@ -59,6 +59,8 @@ def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
 
 def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> str | None:
     """What a person did to the queue, or that it has been tried often enough; None where the chain goes on."""
+    if (stopped := successor.stopped_words(failed)) is not None:
+        return stopped
     newest = run.newest_begun()
     words = successor.cancelled_words(newest, scheduler) if newest is not None else None
     if words is not None:

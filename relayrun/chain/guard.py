@@ -10,6 +10,7 @@ job was cancelled; where it has lost a node, and would wait for as many as befor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -53,6 +54,10 @@ def _guard(run: Run, number: int, batch_pid: int) -> int:
     begin = attempt.read_begin()
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0
+    with contextlib.suppress(SchedulerError):  # asked once: there may be seconds left
+        if stopped := successor.stopped_words(Slurm(patience=0).query(own)):
+            log(f"the chain ends: {stopped}")
+            return 0
     log(f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again")
     scheduler.requeue(own)  # first: there may be seconds left
     try:

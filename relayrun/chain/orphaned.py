@@ -113,7 +113,8 @@ def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
     """Queue this job again, in front of the one that may wait behind it; cancel it where that one goes on, or none."""
     record, scheduler = attempt.read_end(), for_plan(plan, run)
     goes_on = ""
-    if record is not None and record.action in ("continue", "retry") and stop_reason(run) is None:
+    stopped = stop_reason(run) or successor.stopped_words(scheduler.query(own))
+    if record is not None and record.action in ("continue", "retry") and stopped is None:
         goes_on = successor.come_back(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if goes_on == own:
         return

@@ -65,7 +65,8 @@ def ensure(
 
 def queue_first(run: Run, plan: Plan, scheduler: Scheduler) -> str:
     """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    job_id = scheduler.submit_first(plan, run.job_script)
+    evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
+    job_id = scheduler.submit_first(plan, run.job_script, evaluation)
     fallback.put_behind(run, plan, job_id, options=plan.sbatch_options)
     return job_id
 
@@ -88,6 +89,11 @@ def own_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
     tried = set(job.begin_failed_on.split(","))
     kept = [node for node in scheduler.nodes.expand(options.pop("exclude")) if node not in tried]
     return options | ({"exclude": ",".join(kept)} if kept else {})
+
+
+def stopped_words(job: Job | None) -> str | None:
+    """Why the chain of a job has ended, where its comment alone says it; see `chain.cancel`."""
+    return f"stopped by {job.stopped_by}" if job is not None and job.stopped_by else None
 
 
 def note_cancelled(attempt: Attempt, scheduler: Scheduler) -> Successor | None:
@@ -126,6 +132,8 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     What a person did to the queue stands: a job that was cancelled is not replaced, one that is held stays held.
     Raises SchedulerError where nothing could be queued.
     """
+    if (stopped := stopped_words(scheduler.query(own))) is not None:
+        return stopped
     if plan.mode == "requeue":
         cancelled = cancelled_words(attempt, scheduler)  # where another job was to take the place of this one
         if cancelled is None:

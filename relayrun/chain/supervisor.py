@@ -104,7 +104,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     trigger = triggers.look(run, "exit")
     decision = decide.at_begin(
         decide.BeginFacts(
-            stopped=stop_reason(run),
+            stopped=stop_reason(run) or successor.stopped_words(job),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
             stop_after=plan.stop_after,

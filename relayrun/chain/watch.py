@@ -320,6 +320,8 @@ class Watch:
             return
         self._pause = min(2 * self._pause, RETRY_CEILING)
         own = self.scheduler.current_job_id()
+        if successor.stopped_words(self.scheduler.query(own)) is not None:
+            return
         options = self.begin.options if self.begin else {}
         successor.ensure(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
         self._pause = RETRY_SECONDS

@@ -190,7 +190,11 @@ def stop(folder: Path) -> int:
     except PermissionError:
         hint = f"let {user_name(whole.owner)} stop it; `relayrun stop` asks the runs that are under way"
         raise RunDirError("you may not write here", where=folder, hint=hint) from None
-    print(f"nothing more of {whole.name} begins")
+    except OSError as error:  # a full disk: what is under way is stopped all the same
+        failed = True
+        print(f"{folder}: {error.strerror}: runs that wait may still begin, call it again", file=sys.stderr, flush=True)
+    else:
+        print(f"nothing more of {whole.name} begins")
     for member in whole.members:
         try:
             if _is_open(folder, member):

@@ -11,7 +11,7 @@ import os
 import time
 
 from relayrun.chain import campaign, signs, supervisor
-from relayrun.chain.cancel import cancel
+from relayrun.chain.cancel import cancel, stop_without_files
 from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.monitoring import queue, unsent
 from relayrun.rundir import find, triggers
@@ -73,6 +73,16 @@ def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
     Raises RunDirError where this user may not, or where this is no run.
     """
     plan = Plan.load(run)
+    try:
+        return _stop(run, plan, scheduler, user=user)
+    except PermissionError:
+        raise
+    except OSError as error:
+        return stop_without_files(run, plan, scheduler, error, user=user)
+
+
+def _stop(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -> str:
+    """The same by files. Raises OSError where one cannot be written."""
     ended = stop_reason(run)
     triggers.touch(run, "exit")
     try:

@@ -46,7 +46,9 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
         help="go on with data that are not those the run began with (docs/data-order.md)",
     )
     parser.add_argument(
-        "--take-over", action="store_true", help="go on with the run of another user whose jobs have ended"
+        "--take-over",
+        action="store_true",
+        help="go on with the run of another user whose jobs have ended, or with the copies of a lost run directory",
     )
 
 

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.chain import nodes
 from relayrun.chain.failed_attempts import failed_attempts
+from relayrun.chain.quota import of_file_system
 from relayrun.data.streams.cursor import BY_FAULT, LaneCursor, left_out
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines
@@ -33,6 +35,9 @@ from relayrun.rundir.stragglers import Straggler
 from relayrun.rundir.triggers import Trigger
 from relayrun.scheduler.base import Job
 from relayrun.scheduler.history import JobEnd
+
+FULL_BYTES = 1 << 16
+"""A disk with less room for this user is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,10 @@ class RunStatus(Standing):
     """How full the quotas of a chain that goes on are, and its file system, and when they will be."""
     quota_complaint: str | None = None
     """Why a quota is not known."""
+    unqueued_evaluations: dict[int, str] = field(default_factory=dict)
+    """Iterations that are to be evaluated and have no job, and why the scheduler took none; empty: nobody has asked."""
+    disk: list[str] = field(default_factory=list)
+    """File systems of the run on which nothing can be written any more, each in words."""
 
 
 def gather(run: Run, queue: Queue, *, now: float, plan: Plan | None = None, asked: Asked | None = None) -> RunStatus:
@@ -152,6 +161,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
             iteration: f"job {job_id}" + (f", {queue.evaluations[job_id]}" if job_id in queue.evaluations else "")
             for iteration, job_id in waiting_evaluations(run)
         },
+        unqueued_evaluations=evaluations.not_queued(run),
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
         sick_nodes=[] if newest is None else [found.told for found in node_health.read(newest)],
@@ -168,6 +178,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         purges=_purges(run, plan, durable, living=living),
         quotas=quotas,
         quota_complaint=quota_complaint,
+        disk=_full(run),
         unsent_notices=late,
         unsent_reason=why_late,
         mirror=_last_pass(run, durable=durable is not None and durable.path is not None),
@@ -195,6 +206,24 @@ def _quotas(run: Run, now: float) -> tuple[list[Foreseen], str | None]:
         return quota.foreseen(measures, now=now), measures.complaint
     except RunDirError as error:  # it must not hide where the run stands
         return [], error.message
+
+
+def _full(run: Run) -> list[str]:
+    """Which file systems of a run have no room for another file, or no number for it, as `df` tells; nothing is tried.
+
+    What is left is less than a block of the largest file systems: too little for a record.
+    """
+    found = {}
+    for place in (run.path, run.checkpoints):
+        with contextlib.suppress(OSError):
+            free = {each.kind: each.limit - each.used for each in of_file_system(place)}
+            kind: quota.Kind = "files" if free.get("files", 1) <= 0 else "bytes"
+            if free.get(kind, FULL_BYTES) < (FULL_BYTES if kind == "bytes" else 1):
+                left = f"{max(0, free[kind]):,} {kind} left"
+                found[place.stat().st_dev] = (
+                    f"full: {left} below {place}; no job can record anything until some is freed"
+                )
+    return list(found.values())
 
 
 def _last_pass(run: Run, *, durable: bool) -> LastPass | None:

@@ -75,6 +75,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("durable", _durable(status)),
         ("left out", _left_out(status)),
         ("mirror", _mirror(status, now)),
+        *(("disk", words) for words in status.disk),
         *(("purge", purge.words(now)) for purge in status.purges),
         *(("quota", words) for words in _quotas(status, now)),
         ("left behind", _left_behind(status)),
@@ -186,6 +187,10 @@ def _evaluations(status: RunStatus) -> str:
         parts.append(f"{len(failed)} failed, the last of iteration {failed[-1].iteration}: {failed[-1].error}")
     if waiting := status.waiting_evaluations:
         parts.append("no result yet: " + ", ".join(f"iteration {n} ({job})" for n, job in waiting.items()))
+    if unqueued := status.unqueued_evaluations:
+        numbers = ", ".join(map(str, list(unqueued)[:5])) + ", ..." * (len(unqueued) > 5)
+        why = next((f": {words}" for words in reversed(unqueued.values()) if words), "")
+        parts.append(f"{len(unqueued)} wanted and not queued (iteration {numbers}){why}")
     return "; ".join(parts)
 
 

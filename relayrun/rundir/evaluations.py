@@ -4,6 +4,7 @@ evaluations/policy.json          which checkpoints, by the newest submit
 evaluations/settled.json         up to which commit all have a result, by the supervisor
 evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by who submits the job (mkdir)
     wanted                         a stage waits for it, whatever the policy says
+    not_queued.json                why it has no job yet, by the supervisor
     submitted.json                 its job, by the supervisor
     claim.json                     by the job, which ends if another one has written it (O_EXCL)
     exported                       the checkpoint is not needed any more
@@ -75,6 +76,15 @@ class Submitted(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotQueued(Record):
+    """`not_queued.json`: the scheduler has refused the job of one checkpoint; it is tried again."""
+
+    error: str
+    time: float
+    """When it was refused last, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Claim(Record):
     """`claim.json`: who evaluates the checkpoint; any other job that finds it ends."""
 
@@ -129,6 +139,10 @@ class EvaluationDir:
         return self.path / "submitted.json"
 
     @property
+    def not_queued(self) -> Path:
+        return self.path / "not_queued.json"
+
+    @property
     def claim(self) -> Path:
         return self.path / "claim.json"
 
@@ -181,6 +195,13 @@ def unsettled(run: Run) -> list[tuple[int, Commit]]:
     settled = (mark.attempt, mark.iteration) if mark is not None and holds else None
     found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_backwards(run))
     return list(found)[::-1]
+
+
+def not_queued(run: Run) -> dict[int, str]:
+    """The iterations that are due and have neither job nor result, with the scheduler's refusal; empty: none so far."""
+    folders = [directory(run, commit.iteration, attempt) for attempt, commit in unsettled(run)]
+    waiting = [each for each in folders if not (each.result.exists() or each.submitted.exists())]
+    return {each.iteration: known.error if (known := NotQueued.read(each.not_queued)) else "" for each in waiting}
 
 
 def settle(run: Run, waiting: Sequence[tuple[int, Commit]]) -> None:

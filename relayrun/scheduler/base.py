@@ -70,6 +70,8 @@ class Job:
     preempted: bool = False
     failed_begins: int = 0
     """How often in a row its `begin` has failed, by its comment."""
+    stopped_by: str = ""
+    """Who has ended its chain, by its comment, where the run directory took no STOP."""
     begin_failed_on: str = ""
     """The nodes, separated by commas, that it leaves out because its `begin` failed there; the next jobs need not."""
 
@@ -193,8 +195,11 @@ class Scheduler(Protocol):
     def named(self, name: str) -> str | None:
         """Id of a queued or running job of this user with this name."""
 
-    def submit_first(self, plan: Plan, script: Path) -> str:
-        """Queue the first job of a chain, after all has been tested that can be; return its id."""
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
+        """Queue the first job of a chain, after all has been tested that can be; return its id.
+
+        `evaluation`: the script of the jobs that evaluate its checkpoints, which is tested too.
+        """
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
@@ -207,6 +212,9 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Cancel one job by id; it is no error if it has already gone."""
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        """Write down in a job of the chain that this user has ended it: `query` tells it as `Job.stopped_by`."""
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         """Whether somebody cancelled the job, which began on `nodes`; also right inside its own last seconds.

@@ -22,6 +22,9 @@ COMMENT = "relayrun:"
 BEGIN_FAILED = f"{COMMENT}begin-failed="
 """Begins the comment of a job whose `begin` failed; `launchers/lib/again.sh` writes `COUNT@NODES` behind it."""
 
+STOPPED_BY = f"{COMMENT}stopped-by="
+"""Begins the comment of a job whose chain a person has ended; the user follows. `launchers/lib/again.sh` reads it."""
+
 _KEPT = {
     "NumNodes": "nodes",
     "TimeLimit": "time",
@@ -109,6 +112,7 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         or (start is not None and end is not None and limit is not None and end - start >= limit),
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
+        stopped_by=comment.removeprefix(STOPPED_BY) if comment.startswith(STOPPED_BY) else "",
         failed_begins=int(failed[1]) if failed else 0,
         begin_failed_on=failed[2] if failed else "",
     )

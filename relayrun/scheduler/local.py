@@ -62,7 +62,7 @@ class LocalScheduler:
     def fallback_jobs(self) -> None:
         return None  # who runs the queue sees how each job ends
 
-    def submit_first(self, plan: Plan, script: Path) -> str:
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         return self.submit(plan, script, options={})
 
     def adopt(self, job: Job, plan: Plan) -> None:
@@ -105,12 +105,20 @@ class LocalScheduler:
     def cancel(self, job_id: str) -> None:
         if not self._queue.path(job_id).exists():
             return
-        with self._queue.locked():
-            job = self._queue.read_job(job_id)
-            if job.state == "PENDING":
-                self._queue.write_job(replace(job, state="CANCELLED", end_time=time.time()))
-            elif job.state == "RUNNING":
-                self._queue.write_job(replace(job, cancel_requested=True))
+        try:
+            with self._queue.locked():
+                job = self._queue.read_job(job_id)
+                if job.state == "PENDING":
+                    self._queue.write_job(replace(job, state="CANCELLED", end_time=time.time()))
+                elif job.state == "RUNNING":
+                    self._queue.write_job(replace(job, cancel_requested=True))
+        except OSError as error:
+            hint = "free some space, or end the command that runs the job (Ctrl-C)"
+            message = f"job {job_id} is not cancelled: {error.strerror}"
+            raise SchedulerError(message, where=self._queue.folder, hint=hint) from None
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        """Nowhere: its jobs are files of the run directory."""
 
     def cancelled_by(self, job_id: str) -> None:
         return None  # one file for all users

@@ -17,7 +17,7 @@ from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import gres, slurm_command
 from relayrun.scheduler.base import PATIENCE, FallbackJobs, Fewest, Job, NodeControl, RankLaunch, clean_environment
-from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job, timestamp
+from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, STOPPED_BY, is_ambiguous, parse_job, timestamp
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
 from relayrun.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer, says_too_few
@@ -54,7 +54,7 @@ class Slurm:
     def fallback_jobs(self) -> FallbackJobs:
         return SlurmFallbackJobs(self)
 
-    def submit_first(self, plan: Plan, script: Path) -> str:
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
         try:
             self.test(script)
@@ -65,6 +65,11 @@ class Slurm:
                     "set job.spare_nodes to fewer"
                 )
             raise
+        try:
+            if evaluation is not None:
+                self.test(evaluation)
+        except SchedulerError as error:  # else checkpoints would stay without results, and a log alone would say so
+            raise SchedulerError(f"the job of an evaluation: {error.message}", hint="change evaluation.job") from None
         return self.submit(plan, script, options={})
 
     def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
@@ -138,6 +143,9 @@ class Slurm:
         job = self.query(job_id)
         if job is not None and job.live:
             self.order(["scancel", job_id])
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        self.order(["scontrol", "update", f"JobId={job_id}", f"Comment={STOPPED_BY}{user}"])
 
     def cancelled_by(self, job_id: str) -> str | None:
         try:

@@ -12,9 +12,11 @@ from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.rundir import mirror
-from relayrun.rundir.mirror import MirrorPolicy
+from relayrun.rundir.mirror import MirrorPolicy, Owner
 from relayrun.rundir.run import Run
-from relayrun.training.checkpoint.mirror import store
+from relayrun.training.checkpoint.mirror import store, sync
+from relayrun.training.checkpoint.mirror.choose import place_at
+from relayrun.training.checkpoint.mirror.pace import Pace
 
 
 def mirror_of(config: CommonConfig) -> Mirror | None:
@@ -33,13 +35,55 @@ def folder_of(settings: Mirror) -> Path | None:
     return None if "://" in settings.path else Path(settings.path)
 
 
-def prepare(config: CommonConfig, run: Run) -> None:
-    """Write the policy; none where the config has no second place. The copies that there are stay."""
+def refuse_another(config: CommonConfig, run: Run, *, take_over: bool) -> None:
+    """Raise ConfigError where another run's copies lie in the second place: nothing would be copied.
+
+    `take_over`: those of a run whose directory is lost become this run's; see `prepare`.
+    """
+    owner = _another(config, run)
+    if owner is None:
+        return
+    settings = mirror_of(config)
+    assert settings is not None
+    where = f"checkpoint.mirror.path: {place_of(config, settings)}"
+    if _is_copied(owner, run):
+        hint = "set checkpoint.mirror.path to another place"
+        raise ConfigError(f"it holds the copies of another run, {owner.run}", where=where, hint=hint)
+    if not take_over:
+        raise ConfigError(
+            f"it holds the copies of a run that is not there any more, {owner.run}; nothing would be copied",
+            where=where,
+            hint="submit with --take-over to go on with them, or set checkpoint.mirror.path to another place",
+        )
+
+
+def _another(config: CommonConfig, run: Run) -> Owner | None:
+    """The run whose copies lie in the second place, where it is another one. Raises RelayrunError, OSError."""
+    settings = mirror_of(config)
+    owner = None if settings is None else place_at(place_of(config, settings), Pace(None)).owner()
+    path = mirror.folder(run) / "id"
+    if owner is None or (path.exists() and path.read_text(encoding="ascii") == owner.id and not _is_copied(owner, run)):
+        return None
+    return owner
+
+
+def _is_copied(owner: Owner, run: Run) -> bool:
+    """Whether the run is a copy of another directory that is still there and copies under the same id."""
+    return owner.run != str(run.path) and sync.is_mirrored(Run(Path(owner.run)), owner.id)
+
+
+def prepare(config: CommonConfig, run: Run, *, take_over: bool = False) -> None:
+    """Write the policy; none where the config has no second place. The copies that there are stay.
+
+    `take_over`: the run is known by the id of the lost run whose copies lie there, so that they count as its own.
+    """
     settings = mirror_of(config)
     if settings is None:
         mirror.policy_path(run).unlink(missing_ok=True)
         return
     mirror.folder(run).mkdir(exist_ok=True)
+    if take_over and (owner := _another(config, run)) is not None:
+        write_atomic(mirror.folder(run) / "id", owner.id)
     MirrorPolicy(
         folder=place_of(config, settings),
         id=_id(run),

@@ -155,6 +155,7 @@ def prepared(
     with _locked(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=intent.take_over, now=time.time())
+        mirror_policy.refuse_another(config, run, take_over=intent.take_over)
         state.refuse_after_end(run, resume=intent.resume)
         state.check_stop_after(config, run)
         state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
@@ -182,7 +183,7 @@ def prepared(
         if plan.fallback_job:
             write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
         evaluation_job.prepare(config, plan, run)
-        mirror_policy.prepare(config, run)
+        mirror_policy.prepare(config, run, take_over=intent.take_over)
         run.stop.unlink(missing_ok=True)
         notice_policy.prepare(config, run)  # behind STOP, which would be told once more
         yield run, plan
@@ -212,7 +213,7 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    policies = (run.evaluation_policy, notices.policy_path(run), mirror.policy_path(run))
+    policies = (run.evaluation_policy, notices.policy_path(run), mirror.policy_path(run), mirror.folder(run) / "id")
     paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())

@@ -39,6 +39,7 @@ class Observer:
         leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
             written behind it, so that a kill in between asks again.
         retention: removes old checkpoints; None: they all stay, or the program removes them itself.
+        end: kills the ranks; None: nothing does.
         ask_again: ask once more when the program trains on, whoever asked it: a signal that comes before it has a
             handler, or while Slurm's controller is away, is lost. For programs that a second one does not harm.
     """
@@ -52,6 +53,7 @@ class Observer:
         *,
         leave: Callable[[], None],
         retention: Retention | None = None,
+        end: Callable[[], None] | None = None,
         ask_again: bool = False,
     ) -> None:
         self._run = run
@@ -60,6 +62,7 @@ class Observer:
         self._program = program
         self._leave = leave
         self._retention = retention
+        self._end = end
         self._ask_again = ask_again
         self._asked_at: int | None = None
         """The iteration at which it was known that the program had been asked to leave."""
@@ -68,6 +71,8 @@ class Observer:
         self._iteration = begin.base_iteration
         self._said: tuple[int, float] | None = None
         """The iteration that it said last, and when that was seen (monotonic); None: it has said none."""
+        self._first: int | None = None
+        """The first iteration that it said in this attempt; 0 is no iteration that it has done."""
         self._samples: dict[int, int] = {}
         """Samples consumed with the iterations whose checkpoints may still come."""
         self._steps: deque[float] = deque(maxlen=STEPS)
@@ -83,9 +88,13 @@ class Observer:
         """Record what is new; ask the program to save or leave where that is due. Raises OSError."""
         try:
             self._record()
+            if self._began_anew:
+                self._refuse()
+                return
             self._obey_save()
         finally:  # whatever of its files cannot be read
-            self._obey_leave()
+            if not self._began_anew:
+                self._obey_leave()
         if self._retention is not None:  # last: what cannot be removed keeps nothing else from being done
             self._retention.look(self._program.checkpoints(), saving=self._program.saving() is not None)
 
@@ -96,6 +105,9 @@ class Observer:
         """
         self._record(gone=True)
         if self._attempt.outcome.exists():
+            return
+        if self._began_anew:
+            self._refuse(gone=True)
             return
         ending = self._program.ending(exit_code)
         if ending is None:
@@ -132,7 +144,12 @@ class Observer:
 
     def _record(self, *, gone: bool = False) -> None:
         """Record what is new. `gone`: the ranks have gone, and nothing more can come."""
-        moved = self._record_steps(self._program.steps())
+        steps = self._program.steps()
+        if self._first is None:
+            self._first = next((step.iteration for step in steps if step.iteration), None)
+        if self._began_anew:
+            return
+        moved = self._record_steps(steps)
         saving = self._program.saving()
         self._time_save(saving)
         for checkpoint in self._program.checkpoints():
@@ -146,6 +163,30 @@ class Observer:
         if saving is None:
             self._save_begun = None
         self._heartbeat("save" if saving is not None else "step" if self._said else "start", moved=moved)
+
+    @property
+    def _began_anew(self) -> bool:
+        """Whether the program does not go on from its base: it would write over its old files, and all would look well.
+
+        Some say every tenth iteration alone, others count from 0: any first one from the base on is right.
+        """
+        return self._first is not None and self._first < self._begin.base_iteration
+
+    def _refuse(self, *, gone: bool = False) -> None:
+        """End ranks that began anew, and the chain with them: the next attempt would do the same. Raises OSError."""
+        if self._attempt.outcome.exists():
+            return
+        if not gone and self._end is not None:
+            self._end()
+        base = self._begin.base_iteration
+        reason = (
+            f"the program says iteration {self._first} first, and was to go on from iteration {base} "
+            f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
+            "given, and say iterations counted from the beginning of the run"
+        )
+        Outcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time()).write(
+            self._attempt.outcome
+        )
 
     def _record_steps(self, steps: Sequence[ObservedStep]) -> bool:
         """Return whether it moved: whether it said another iteration than before, were it a lower one.

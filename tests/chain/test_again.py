@@ -296,6 +296,8 @@ exit 0
         "preempted",
         "refused",
         "refused-with-fallback",
+        "stopped",
+        "exit-trigger",
         "spare",
         "spare-is-down",
         "too-few",
@@ -331,6 +333,10 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     (folder / f"{what}.case").touch()
     if tried_before:  # n1, and n7 is left out by a person; without n0 and n1 there are too few
         (folder / "comment").write_text("relayrun:begin-failed=1@n1\n")
+    if what == "stopped":  # a person has ended the chain, on a disk that took no STOP
+        (folder / "comment").write_text("relayrun:stopped-by=ada\n")
+    if what == "exit-trigger":
+        (run.triggers / "exit").touch()
     attempt = tmp_path / "attempt"
     attempt.mkdir()
     if what == "successor":
@@ -371,6 +377,8 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         "cancelled": "while Slurm ended the job",
         "cancelled-successor": "the successor, job 8, was cancelled",
         "refused": "and Slurm does not queue the job again",
+        "stopped": "stopped by ada",
+        "exit-trigger": "exit trigger, and the batch script failed in job 7",
     }
     assert reasons.get(what, "") in (stop_reason(run) or "")
     assert (stop_reason(run) is not None) == (what in reasons)

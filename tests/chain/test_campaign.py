@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -646,6 +647,24 @@ def test_a_stop_passes_over_a_member_that_cannot_be_read_and_says_so(
     assert "campaign-01: it could not be stopped: " in said.err
     assert stop_reason(member_run(folder, "02")) is not None
     assert stop_reason(member_run(folder, "03")) is not None
+
+
+def test_a_stop_on_a_full_disk_stops_what_is_under_way(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, slurm = make({}, {})
+    begin_due(folder)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module in ("campaign", "stop"):
+        monkeypatch.setattr(f"relayrun.rundir.{module}.write_atomic", refuse)
+    assert main(["sweep", "stop", str(folder)]) == 1
+    said = capsys.readouterr()
+    assert f"{folder}: No space left on device: runs that wait may still begin, call it again" in said.err
+    assert "could not be written (No space left on device" in said.out
+    assert {job["state"] for job in slurm.jobs().values()} == {"CANCELLED"}
 
 
 def test_a_stop_finds_the_job_of_who_was_killed_before_it_was_written_down(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -14,10 +16,14 @@ from relayrun.cli import control
 from relayrun.errors import RunDirError, user_name
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import End
+from relayrun.rundir.run import Run
+from relayrun.scheduler import slurm_command
 from relayrun.scheduler.local import LocalScheduler
+from relayrun.scheduler.local_queue import LocalQueue
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
+from .fake_slurm import FakeSlurm
 
 
 def test_stop_of_a_queued_run_leaves_nothing_queued_and_starts_nothing(
@@ -102,6 +108,95 @@ def test_a_scheduler_that_does_not_answer_leaves_the_trigger_to_the_next_job(
     assert "squeue is not installed here" in capsys.readouterr().out
     assert (run.triggers / "exit").exists()
     assert not run.stop.exists()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be written any more, not even STOP; only an empty file can be made."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("relayrun.rundir.stop.write_atomic", refuse)
+    monkeypatch.setattr("relayrun.rundir.triggers.write_json", refuse)
+
+
+def on_slurm(make_run: MakeRun, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, FakeSlurm]:
+    """A run whose job runs, with another one and a fallback job behind it."""
+    run, plan = make_run(scheduler="slurm", fallback_job=True)
+    slurm = FakeSlurm(folder / "jobs.json", plan.job_name)
+    monkeypatch.setattr(slurm_command.subprocess, "run", lambda command, **given: slurm.run(command, given["input"]))
+    slurm.add(state="RUNNING")
+    slurm.add()
+    slurm.add(plan.fallback_job_name, after="2")
+    return run, slurm
+
+
+def states(slurm: FakeSlurm) -> list[str]:
+    return [job["state"] for job in slurm.jobs().values()]
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("changes", [True, False], ids=["", "a site lets nobody change a job"])
+def test_cancel_needs_no_room_on_the_disk(
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: bool,
+) -> None:
+    run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+    slurm.unchangeable = not changes
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert states(slurm) == ["CANCELLED"] * 3
+    said = capsys.readouterr().out
+    assert f"could not be written (No space left on device, in {run.path})" in said
+    assert "cancelled 1 (running), 2 (pending), and the fallback job 3" in said
+    if changes:
+        assert [job["comment"] for job in slurm.jobs().values()][:2] == [
+            f"relayrun:stopped-by={user_name(os.geteuid())}"
+        ] * 2
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("touched", [True, False])
+def test_stop_needs_no_room_on_the_disk(
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    touched: bool,
+) -> None:
+    """An empty file can often be made on a full disk; not where there is no number for it either."""
+    run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+    if touched:
+        slurm.set("1", state="PENDING")  # nobody is at work who would see it
+    else:
+        shutil.rmtree(run.triggers)
+        run.triggers.symlink_to("/dev/null/triggers")  # not a directory: an error of the system
+    assert cli.main(["stop", str(run.path)]) == 0
+    assert states(slurm) == ["CANCELLED" if touched else "RUNNING", "CANCELLED", "CANCELLED"]
+    said = capsys.readouterr().out
+    assert f"stopped by {user_name(os.geteuid())}, which could not be written" in said
+    assert ("the ranks of job 1 are asked to save and leave" in said) == (not touched)
+    assert slurm.jobs()["1"]["comment"] == f"relayrun:stopped-by={user_name(os.geteuid())}"
+
+
+@pytest.mark.usefixtures("full")
+def test_a_local_queue_on_a_full_disk_says_what_ends_it(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, plan = make_run()
+    LocalScheduler(run).submit(plan, run.job_script, options={})
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LocalQueue, "write_job", refuse)
+    assert cli.main(["cancel", str(run.path)]) == 1
+    said = capsys.readouterr().err
+    assert f"{run.path / 'local'}: job 1 is not cancelled: No space left on device" in said
+    assert "Ctrl-C" in said
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ import pytest
 
 from relayrun.chain import evaluations as chain
 from relayrun.errors import SchedulerError
+from relayrun.monitoring import queue as asked
+from relayrun.monitoring import run_status, run_status_view
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy, Result
 from relayrun.rundir.plan import Plan
@@ -139,6 +141,25 @@ def test_a_scheduler_that_is_away_is_tried_again_later(
     assert "evaluations are left for later: sbatch: unable to contact" in capsys.readouterr().err
     queue.down = False
     assert attend(prepared, queue) == ["--iteration=4 --attempt=1"]
+
+
+def test_a_job_that_the_scheduler_refuses_is_told_by_status_until_it_is_queued(prepared: tuple[Run, Plan]) -> None:
+    run, _ = prepared
+    attempt(run, 1, iterations=[4, 8])
+
+    def told() -> str:
+        status = run_status.gather(run, asked.Queue(), now=0.0)
+        return dict(run_status_view._lines(status, 0.0))["evaluations"]
+
+    assert told() == "2 wanted and not queued (iteration 4, 8)"
+    queue = Queue()
+    queue.down = True
+    attend(prepared, queue)
+    assert told() == "2 wanted and not queued (iteration 4, 8): sbatch: unable to contact slurm controller"
+    queue.down = False
+    attend(prepared, queue)
+    assert "no result yet: iteration 4 (job 100" in told()
+    assert "not queued" not in told()
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,22 @@ def ended(stage: Stage, job_id: str, state: str) -> Reached:  # noqa: F811
     return reached
 
 
+def test_a_person_who_ended_the_chain_stands_in_the_comment_of_the_job_that_failed(stage: Stage) -> None:  # noqa: F811
+    """A full disk took no STOP. There is room again."""
+    stage.slurm.set("1", comment="relayrun:stopped-by=ada")
+    ended(stage, "1", "FAILED")
+    assert stop_reason(stage.run) == "stopped by ada"
+    assert stage.slurm.pending() == []
+
+
+def test_begin_finds_in_its_own_comment_that_a_person_ended_the_chain(stage: Stage) -> None:  # noqa: F811
+    stage.slurm.set("1", comment="relayrun:stopped-by=ada")
+    begun = fresh_begin(stage)
+    assert begun.code == supervisor.CHAIN_ENDS, begun.output
+    assert stop_reason(stage.run) == "stopped by ada"
+    assert stage.slurm.pending() == []
+
+
 def test_it_is_counted_and_not_for_ever(stage: Stage) -> None:  # noqa: F811
     job, delays = "1", []
     while stop_reason(stage.run) is None:

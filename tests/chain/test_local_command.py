@@ -210,3 +210,37 @@ def test_ranks_that_disagree_when_to_leave_are_ended_and_what_is_saved_counts(ma
     (end,) = ends(run)
     assert (end.cause, end.durable_iteration) == ("hang", 5), logs(run)
     assert run.stop.read_text().startswith("exit trigger by ")
+
+
+SCRATCH = """
+import os, sys, time
+folder = sys.argv[1]
+for iteration in range(1, 100_000):
+    time.sleep(0.2)
+    print(f"step {iteration}: loss=1", flush=True)
+    if iteration == 8:
+        path = os.path.join(folder, "step-00000008.pt")
+        with open(path + ".new", "w") as file:
+            file.write("weights")
+        os.rename(path + ".new", path)
+    if iteration == 16:
+        sys.exit(1)
+"""
+
+
+def test_a_program_that_does_not_go_on_ends_the_chain_before_it_writes_over_its_files(
+    make_run: MakeRun, program: Path
+) -> None:
+    (program / "scratch.py").write_text(SCRATCH)
+    settings = {
+        "run": [sys.executable, str(program / "scratch.py"), "{checkpoints}"],
+        "pattern": "step-{iteration}.pt",
+        "progress": r"step (?P<iteration>\d+): loss=(?P<loss>\S+)",
+        "leave_signal": None,
+    }
+    run, plan = make_run(total_steps=None, trainer="command", trainer_settings=settings, ntasks_per_node=1)
+    run_chain(run, plan)
+    assert [record.cause for record in ends(run)] == ["failed", "fatal"], logs(run)
+    assert "says iteration 1 first, and was to go on from iteration 8" in run.stop.read_text()
+    assert durable(run).iteration == 8
+    assert run.attempt(2).read_commits() == []

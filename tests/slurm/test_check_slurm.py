@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.config import compose
+from relayrun.errors import SchedulerError
+from relayrun.rundir.run import Run
 from relayrun.submit import submission
 from relayrun.submit.check.finding import Finding
 from relayrun.submit.check.state import Intent
@@ -69,6 +71,25 @@ def test_slurm_is_asked_about_the_very_job_and_nothing_is_queued(cluster: TestCl
         each for each in looked(workspace, "job.gpus_per_node=5", "training.precision=bf16") if each.level != "ok"
     ]
     assert (gpus.name, gpus.level) == ("slurm.test", "error")
+    assert cluster.queue() == []
+
+
+def test_slurm_is_asked_about_the_job_of_an_evaluation_too(cluster: TestCluster, workspace: Workspace) -> None:
+    """Its refusal would leave no word but in a log of the run, when training is over."""
+    given = ("checkpoint.interval=10", "evaluation.interval=10", 'evaluation.command=[echo, "{results}"]')
+    assert [(each.name, each.level) for each in looked(workspace, *given)][1:] == [
+        ("slurm.test", "ok"),
+        ("slurm.evaluation", "ok"),
+    ]
+    refused = looked(workspace, *given, "evaluation.job.partition=gpuu")[-1]
+    assert (refused.name, refused.level) == ("slurm.evaluation", "error")
+    assert "invalid partition specified: gpuu" in refused.words
+    assert (refused.remedy or "").startswith("change evaluation.job")
+    path = workspace.config("run", cluster={"name": "test", "scheduler": "slurm"})
+    config = compose.load(path, [*given, "evaluation.job.partition=gpuu"])
+    with pytest.raises(SchedulerError, match=r"the job of an evaluation: sbatch: .*invalid partition"):
+        submission.submit(config)
+    assert not Run(Path(config.run_dir or "")).plan.exists()
     assert cluster.queue() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -421,3 +422,79 @@ def test_the_end_of_an_attempt_is_recorded_once(cluster: TestCluster, make_run: 
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
     assert isinstance(ends(run)[0], End)
     assert once.exists()
+
+
+def relayrun(cluster: TestCluster, *arguments: str | Path) -> str:
+    """What a person's command says, on this cluster; it must work."""
+    command = [sys.executable, "-m", "relayrun", *map(str, arguments)]
+    done = subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def fill(folder: Path) -> None:
+    """Take all the room of a file system."""
+    with (folder / "others").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        file.writelines(itertools.repeat(bytes(1 << 12)))
+
+
+def test_cancel_and_status_need_no_room_on_the_disk(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    small_disk: Path,
+) -> None:
+    run, plan = make_run("--steps=100000", folder="disk/run", total_steps=100_000, **ONE_NODE)
+    (run.path.parent.parent / "logs").mkdir()
+    job = cluster.sbatch([run.job_script])
+    wait_for_iteration(cluster, run)
+    cluster.wait_until(lambda: len(cluster.queue()) == 2, what="a successor")
+    assert "full:" not in relayrun(cluster, "status", run.path)
+    fill(small_disk)
+    assert "0 bytes left below" in " ".join(relayrun(cluster, "status", run.path).split())
+    assert "could not be written (No space left on device" in relayrun(cluster, "cancel", run.path)
+    wait_for_end(cluster, run, plan)
+    assert cluster.job(job)["Restarts"] == "0"
+
+
+@pytest.mark.parametrize("ended", ["by stop", "by the comment of the job alone", "by the trigger"])
+def test_a_job_that_cannot_begin_on_a_full_disk_is_stopped(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    small_disk: Path,
+    ended: str,
+) -> None:
+    """It would queue itself again and again, each time with nodes."""
+    run, plan = make_run("--steps=10", folder="disk/run", total_steps=10, **ONE_NODE)
+    quick(run, BEGIN_BACKOFF=600 if ended == "by stop" else 1)
+    (run.path.parent.parent / "logs").mkdir()
+    fill(small_disk)
+    job = cluster.sbatch(["--hold", run.job_script])
+    if ended == "by the comment of the job alone":
+        cluster.run(["scontrol", "update", f"JobId={job}", "Comment=relayrun:stopped-by=ada"])
+    elif ended == "by the trigger":
+        (run.triggers / "exit").touch()
+    cluster.run(["scontrol", "release", job])
+    if ended == "by stop":
+        cluster.wait_until(lambda: cluster.job(job).get("Restarts") == "1", what="a try")
+        cluster.wait_until(lambda: cluster.job(job)["JobState"] == "PENDING", what="the next one")
+        assert f"cancelled {job}" in relayrun(cluster, "stop", run.path)
+    wait_for_end(cluster, run, plan)
+    assert cluster.job(job)["Restarts"] == ("1" if ended == "by stop" else "0"), logs(run)
+    if ended == "by the comment of the job alone":
+        assert cluster.job(job)["Comment"] == "relayrun:stopped-by=ada"
+
+
+def test_the_guard_leaves_a_job_whose_chain_a_person_has_ended(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, plan = make_run("--steps=100000", total_steps=100_000, mode="requeue", **ONE_NODE)
+    job = start(cluster, run)
+    cluster.wait_until(lambda: "guarding" in logs_of_guard(run), timeout=240, what="the guard")
+    cluster.run(["scontrol", "update", f"JobId={job}", "Comment=relayrun:stopped-by=ada"])
+    cluster.run(["scancel", "--signal=KILL", "--batch", job])
+    wait_for_end(cluster, run, plan)
+    assert cluster.job(job)["Restarts"] == "0"
+    assert "the chain ends: stopped by ada" in logs_of_guard(run)
+
+
+def logs_of_guard(run: Run) -> str:
+    log = run.attempt(1).guard_log
+    return log.read_text() if log.exists() else ""

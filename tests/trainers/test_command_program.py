@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.errors import RunDirError
 from relayrun.files import sizes
 from relayrun.trainers.base import ENDED_BY_ITSELF, Ending
 from relayrun.trainers.command.checkpoints import CheckpointRule
@@ -198,6 +199,51 @@ def test_a_tracker_that_is_torn_names_the_base_again(tmp_path: Path, torn: str) 
     assert tracked(tmp_path).whole() == []
     tracked(tmp_path).prepare(base=5, attempt=2)
     assert [found.iteration for found in tracked(tmp_path).whole()] == [5]
+
+
+@pytest.mark.parametrize(
+    ("former", "kept"),
+    [
+        ("step-00000060.pt\n", "step-00000040.pt"),
+        ("out/step-00000060.pt", "out/step-00000040.pt"),
+        ("00000060\n", "00000040"),
+        ("60\n", "40"),
+        ("", "step-00000040.pt"),
+    ],
+)
+def test_a_tracker_keeps_the_name_that_is_found_on_disk(tmp_path: Path, former: str, kept: str) -> None:
+    """A program that does not find what its tracker names starts from scratch, over its old files."""
+    for iteration in (20, 40, 60):
+        (tmp_path / f"step-{iteration:08d}.pt").write_text("weights")
+    (tmp_path / "latest").write_text(former)
+    rule = CheckpointRule(folder=tmp_path, pattern="step-{iteration}.pt", whole_when=None, tracker="latest")
+    rule.prepare(base=40, attempt=2)
+    assert (tmp_path / "latest").read_text().strip() == kept
+    assert rule.tracked() == 40
+
+
+def test_a_link_keeps_the_name_that_is_found_on_disk(tmp_path: Path) -> None:
+    for iteration in (40, 60):
+        (tmp_path / f"step-{iteration:08d}.pt").write_text("weights")
+    (tmp_path / "latest").symlink_to("step-00000060.pt")
+    rule = CheckpointRule(folder=tmp_path, pattern="step-{iteration}.pt", whole_when=None, tracker="latest")
+    rule.prepare(base=40, attempt=2)
+    assert (tmp_path / "latest").resolve(strict=True) == tmp_path / "step-00000040.pt"
+
+
+def test_a_tracker_names_nothing_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("checkpoint-60")
+    with pytest.raises(RunDirError, match="no checkpoint of iteration 40"):
+        tracked(tmp_path).prepare(base=40, attempt=2)
+    assert (tmp_path / "latest").read_text() == "checkpoint-60"
+
+
+def test_a_file_of_progress_that_is_written_anew_on_resume_begins_with_old_lines(tmp_path: Path) -> None:
+    """As a program does that cuts off what lies beyond its checkpoint: none is this attempt's."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 12)))
+    assert iterations(program(tmp_path, base=10, progress_file=(file, 1000))) == [10, 11]
+    assert iterations(program(tmp_path, base=20, progress_file=(file, 1000))) == list(range(1, 12))
 
 
 def test_a_good_exit_code_is_an_end_on_purpose(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -323,7 +324,7 @@ def test_nothing_more_comes_when_the_ranks_have_gone(scene: Scene) -> None:
 
 
 def test_a_program_whose_steps_go_back_lives(scene: Scene) -> None:
-    """As one that goes back by itself, or counts each attempt from 1: the iterations that are new are recorded."""
+    """As one that goes back by itself: the iterations that are new are recorded."""
     scene.script.step(4, 5)
     scene.observer.look()
     for iteration in (3, 4, 5):
@@ -335,6 +336,79 @@ def test_a_program_whose_steps_go_back_lives(scene: Scene) -> None:
     scene.script.step(6)
     scene.observer.look()
     assert scene.lines() == [4, 5, 6]
+
+
+def goes_on(scene: Scene, base: int) -> tuple[Observer, list[str]]:
+    """An observer of an attempt that goes on from `base`, and what it has ended."""
+    begin = scene.attempt.read_begin()
+    assert begin is not None
+    begin = AttemptStart.of({**begin.__dict__, "base_iteration": base, "base_path": f"checkpoints/iter_{base:07}"})
+    ended: list[str] = []
+    end = partial(ended.append, "ranks")
+    return Observer(scene.run, scene.attempt, begin, scene.script, leave=scene._leave, end=end), ended
+
+
+@pytest.mark.parametrize("said", [(1,), (0, 1), (10, 20), (1, 2, 100, 101)])
+def test_a_program_that_does_not_go_on_from_the_base_is_ended_before_it_saves(
+    scene: Scene, said: tuple[int, ...]
+) -> None:
+    """Else it trains from scratch over its old files, and its checkpoints count as if it had gone on."""
+    observer, ended = goes_on(scene, 100)
+    scene.script.step(*said)
+    scene.script.save(120)
+    triggers.touch(scene.run, "save")
+    observer.look()
+    assert ended == ["ranks"]
+    assert scene.attempt.read_commits() == []
+    assert scene.lines() == []
+    found = outcome(scene)
+    assert found is not None
+    assert found[0] == "fatal"
+    assert f"iteration {said[-1] if said[0] == 0 else said[0]} first, and was to go on from iteration 100" in found[1]
+    observer.look()
+    observer.conclude(137)
+    assert (ended, scene.script.asked, scene.left) == (["ranks"], 0, 0)
+    assert scene.attempt.read_commits() == []
+
+
+@pytest.mark.parametrize("said", [(101,), (110, 120), (100, 101), (0, 101)])
+def test_a_program_goes_on_that_says_its_first_iteration_behind_the_base(scene: Scene, said: tuple[int, ...]) -> None:
+    """Many say every tenth iteration alone, count from 0, or draw a progress bar before they have loaded anything."""
+    observer, ended = goes_on(scene, 100)
+    for iteration in said:
+        scene.script.step(iteration)
+        observer.look()
+    scene.script.step(99, 130)  # one that goes back by itself later
+    observer.look()
+    assert ended == []
+    assert scene.lines()[-1] == 130
+    assert outcome(scene) is None
+
+
+def test_ranks_that_could_not_be_ended_are_ended_by_the_next_look(scene: Scene) -> None:
+    observer, ended = goes_on(scene, 100)
+
+    def away() -> None:
+        raise OSError("no answer")
+
+    observer._end = away
+    scene.script.step(1)
+    with pytest.raises(OSError, match="no answer"):
+        observer.look()
+    observer._end = partial(ended.append, "ranks")
+    observer.look()
+    assert ended == ["ranks"]
+
+
+def test_a_program_that_began_anew_and_is_gone_already_has_no_checkpoint_of_this_run(scene: Scene) -> None:
+    observer, _ = goes_on(scene, 100)
+    scene.script.step(*range(1, 121))
+    scene.script.save(120)
+    observer.conclude(0)
+    assert scene.attempt.read_commits() == []
+    found = outcome(scene)
+    assert found is not None
+    assert found[0] == "fatal"
 
 
 def test_an_iteration_that_is_said_again_is_no_sign_of_life(scene: Scene) -> None:

@@ -332,3 +332,26 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
         capsys.readouterr().out
     )
     assert json.loads(quota.path(site.run).read_text())["complaint"] is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ([("bytes", 1000, 1000)], "full: 0 bytes left below {}; no job can record anything until some is freed"),
+        ([("bytes", 1_000_000, 1_004_096)], "full: 4,096 bytes left"),
+        ([("bytes", 10, 10_000_000), ("files", 7, 7)], "full: 0 files left below {}"),
+        ([("bytes", 10, 10_000_000), ("files", 6, 7)], None),
+        ([], None),
+    ],
+)
+def test_status_says_that_the_disk_is_full_also_of_a_chain_that_has_ended(
+    site: Site, monkeypatch: pytest.MonkeyPatch, limits: list[tuple[quota.Kind, int, int]], said: str | None
+) -> None:
+    found = [quota.Limit(source=FILE_SYSTEM, kind=kind, used=used, limit=limit) for kind, used, limit in limits]
+    monkeypatch.setattr(run_status, "of_file_system", lambda place: found)
+    site.run.stop.write_text("cancelled by ada\n")
+    status = run_status.gather(site.run, Queue(), now=NOW)
+    words = [text for name, text in run_status_view._lines(status, NOW) if name == "disk"]
+    assert len(words) == (said is not None)
+    assert said is None or words[0].startswith(said.format(site.run.path))
+    assert run_status_view.as_json(status)["disk"] == words

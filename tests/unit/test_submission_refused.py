@@ -15,8 +15,10 @@ import pytest
 from relayrun.chain import supervisor, take_over
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
-from relayrun.errors import RunDirError, SchedulerError
+from relayrun.errors import ConfigError, RunDirError, SchedulerError
 from relayrun.files import read_lines
+from relayrun.rundir import mirror
+from relayrun.rundir.mirror import MirrorPolicy, Owner
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Heartbeat
 from relayrun.rundir.run import Run
@@ -24,6 +26,10 @@ from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.submit import submission
+from relayrun.submit.check.state import Intent
+from relayrun.training.checkpoint.mirror import sync
+from relayrun.training.checkpoint.mirror.choose import place_at
+from relayrun.training.checkpoint.mirror.pace import Pace
 from tests.history import began
 from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
 from tests.workspace import Workspace
@@ -189,3 +195,66 @@ def test_files_are_no_wider_than_the_umask(workspace: Workspace, mask: int) -> N
     run = workspace.run("deep/run")
     for path in [run.plan, run.job_script, run.manifest, run.config_revision(1), run.owners]:
         assert path.stat().st_mode & mask == 0, path
+
+
+@pytest.fixture
+def mirrored(workspace: Workspace) -> tuple[RunConfig, Path]:
+    """A run with a second place, and that place, which has the copies of the same run directory before it was lost."""
+    second = workspace.folder / "second"
+    second.mkdir()
+    wanted = config(workspace, checkpoint={"interval": 10, "mirror": {"path": str(second)}})
+    LocalScheduler(workspace.run("deep/run")).cancel(submission.submit(wanted).job_id)
+    run = workspace.run("deep/run")
+    place = second / wanted.project / wanted.name
+    policy = mirror.read_policy(run)
+    assert policy is not None
+    (place / ".staging").mkdir(parents=True)
+    Owner(id=policy.id, run=str(run.path)).write(place / "mirror.json")
+    shutil.rmtree(run.path)
+    return wanted, place
+
+
+def mirror_findings(wanted: RunConfig, **intent: bool) -> list[tuple[str, str | None]]:
+    every = submission.report_on(wanted, intent=Intent(**intent)).findings.all
+    return [(each.line, each.remedy) for each in every if each.name == "run.mirror" and each.level == "error"]
+
+
+@pytest.mark.slow
+def test_the_copies_of_a_lost_run_directory_are_refused_until_they_are_taken_over(
+    workspace: Workspace, mirrored: tuple[RunConfig, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run goes on, right after a loss, and nothing of it is copied."""
+    wanted, place = mirrored
+    run = workspace.run("deep/run")
+    ((said, remedy),) = mirror_findings(wanted)
+    assert f"checkpoint.mirror.path: {place}: it holds the copies of a run that is not there any more" in said
+    assert "submit with --take-over" in (remedy or "")
+    with pytest.raises(ConfigError, match="nothing would be copied"):
+        submission.submit(wanted)
+    assert not run.path.exists()
+    assert mirror_findings(wanted, take_over=True) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalScheduler, "submit_first", refused)
+        with pytest.raises(SchedulerError, match="invalid partition"):
+            submission.submit(wanted, take_over=True)
+    assert not run.path.exists()
+    submission.submit(wanted, take_over=True)
+    policy = mirror.read_policy(run)
+    assert policy is not None
+    sync.check_owner(run, policy, place_at(str(place), Pace(None)))  # as a pass does before it copies
+    assert mirror_findings(wanted, resume=True) == []
+
+
+@pytest.mark.slow
+def test_the_copies_of_a_run_that_is_there_are_never_taken_over(
+    workspace: Workspace, mirrored: tuple[RunConfig, Path]
+) -> None:
+    wanted, place = mirrored
+    other = workspace.run("other")
+    mirror.folder(other).mkdir(parents=True)
+    MirrorPolicy(folder=str(place), id="0123", keep_last=2, program=["true"]).write(mirror.policy_path(other))
+    Owner(id="0123", run=str(other.path)).write(place / "mirror.json")
+    with pytest.raises(ConfigError, match=f"holds the copies of another run, {other.path}") as error:
+        submission.submit(wanted, take_over=True)
+    assert error.value.hint == "set checkpoint.mirror.path to another place"
+    assert not workspace.run("deep/run").path.exists()

@@ -13,7 +13,7 @@ from relayrun.errors import RelayrunError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
-from relayrun.submit import owner
+from relayrun.submit import evaluation_job, owner
 from relayrun.submit.check import (
     data,
     job,
@@ -94,7 +94,8 @@ def report(
     if isinstance(config, MegatronConfig):
         launcher_file.look(config, plan, run, script, adopted or {}, findings)
     if plan.scheduler == "slurm" and script is not None:
-        slurm.look(plan, script, findings)
+        evaluation = None if config.evaluation is None else evaluation_job.script(config, plan, run)
+        slurm.look(plan, script, findings, evaluation=evaluation)
     tracking.look(config, findings)
     notify.look(config, findings)
     return Report(config=config, run=run, plan=plan, findings=findings, manifest=manifest, usage=used, forecast=future)

@@ -16,10 +16,11 @@ from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.finding import Findings
 
 
-def look(plan: Plan, script: str | Path, findings: Findings) -> None:
-    """Ask Slurm whether it would take the job; nothing is queued.
+def look(plan: Plan, script: str | Path, findings: Findings, *, evaluation: str | None = None) -> None:
+    """Ask Slurm whether it would take the job, and the job of an evaluation; nothing is queued.
 
-    `script`: the text of the job's script, or the path of a launcher that sbatch would be given.
+    `script`: the text of the job's script, or the path of a launcher that sbatch would be given. `evaluation`: the text
+    of the script that evaluates a checkpoint; None: none does.
     """
     slurm = Slurm(patience=0)  # a person waits: once is enough
     try:
@@ -35,9 +36,15 @@ def look(plan: Plan, script: str | Path, findings: Findings) -> None:
     options = {} if isinstance(script, str) else of_environment(os.environ)
     _limits(partitions, plan, options.get("partition") or plan.sbatch_options.get("partition"), findings)
     _test(slurm, script, options, findings)
+    if evaluation is not None:
+        _test(slurm, evaluation, {}, findings, of="evaluation")
 
 
-def _test(slurm: Slurm, script: str | Path, options: Mapping[str, str], findings: Findings) -> None:
+def _test(
+    slurm: Slurm, script: str | Path, options: Mapping[str, str], findings: Findings, *, of: str | None = None
+) -> None:
+    """`of`: the section whose jobs these are; None: the run's own."""
+    name, section, whose = ("slurm.test", "job", "") if of is None else (f"slurm.{of}", f"{of}.job", f"{of}: ")
     with tempfile.NamedTemporaryFile("w", prefix="relayrun-check-", suffix=".sbatch", encoding="utf-8") as file:
         if isinstance(script, str):
             file.write(script)
@@ -46,11 +53,12 @@ def _test(slurm: Slurm, script: str | Path, options: Mapping[str, str], findings
         try:
             answer = slurm.test(path, options)
         except NoAnswerError as error:
-            findings.warn("slurm.test", f"Slurm does not answer: {error.message}", remedy="ask again later")
+            findings.warn(name, f"{whose}Slurm does not answer: {error.message}", remedy="ask again later")
         except SchedulerError as error:
-            findings.refuse("slurm.test", error.message, remedy="change job, or the job section of the cluster")
+            remedy = f"change {section}, or the job section of the cluster"
+            findings.refuse(name, whose + error.message, remedy=remedy)
         else:
-            findings.ok("slurm.test", " ".join(answer.split()) or "sbatch --test-only takes the job")
+            findings.ok(name, whose + (" ".join(answer.split()) or "sbatch --test-only takes the job"))
 
 
 def _limits(partitions: list[dict[str, str]], plan: Plan, asked: str | None, findings: Findings) -> None:

@@ -22,7 +22,7 @@ from relayrun.scheduler.base import RESERVATION_GONE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time
-from relayrun.submit import initial_checkpoint, owner
+from relayrun.submit import initial_checkpoint, mirror_policy, owner
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.trainer_settings import stop_after
 
@@ -35,7 +35,7 @@ class Intent:
     """Go on where the chain has ended, too."""
     accept_data_change: bool = False
     take_over: bool = False
-    """Go on with a run of another user's, whose jobs have ended."""
+    """Go on with a run of another user's, whose jobs have ended, and with copies of a run whose directory is lost."""
 
 
 def look(
@@ -46,6 +46,8 @@ def look(
         check_time_limit(config, plan, run)
     with findings.catching("run.trainer"):
         refuse_other_trainer(config, run)
+    with findings.catching("run.mirror"):
+        mirror_policy.refuse_another(config, run, take_over=intent.take_over)
     with findings.catching("run.initial_checkpoint"):
         initial_checkpoint.find_initial_checkpoint(
             config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)

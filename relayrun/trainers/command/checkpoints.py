@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from relayrun.errors import RunDirError
 from relayrun.files import fsync_directory, temporary_prefix, write_atomic
 from relayrun.trainers.base import FoundCheckpoint
 from relayrun.trainers.quarantine import quarantine
@@ -77,20 +78,28 @@ class CheckpointRule:
         return done
 
     def _track(self, iteration: int) -> None:
-        """Let the tracker name this iteration, in the form that it had; 0: remove it."""
+        """Let the tracker name this iteration in the form that it had, by the name found on disk; 0: remove it.
+
+        A name made from the number may be another one (`step-40` for `step-00000040`), which the program does not find.
+        """
         assert self.tracker is not None
         path, former = self.folder / self.tracker, self._tracker_text()
-        name = self.pattern.replace("{iteration}", str(iteration))
         if not iteration:
             path.unlink(missing_ok=True)
             fsync_directory(self.folder)
-        elif path.is_symlink():
+            return
+        name = next((found.name for number, found in self.every() if number == iteration), None)
+        if name is None:
+            raise RunDirError(f"no checkpoint of iteration {iteration} is there to go on from", where=self.folder)
+        if path.is_symlink():
             link = self.folder / f"{temporary_prefix()}{self.tracker}"
             link.symlink_to(os.path.join(os.path.dirname(os.readlink(path)), name))
             os.replace(link, path)
             fsync_directory(self.folder)
         elif former is None or _is_number(former):
-            write_atomic(path, f"{iteration}\n")
+            digits = self._digits(name)
+            same_form = former is not None and digits is not None and len(digits) == len(former)
+            write_atomic(path, f"{digits if same_form else iteration}\n")
         else:
             write_atomic(path, os.path.join(os.path.dirname(former), name))
 
@@ -107,9 +116,14 @@ class CheckpointRule:
             return None
 
     def _iteration(self, name: str) -> int | None:
+        digits = self._digits(name)
+        return None if digits is None else int(digits)
+
+    def _digits(self, name: str) -> str | None:
+        """The iteration as a name has it, with its zeros in front; None where it is no checkpoint's name."""
         before, _, after = self.pattern.partition("{iteration}")
         found = re.fullmatch(re.escape(before) + r"([0-9]+)" + re.escape(after), name)
-        return None if found is None else int(found[1])
+        return None if found is None else found[1]
 
     def _fault(self, path: Path, newest: int | None) -> str | None:
         """What is missing of a checkpoint; None where nothing is. `newest`: the iteration that the tracker names."""

@@ -48,10 +48,8 @@ class CommandProgram:
         self._folder = folder
         self._base = base
         self._total_steps = total_steps
-        self._json = [NewLines(client / "steps.jsonl")]
-        if progress_file is not None:
-            path, offset = progress_file
-            self._json.append(NewLines(path, offset=offset))
+        self._said = NewLines(client / "steps.jsonl")
+        self._file = None if progress_file is None else NewLines(progress_file[0], offset=progress_file[1])
         self._logs = [NewLines(path, offset=offset) for path, offset in logs]
         self._progress = progress
         self._rule = rule
@@ -61,7 +59,11 @@ class CommandProgram:
 
     def steps(self) -> list[ObservedStep]:
         """The iterations that it has said since the last call, as it said them; from its beginning for the first."""
-        found = [step for lines in self._json for line in lines.read() if (step := json_step(line)) is not None]
+        found = _steps(self._said)
+        if self._file is not None:
+            written = _steps(self._file)  # who goes on may write the file anew, with the lines up to its base
+            goes_on = any(step.iteration >= self._base for step in written)
+            found += [step for step in written if step.iteration >= self._base or not goes_on]
         if self._progress is not None:
             for lines in self._logs:
                 found += self._progress.steps(lines.read())
@@ -113,3 +115,8 @@ class CommandProgram:
         if self._total_steps is not None:
             return Ending(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self._total_steps}")
         return Ending(outcome="done", words=ENDED_BY_ITSELF)
+
+
+def _steps(lines: NewLines) -> list[ObservedStep]:
+    """The iterations that new lines of JSON tell of."""
+    return [step for line in lines.read() if (step := json_step(line)) is not None]

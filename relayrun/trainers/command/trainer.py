@@ -140,7 +140,8 @@ class Command:
             asked_to_leave=attempt.stop.exists,
         )
         leave = (lambda: None) if self.leave_signal is None else partial(signal_ranks, self.leave_signal)
-        return Observer(self._run, attempt, begin, program, leave=leave, retention=self._retention(begin))
+        end = partial(signal_ranks, Signals.SIGKILL)
+        return Observer(self._run, attempt, begin, program, leave=leave, end=end, retention=self._retention(begin))
 
     def _retention(self, begin: AttemptStart) -> Retention | None:
         if self._settings.keep_last is None:

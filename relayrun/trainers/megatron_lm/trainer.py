@@ -138,8 +138,8 @@ class MegatronTrainer:
             program.wait_inside_step()
             signal_ranks(self.leave_signal)
 
-        kept = self._retention(begin)
-        return Observer(self._run, attempt, begin, program, leave=leave, retention=kept, ask_again=True)
+        kept, end = self._retention(begin), partial(signal_ranks, Signals.SIGKILL)
+        return Observer(self._run, attempt, begin, program, leave=leave, end=end, retention=kept, ask_again=True)
 
     def _retention(self, begin: AttemptStart) -> Retention | None:
         if self._settings.keep_last is None:

@@ -237,7 +237,7 @@ def check_owner(run: Run, policy: MirrorPolicy, place: Place) -> None:
     owner = place.owner()
     if owner is None:
         return
-    elsewhere = owner.run != str(run.path) and _is_mirrored(Run(Path(owner.run)), owner.id)
+    elsewhere = owner.run != str(run.path) and is_mirrored(Run(Path(owner.run)), owner.id)
     if owner.id != policy.id or elsewhere:
         raise RunDirError(
             f"this place holds the copies of another run, {owner.run}",
@@ -246,7 +246,7 @@ def check_owner(run: Run, policy: MirrorPolicy, place: Place) -> None:
         )
 
 
-def _is_mirrored(run: Run, name: str) -> bool:
+def is_mirrored(run: Run, name: str) -> bool:
     """Whether a run is still there that copies under this id."""
     with contextlib.suppress(RunDirError, OSError):
         policy = mirror.read_policy(run)
