@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.common import CommonConfig
-from relayrun.config.section import Line, Positive, Section
+from relayrun.config.section import Line, Output, Positive, Section
 
 UNHEARD = ("SIGKILL", "SIGSTOP")
 """Signals that no program hears."""
@@ -96,12 +96,12 @@ class Command(Section):
     numbers, which are metrics; below the run's directory, or `{checkpoints}/...`."""
     save_signal: SignalName | None = None
     """Signal on which it saves and goes on; None: it hears of it by the client or `save_file` alone."""
-    save_file: Line | None = None
+    save_file: Output | None = None
     """A file, named like `progress_file`, whose existence asks for a checkpoint; the program removes it."""
     leave_signal: SignalName | None = "SIGUSR2"
     """Signal on which every rank saves and ends with exit code 0; None: it hears of it by the client or `leave_file`
     alone."""
-    leave_file: Line | None = None
+    leave_file: Output | None = None
     """A file, named like `progress_file`, whose existence asks every rank to save and end with exit code 0."""
     steps: Positive | None = None
     """The last iteration. None: it is done when it ends with exit code 0 and nobody has asked it to leave."""

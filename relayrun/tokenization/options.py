@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from relayrun.config.section import Positive, Section
+from relayrun.config.section import Output, Positive, Section
 from relayrun.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class TokenizeOptions(Section):
     """What becomes of what cannot be read. fail: an error, once the other shards are done. skip-file: the whole file is
     left out and noted. skip-line: a line or row without a text in UTF-8 is left out and counted, and a file that cannot
     be read at all is left out."""
-    cache_dir: str | None = None
+    cache_dir: Output | None = None
     """The folder that tokenizers of the Hugging Face hub are kept in; None: the hub's own."""
 
     @property

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import sites, writable, yamlfile
+from relayrun.config import compose, sites, writable, yamlfile
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokenization.datatrove.writer import MegatronTokenWriter
 from relayrun.tokenization.settings import ENVIRONMENT, settings_from_environment
 from tests.history import make_history
-from tests.workspace import Workspace
+from tests.workspace import CONFIG, Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -220,7 +220,20 @@ def test_no_setting_of_a_run_takes_a_url_for_a_folder(
     assert sorted({*tmp_path.rglob("*")} - {campaign}) == before
 
 
-@pytest.mark.parametrize("name", ["metadata_folder", "output_folder", "logs"])
+@pytest.mark.parametrize("name", ["save_file", "leave_file"])
+def test_no_file_that_asks_a_program_is_a_url(name: str, tmp_path: Path) -> None:
+    own = {"run": ["python3", "train.py"], name: "s3://bucket/x"}
+    (tmp_path / "run.yaml").write_text(
+        yamlfile.dump(
+            {each: CONFIG[each] for each in ("project", "name", "job", "cluster")}
+            | {"trainer": "command", "command": own}
+        )
+    )
+    with pytest.raises(ConfigError, match=rf"command\.{name}: s3://bucket/x is a URL"):
+        compose.load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("name", ["metadata_folder", "output_folder", "logs", "cache_dir"])
 def test_no_setting_of_a_tokenization_takes_a_url_for_a_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +242,8 @@ def test_no_setting_of_a_tokenization_takes_a_url_for_a_folder(
     (tmp_path / "dumps.yaml").write_text(yamlfile.dump(own | {name: "gs://bucket/x"}))
     assert main(["dumps", "submit", "dumps.yaml"]) == 1
     assert f"{name}: gs://bucket/x is a URL, and only folders" in capsys.readouterr().err
+    if name == "cache_dir":  # no variable of the launcher
+        return
     variable = next(each for each, setting in ENVIRONMENT.items() if setting == name)
     values = {each: own.get(setting, "") for each, setting in ENVIRONMENT.items()}
     with pytest.raises(ConfigError, match="gs://bucket/x is a URL, and only folders of this machine"):
