@@ -55,8 +55,8 @@ def stop_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSErro
         fallback.withdraw(plan, scheduler, anyone=True)
     told = []
     leave = trainer_of(plan, run).leave_signal
-    for job in sorted(scheduler.jobs(plan, anyone=True), key=lambda job: job.state != "PENDING"):
-        if job.state == "PENDING":
+    for job in sorted(scheduler.jobs(plan, anyone=True), key=lambda job: not job.waits):
+        if job.waits:
             scheduler.cancel(job.id)
             told.append(f"cancelled {job.id}")
         elif job.state == "RUNNING" and leave is not None:
