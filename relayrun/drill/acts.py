@@ -120,7 +120,7 @@ def preempt(stage: Stage) -> None:
     """Submit a job to a partition of higher priority that needs all nodes; return when the second attempt has begun."""
     stage.wait_iteration(15)
     stage.queue_job("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
-    stage.wait(stage.run.attempt(2).begin.exists, 120)
+    stage.wait(stage.run.attempt(2).begin.exists)
 
 
 def leave(stage: Stage) -> None:

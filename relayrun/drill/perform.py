@@ -111,7 +111,7 @@ def submit(config: Path, environment: dict[str, str]) -> None:
 
 def wait_for_begin(stage: Stage) -> None:
     """Wait until the first attempt has begun, or the chain is over before. Raises DidNotHappen."""
-    stage.wait(lambda: stage.run.attempt(1).begin.exists() or over(stage), 300, what="the first attempt's begin")
+    stage.wait(lambda: stage.run.attempt(1).begin.exists() or over(stage), what="the first attempt's begin")
 
 
 def wait_for_end(stage: Stage) -> None:

@@ -23,6 +23,8 @@ from relayrun.scheduler.slurm import Slurm
 
 POLL = 0.1
 """Seconds between two looks at files."""
+WAIT_SECONDS = 600.0
+"""How long what a fault needs is waited for: a start takes a minute on a busy machine."""
 
 
 class DidNotHappen(RelayrunError):
@@ -49,7 +51,7 @@ class Stage:
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes whose daemons the fault has ended."""
 
-    def wait(self, condition: Callable[[], object], seconds: float = 60, *, what: str = "what the fault needs") -> None:
+    def wait(self, condition: Callable[[], object], seconds: float = WAIT_SECONDS, *, what: str = "what the fault needs") -> None:
         """Wait until the condition holds. Raises DidNotHappen.
 
         Time in which all jobs of the chain wait in the queue does not count.
@@ -68,7 +70,6 @@ class Stage:
         metrics = self.run.attempt(attempt).metrics
         self.wait(
             lambda: any(line["iteration"] >= iteration for line in read_lines(metrics)),
-            90,
             what=f"iteration {iteration} of attempt {attempt}",
         )
 
@@ -133,7 +134,7 @@ class Stage:
         def delayed() -> list[str]:
             return [job for job in self.waiting_jobs() if "Reason=BeginTime" in self._shown(job)]
 
-        self.wait(lambda: delayed() or not self.jobs(), 90, what="a job that waits for its time")
+        self.wait(lambda: delayed() or not self.jobs(), what="a job that waits for its time")
         for job in delayed():
             # Slurm kills one that was queued again and starts in the second in which it was: its credential is revoked
             start = "now" if "Restarts=0" in self._shown(job) else "now+2"
