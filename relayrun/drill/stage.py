@@ -51,12 +51,12 @@ class Stage:
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes whose daemons the fault has ended."""
 
-    def wait(self, condition: Callable[[], object], seconds: float = WAIT_SECONDS, *, what: str = "what the fault needs") -> None:
+    def wait(self, condition: Callable[[], object], *, what: str = "what the fault needs") -> None:
         """Wait until the condition holds. Raises DidNotHappen.
 
         Time in which all jobs of the chain wait in the queue does not count.
         """
-        limit, queued = seconds * self.patience, 0.0
+        limit, queued = WAIT_SECONDS * self.patience, 0.0
         begin = time.monotonic()
         while not condition():
             if time.monotonic() - begin - queued > limit:
