@@ -139,7 +139,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
             monkeypatch.setenv(variable, cluster.env[variable])
         stage = Stage(run=run, commands=tmp_path, slurm=Slurm(), reach=MegatronReach(), control=cluster, patience=4)
         if name == "latest-torn":  # its folder is there before its files are
-            stage.wait(lambda: checkpoints.tracked(run.checkpoints) == 20, 600)
+            stage.wait(lambda: checkpoints.tracked(run.checkpoints) == 20)
         fault.act(stage)
         perform.wait_for_end(stage)
     finally:
