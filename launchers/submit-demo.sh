@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=relayrun-demo
-#SBATCH --time=00:02:00
+#SBATCH --time=01:00:00
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
 #
 # The backstop of rank 0's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
 # Slurm sends it up to 60 s early. Where jobs last hours, 540 is a good value.
-#SBATCH --signal=B:SIGUSR2@25
+#SBATCH --signal=B:SIGUSR2@540
 #
 # Slurm brings the job back if it loses its node, until a successor waits behind it.
 #SBATCH --requeue
