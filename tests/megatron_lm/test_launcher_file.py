@@ -358,6 +358,13 @@ def test_what_runs_is_what_flags_say_and_the_environment(
     assert looked((f'"{tmp_path}/data"', "data")) == []
 
 
+def test_no_flag_takes_a_url_for_a_folder(looked: Looked, tmp_path: Path) -> None:
+    """Megatron-LM makes a local folder s3: of it."""
+    ((said, _),) = looked(submit=True, megatron_lm={"args": {"tensorboard-dir": "S3://bucket/x"}})
+    assert "S3://bucket/x is a URL, and only folders of this machine are written to" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_secret_of_a_launcher_is_not_shown(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
     key = ("MBS=1 #", "export WANDB_API_KEY=abc123\nMBS=1 #")
     ((said, _),) = looked(key)
