@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
 def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
     """Let the file system say that these files and folders belong to another user."""
-    lstat = os.lstat
+    lstat, stat = os.lstat, os.stat
 
     def look(path: str | os.PathLike[str]) -> os.stat_result:
         found = lstat(path)
@@ -20,4 +21,9 @@ def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
         fields[4] += 1
         return os.stat_result(fields)
 
+    def look_behind(path: Any, **more: Any) -> os.stat_result:
+        real = None if more or isinstance(path, int) else Path(os.path.realpath(path))
+        return look(real) if real in paths else stat(path, **more)
+
     monkeypatch.setattr(os, "lstat", look)
+    monkeypatch.setattr(os, "stat", look_behind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.export.target import refuse_existing
-from relayrun.files import fsync_directory, rename_new
+from relayrun.files import fsync_directory, remove_leftovers, rename_new, temporary_prefix
 
 
 @contextmanager
@@ -24,10 +25,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     target = target.absolute()
     refuse_existing(target)
-    temporary = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    temporary = target.with_name(f"{temporary_prefix()}{secrets.token_hex(8)}")  # two containers may have one number
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with the same number
+        remove_leftovers(target.parent, shared=True)
         temporary.mkdir()
         yield temporary
         _sync(temporary)

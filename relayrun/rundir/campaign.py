@@ -25,7 +25,7 @@ from typing import Any, Literal
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, write_atomic, write_json
 from relayrun.rundir import lineage, stop
-from relayrun.rundir.records import Record
+from relayrun.rundir.records import Record, another_owner
 from relayrun.rundir.run import Run
 
 MEMBERSHIP = "membership.json"
@@ -75,7 +75,7 @@ class Campaign(Record):
         """Read the campaign of a folder. Raises RunDirError where there is none."""
         try:
             entry = read_json(path := folder / "campaign.json")
-            others = {owner for each in (folder, path) if (owner := os.lstat(each).st_uid) != os.geteuid()}
+            others = {owner for each in (folder, path) if (owner := another_owner(each)) is not None}
             entry["owner"] = max(others, default=entry["owner"])  # whatever the file says
             return cls.of(entry | {"members": [Member.of(member) for member in entry["members"]]})
         except FileNotFoundError:

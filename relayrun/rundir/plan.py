@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from relayrun import __version__, places
 from relayrun.errors import RunDirError
 from relayrun.files import read_json
-from relayrun.rundir.records import Record
+from relayrun.rundir.records import Record, another_owner
 from relayrun.rundir.run import PLAN, Run
 
 FORMAT = 2
@@ -124,7 +123,7 @@ class Plan(Record):
                 "to its new place",
             )
         entry, number = found
-        if (owner := os.lstat(run.plan).st_uid) != os.geteuid():
+        if (owner := another_owner(run.plan)) is not None:
             entry["owner"] = owner
         try:
             return cls.of(entry | {"format": number})

@@ -57,6 +57,12 @@ class _Form:
 _FORMS: dict[type, _Form] = {}
 
 
+def another_owner(path: Path | str) -> int | None:
+    """Number of the user, if another one, whose file this is, or whose file the link there leads to. Raises OSError."""
+    owners = {os.lstat(path).st_uid, os.stat(path).st_uid} - {os.geteuid()}
+    return max(owners, default=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """A dataclass that is one JSON object."""
@@ -74,7 +80,7 @@ class Record:
     def read_own(cls, path: Path | str) -> Self | None:
         """The same for a record that names programs or addresses: RunDirError too where the file is another user's."""
         record = cls.read(path)
-        if record is not None and (owner := os.lstat(path).st_uid) != os.geteuid():
+        if record is not None and (owner := another_owner(path)) is not None:
             raise RunDirError(
                 f"this file belongs to {user_name(owner)}: nothing that it names is started or written to",
                 where=path,

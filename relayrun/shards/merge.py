@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from relayrun.errors import InputError, refuse_unwritable
+from relayrun.errors import InputError, refuse_unwritable, refuse_urls
 from relayrun.files import RealPath, alone, fsync_directory, remove_leftovers, rename_new, temporary_prefix
 from relayrun.shards.direct_io import DirectFile
 from relayrun.shards.indexed import Shard, index_bytes
@@ -40,7 +40,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal
     one of the inputs. Warns where the record cannot name a tokenizer, because not every input does.
     """
     target = os.path.abspath(output)
-    inputs = look(prefixes, target, multimodal=multimodal)
+    inputs = look(prefixes, output, multimodal=multimodal)
     with alone(Path(target)) as held:
         if not held:
             hint = "wait for it, or choose another name"
@@ -112,6 +112,7 @@ class Inputs:
 
 def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Inputs:
     """Look at the inputs of a merge and the place of its output; no token is read. Raises InputError as `merge`."""
+    refuse_urls(output)
     target = os.path.abspath(output)
     shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]
     if not shards:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, refuse_urls
 from relayrun.files import alone, write_atomic, write_json
 
 SPECIAL = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
@@ -43,6 +43,7 @@ def byte_tokenizer(output: Path) -> Path:
 @contextlib.contextmanager
 def only_tokenizer(output: Path) -> Iterator[None]:
     """Keep other processes from making a tokenizer in this folder. Raises InputError where it holds or gets one."""
+    refuse_urls(output)
     with alone(Path(os.path.realpath(output))) as held:
         if not held:
             raise InputError("another process makes a tokenizer here", where=output, hint="choose another folder")

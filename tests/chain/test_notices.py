@@ -31,7 +31,7 @@ from relayrun.rundir.notices import NoticePolicy, Target
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import End, Hang
 from relayrun.rundir.rewinds import Rewind, append
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import Run, is_own
 from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from tests.history import STEP, began
@@ -437,6 +437,29 @@ def test_a_look_at_another_users_run_starts_and_sends_nothing_whatever_its_plan_
     assert len(started) == 1
     assert sent(run) == []
     assert len(web.requests) == 1
+
+
+@pytest.mark.parametrize("name", ["plan.json", "notices/policy.json"])
+def test_a_link_of_this_users_to_another_users_file_starts_nothing(
+    run: Run, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `cp -rs` of another user's run makes them."""
+    tell(run, "http://127.0.0.1:9/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
+    replace(Plan.load(run), owner=None).write(run.plan)
+    write_stop(run, "fatal: it broke")
+    noted(run)
+    (theirs := tmp_path / "theirs").write_bytes((run.path / name).read_bytes())
+    (run.path / name).unlink()
+    (run.path / name).symlink_to(theirs)
+    started: list[object] = []
+    monkeypatch.setattr(unsent, "_start", lambda *given: started.append(given))
+    with monkeypatch.context() as patch:
+        give_away(patch, theirs)
+        unsent.send_in_background(run)
+        assert started == []
+        assert not is_own(run) or name != "plan.json"
+    unsent.send_in_background(run)
+    assert len(started) == 1
 
 
 def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import resource
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from relayrun.cli import main
+from relayrun.errors import InputError
+from relayrun.export.folder import new_folder
 from relayrun.export.reader import CheckpointReader
 from relayrun.training.checkpoint import checksums
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
@@ -64,6 +67,16 @@ def test_what_is_imported_is_exported_again_bit_by_bit(tmp_path: Path, changes: 
 
 
 @pytest.mark.slow
+def test_two_exports_of_one_process_number_do_not_share_a_folder(tmp_path: Path) -> None:
+    """Two containers number their processes alike, and one deleted what the other had written so far."""
+    with contextlib.suppress(InputError), new_folder(tmp_path / "out") as one:
+        (one / "weights").touch()
+        with new_folder(tmp_path / "out") as other:
+            (other / "other weights").touch()
+        assert (one / "weights").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "other weights"]
+
+
 def test_transformers_opens_it_and_computes_what_the_original_does(tmp_path: Path, imported: Imported) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -441,6 +441,22 @@ def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
         assert inert_pickle.read(archive(b"\x80\x02" + memo + b".")) is None
 
 
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"\x96" + (1 << 33).to_bytes(8, "little"),
+        b"](" + (64 << 20) * b"]" + b"e",
+        b"}N" + 60 * b"2\x86" + b"Ns",
+        b"}N" + 1_000_000 * b"\x85" + b"Ns",
+    ],
+    ids=["bytes that are not there", "many lists", "a key whose hash never ends", "a key that is deep"],
+)
+def test_a_crafted_file_takes_neither_memory_nor_time(opcodes: bytes) -> None:
+    """Each has a few kilobytes as a file; the last one ended the process."""
+    with little_memory(), pytest.raises(Unreadable):
+        inert_pickle.read(archive(b"\x80\x05" + opcodes + b"."))
+
+
 def test_a_record_that_holds_itself_is_read() -> None:
     value = Namespace(many=[1])
     value.many.append(value)

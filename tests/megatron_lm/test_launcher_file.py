@@ -265,6 +265,27 @@ OWN: dict[str, tuple[tuple[str, str], str, str]] = {
         "NCCL_X=1 is not what runs: the run has no",
         "cluster.env",
     ),
+    "quoted whole": (
+        ("GBS=128 #", 'export "GBS=64" #'),
+        "GBS=64 is not what runs: the run has 128",
+        "training.global_batch_size",
+    ),
+    "in arithmetic": (("GBS=128 #", "((GBS = 32 * 2)) #"), "GBS is computed, and no line of this", "global_batch_size"),
+    "by let": (("GBS=128 #", "let GBS=64 #"), "GBS is computed, and no line of this file", "global_batch_size"),
+    "read": (("GBS=128 #", "read -r GBS <<< 64 #"), "GBS is computed, and no line of this", "global_batch_size"),
+    "printed": (("GBS=128 #", "printf -v GBS 64 #"), "GBS is computed, and no line of this", "global_batch_size"),
+    "in a loop": (("GBS=128 #", "for GBS in 64; do :; done #"), "GBS is computed, and no", "global_batch_size"),
+    "as an array": (("GBS=128 #", "GBS=(64) #"), "GBS is computed, and no line of this file", "global_batch_size"),
+    "exported by declare": (
+        ("MBS=1 #", "declare -x NCCL_DEBUG=INFO\nMBS=1 #"),
+        "NCCL_DEBUG=INFO is not what runs: the run has no",
+        "cluster.env",
+    ),
+    "computed variable": (
+        ("MBS=1 #", "export NCCL_SOCKET_IFNAME=$(ip route)\nMBS=1 #"),
+        "NCCL_SOCKET_IFNAME is computed, and no line of this file runs: the run has no",
+        "cluster.env",
+    ),
     "time": (("=00:19:59", "=1:00:00"), "--time=1:00:00 is not what runs: the run has 0-00:19:59", "job.time"),
     "short": (("--time=00:19:59", "-t 30 -A a-a06"), "--time=30 is not what runs: the run has 0-00:19:59", "job.time"),
     "nodes": (("--nodes=2", "-N4"), "--nodes=4 is not what runs: the run has 2", "job.nodes"),
@@ -298,6 +319,16 @@ def test_what_differs_is_an_error_that_names_both_and_where_to_set_it(case: str,
     assert remedy in what_to_do
 
 
+def test_what_only_reads_a_constant_sets_none(looked: Looked) -> None:
+    """Neither does a comment, nor a comparison."""
+    more = (
+        "# read GBS, let GBS=2\nif ((GBS == 128 && MBS <= 2)); then echo; fi\nN=$((GBS / MBS))\nlet N=2\n"
+        'for f in $DATASETS; do echo "$GBS" $GBS; done\neval "echo $GBS"\nread -r LINE <<< "$MBS ${GBS}"\n'
+        'printf "%s" $GBS\n'
+    )
+    assert looked(more=more) == []
+
+
 def test_all_of_them_are_named_at_once_and_a_submit_refuses(looked: Looked, tmp_path: Path) -> None:
     edits = [OWN[case][0] for case in ("steps", "batch", "micro-batch", "time", "account")]
     assert len(looked(*edits)) == 5
@@ -325,6 +356,13 @@ def test_what_runs_is_what_flags_say_and_the_environment(
     monkeypatch.chdir(tmp_path)
     (tmp_path / places.MARKER).touch()
     assert looked((f'"{tmp_path}/data"', "data")) == []
+
+
+def test_no_flag_takes_a_url_for_a_folder(looked: Looked, tmp_path: Path) -> None:
+    """Megatron-LM makes a local folder s3: of it."""
+    ((said, _),) = looked(submit=True, megatron_lm={"args": {"tensorboard-dir": "S3://bucket/x"}})
+    assert "S3://bucket/x is a URL, and only folders of this machine are written to" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_secret_of_a_launcher_is_not_shown(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:

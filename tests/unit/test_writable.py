@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,9 +13,13 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose, sites, writable, yamlfile
+from relayrun.data.mixture.folder import create_mixture
 from relayrun.errors import ConfigError, InputError
+from relayrun.shards.merge import merge
+from relayrun.tokenization.byte_tokenizer import byte_tokenizer
 from relayrun.tokenization.datatrove.writer import MegatronTokenWriter
 from relayrun.tokenization.settings import ENVIRONMENT, settings_from_environment
+from relayrun.tokenization.train_tokenizer import train_tokenizer
 from tests.history import make_history
 from tests.workspace import CONFIG, Workspace
 
@@ -255,6 +259,27 @@ def test_no_step_of_a_pipeline_takes_a_url_for_a_folder(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="s3://bucket/x is a URL, and only folders of this machine"):
         MegatronTokenWriter("s3://bucket/x", "t")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", Path("S3://bucket/x"), "file:///tmp/x"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda url: merge(["a"], url),
+        lambda url: create_mixture([], [], url),
+        lambda url: byte_tokenizer(Path(url)),
+        lambda url: train_tokenizer(["."], Path(url), vocabulary_size=300),
+    ],
+    ids=["merge", "mixture", "bytes", "tokenizer"],
+)
+def test_no_function_takes_a_url_for_a_folder(
+    call: Callable[[str | Path], object], url: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that was made absolute first is no URL any more."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="is a URL, and only folders of this machine"):
+        call(url)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("word", ["--to", "FOLDER"])

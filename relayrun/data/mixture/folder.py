@@ -26,7 +26,7 @@ import numpy as np
 from relayrun.data.mixture import select
 from relayrun.data.mixture.refusals import MOST_REPEATS, refuse_nothing, refuse_repeats, refuse_two_tokenizers
 from relayrun.data.mixture.summary import CutShard, Dataset, as_json, pass_folder, summarise
-from relayrun.errors import ConfigError, InputError, refuse_unwritable
+from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
 from relayrun.files import RealPath, fsync_directory, replaced_folder, write_atomic
 from relayrun.shards.indexed import Shard
 from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT, files_of
@@ -73,6 +73,7 @@ def create_mixture(
     shares = select.normalised(weights)
     check_output(output, folders)
     if not dry_run:
+        refuse_urls(output)
         refuse_unwritable(Path(os.path.realpath(output)).parent)
     datasets = _read_datasets(folders, shares, seed, report)
     refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)

@@ -38,6 +38,14 @@ _OF_AN_ATTEMPT = re.compile(r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 
+_OTHERWISE = r"""
+    \b(?:read|mapfile|readarray|getopts)\b[^;&|\n]*?(?<![\w$"'{{-])({names})\b | \bprintf\s+-v\s*({names})\b
+    | \bfor\s+({names})\s+in\b | \b(?:eval|command|builtin)\b[^;&|\n]*?(?<![\w$])({names})=
+    | (?<![\w$])({names})(?:\[[^]]*\]\+?=|\+?=\()
+    | (?:\(\(|\blet\b)[^;\n]*?(?<![\w$])({names})\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)
+"""
+"""How Bash sets a variable without NAME=word."""
+
 _LETTERS = """
     A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
     a array b begin c cpus-per-task d dependency e error i input k no-kill m distribution n ntasks o output p partition
@@ -106,10 +114,15 @@ def _constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, finding
             _compare(each.name, value, runs[each.name], settings[each.name], where, findings)
         elif each.name in folders and value is not None and not re.search(r"\$(?!\{?(USER|HOME)\b)", each.word):
             _compare(each.name, value, variables[each.name], "run_dir", where, findings)
-        elif (
-            each.name in exported and value is not None and not each.inside and not _OF_AN_ATTEMPT.fullmatch(each.name)
-        ):
+        elif each.name in exported and not each.inside and not _OF_AN_ATTEMPT.fullmatch(each.name):
+            computed = "$(" in each.word or "`" in each.word
+            if value is None and (not computed or each.name in ranks):
+                continue
             _compare(each.name, value, ranks.get(each.name), f"cluster.environment.{each.name}", where, findings)
+    plain = re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)
+    for match in re.finditer(_OTHERWISE.format(names="|".join(settings)), plain, re.X):
+        name = str(match[match.lastindex or 0])
+        _compare(name, None, runs[name], settings[name], f"{file}:{line_of(plain, match.start())}", findings)
 
 
 def _compare(name: str, yours: str | None, runs: str | None, setting: str, where: str, findings: Findings) -> None:

@@ -6,12 +6,18 @@ import re
 from pathlib import Path
 
 from relayrun.config.schema import Data, MegatronConfig, RunConfig, Training
-from relayrun.errors import RelayrunError
+from relayrun.errors import INTO_A_FOLDER, RelayrunError, refusal_of_url
 from relayrun.rundir.run import Run
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, python_of
 from relayrun.submit.megatron_lm.parsed import parsed
 from relayrun.trainers.megatron_lm.program import Dialect
+
+_WRITTEN = frozenset(
+    {"data-cache-path", "tensorboard-dir", "wandb-save-dir", "memory-snapshot-path"}
+    | {f"non-persistent-{kind}-ckpt-dir" for kind in ("global", "local")}
+)
+"""Flags that name a place that Megatron-LM writes to, and makes as a local folder; of URLs it knows msc:// alone."""
 
 
 def look(config: MegatronConfig, findings: Findings, *, contained: bool) -> None:
@@ -26,6 +32,10 @@ def look(config: MegatronConfig, findings: Findings, *, contained: bool) -> None
 def _flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, contained: bool) -> None:
     """What holds, and what the checkout says of it."""
     name = "megatron_lm.flags"
+    for flag in line.merged.flags:
+        for value in flag.values if flag.name in _WRITTEN else ():
+            if (url := refusal_of_url(value)) is not None and not value.startswith("msc://"):
+                findings.refuse(name, f"{flag.text}: {url}", where=flag.source, remedy=INTO_A_FOLDER)
     for note in line.notes:
         findings.ok("megatron_lm.args", note)
     program = config.megatron_lm.program

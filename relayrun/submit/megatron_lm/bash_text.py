@@ -182,6 +182,9 @@ class _Script:
     def _assignment(self, word: str, start: int) -> None:
         """Note what a word assigns, and what it exports."""
         inside = bool(self.open)
+        if self.declares:
+            word = re.sub(r"""^(["'])([A-Za-z_]\w*\+?=)""", r"\2\1", word)  # export "NAME=word"
+            self.declares = "export" if re.match(r"-\w*x", word) else self.declares
         if self.declares == "export" and (name := re.match(r"[A-Za-z_]\w*", word)) is not None:
             self.exported.add(name[0])
         found = _SCALAR.match(word)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import heapq
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from relayrun.errors import InputError, RelayrunError, nearest_path, refuse_unwritable, together
-from relayrun.files import fsync_directory, write_atomic
+from relayrun.files import replaced_folder, write_atomic
 from relayrun.tokenization.dumps.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.formats import SUFFIXES, is_data_file
@@ -144,7 +143,7 @@ def prepare(
     """Write the paths files of all files that are in no finished dump; return those dumps.
 
     New dumps are numbered after the highest finished one, so that no output folder is used twice. The
-    whole of `dumps/` is replaced at once: after a kill it holds the old dumps, the new ones, or is missing.
+    whole of `dumps/` is replaced at once: after a kill it holds the old dumps or the new ones.
     Raises RelayrunError while jobs of this folder are pending or running, or if a half-tokenized dump would
     change under its output; InputError if no file is left.
     """
@@ -206,17 +205,9 @@ def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, by
 
 
 def _replace_dumps(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
-    fresh, old = metadata.path / ".dumps-new", metadata.path / ".dumps-old"
-    for left_over in (fresh, old):
-        shutil.rmtree(left_over, ignore_errors=True)
-    fresh.mkdir()
-    for index, content in contents.items():
-        write_atomic(fresh / f"paths_file_{index}.txt", content)
-    if metadata.dumps.exists():
-        os.rename(metadata.dumps, old)
-    os.rename(fresh, metadata.dumps)
-    fsync_directory(metadata.path)
-    shutil.rmtree(old, ignore_errors=True)
+    with replaced_folder(metadata.dumps) as fresh:
+        for index, content in contents.items():
+            write_atomic(fresh / f"paths_file_{index}.txt", content)
 
 
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:

@@ -16,11 +16,15 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 _CONTAINERS = {"set": set, "frozenset": frozenset, "slice": slice}
 MOST_BYTES = 1 << 30
 """The largest file that is read: arguments and a schedule take a few kilobytes."""
+MOST_PICKLE = 1 << 22
+"""The largest pickle in it; a byte of it can make a set of 216 bytes, and its tensors lie beside it."""
+MOST_DEEP = 100
+"""How deep tuples lie in one another; their hashes are asked for without a limit of Python's."""
 MOST_TEXT = 1 << 24
 """The longest text of what was read, in characters, about: a value that is named again is written out again."""
 
@@ -174,12 +178,40 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Store
     return StoredTensor(dtype=storage.dtype, shape=shape, data=data)
 
 
+def _weighed(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load_and_weigh(reader: Any) -> None:
+        load(reader)
+        reader.weigh()
+
+    return load_and_weigh
+
+
+_OPCODES = dict(pickle._Unpickler.dispatch)
+del _OPCODES[pickle.BYTEARRAY8[0]]  # it would make room for as many bytes as the file says
+
+
 class _Reader(pickle._Unpickler):  # that of Python: the one of C makes room for as many values as a file has numbers
+    dispatch: ClassVar[dict[int, Any]] = _OPCODES | {
+        code[0]: _weighed(_OPCODES[code[0]]) for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+    }
+    stack: list[Any]
+
     def __init__(self, archive: zipfile.ZipFile, root: str) -> None:
         self._archive, self._root = archive, root
+        self._tuples: dict[int, tuple[int, int]] = {}
+        if archive.getinfo(f"{root}/data.pkl").file_size > MOST_PICKLE:
+            raise Unreadable(f"its pickle has more than {MOST_PICKLE} bytes")
         self._storages: dict[str, bytes] = {}
         self._left = MOST_BYTES
         super().__init__(io.BytesIO(archive.read(f"{root}/data.pkl")))
+
+    def weigh(self) -> None:
+        """Bound the tuple that was made: its hash looks at all that is in it, again at each place where it is."""
+        inside = [self._tuples.get(id(each), (1, 0)) for each in self.stack[-1] if isinstance(each, tuple)]
+        weight, deep = 1 + sum(each for each, _ in inside), 1 + max((each for _, each in inside), default=0)
+        if weight > MOST_PICKLE or deep > MOST_DEEP:
+            raise pickle.UnpicklingError("its tuples lie in one another without end")
+        self._tuples[id(self.stack[-1])] = weight, deep
 
     def find_class(self, module: str, name: str) -> Any:
         match module, name:
