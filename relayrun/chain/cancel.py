@@ -39,9 +39,12 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
         scheduler.cancel(job.id)
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
     said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
-    newest = next(Lineage(run).backwards(), None)
-    saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
-    return f"the chain has ended: {stop_reason(run) or f'cancelled by {user}{unwritten}'}; {said}; {saved}"
+    reason, saved = f"cancelled by {user}{unwritten}", "its checkpoints cannot be looked at"
+    with contextlib.suppress(OSError, RunDirError):  # where the file system is away the jobs have gone all the same
+        reason = stop_reason(run) or reason
+        newest = next(Lineage(run).backwards(), None)
+        saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
+    return f"the chain has ended: {reason}; {said}; {saved}"
 
 
 def stop_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
@@ -59,10 +62,20 @@ def stop_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSErro
         if job.waits:
             scheduler.cancel(job.id)
             told.append(f"cancelled {job.id}")
-        elif job.state == "RUNNING" and leave is not None:
+            continue
+        try:
+            if leave is None:
+                raise SchedulerError("its program hears no signal")
             scheduler.signal_ranks(job.id, leave)
             told.append(f"the ranks of job {job.id} are asked to save and leave")
-    reason = stop_reason(run) or f"stopped by {user}{unwritten}"
+        except SchedulerError as error:
+            told.append(
+                f"job {job.id} ({job.state.lower()}) could not be asked to leave ({error.message}): `relayrun cancel` "
+                "ends it at once"
+            )
+    reason = f"stopped by {user}{unwritten}"
+    with contextlib.suppress(OSError):
+        reason = stop_reason(run) or reason
     return f"the chain ends: {reason}; {', '.join(told) or 'no job was there'}"
 
 

@@ -46,15 +46,19 @@ _SECONDARY = re.compile(
     re.I,
 )
 _OF_NO_NODE = re.compile(
-    r"EADDRINUSE|address already in use|name or service not known|failure in name resolution|gaierror"
-    r"|python\S*: (?:can't open file .*\[Errno 2\]|No module named)"
-    r"|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open \S+: |(?!line )\S+: )No such file",
+    r"EADDRINUSE|address already in use|\bport \S+ is already in use|another process is utilizing it|gai ?error"
+    r"|name or service not known|failure in name resolution|no address associated with|could not resolve host"
+    r"|python\S*: (?:can't open file .*\[Errno 20?\]|can't find '__main__'|(?:Error while finding .*)?No module named)"
+    r"|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open .+: |(?!line )[^:]+: )No such file",
     re.I,
 )
 """A port that another program holds, a name that does not resolve, a script that is not there."""
+_OF_HARDWARE = re.compile(r"CUDA error|uncorrectable|\bXid\b|Input/output error|Stale file handle", re.I)
+"""Words of a sick node: beside them nothing else in a log is the cause."""
 _LAST_WORDS = re.compile(
-    r"^(?:\[[^\]]*\]:? |\d+: )*(?:[\w.]*(?:Error|Exception|gaierror)(?::| \()|The (?:IPv4|server socket) "
-    r"|(?:\S*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh): )"
+    r"^(?:\s*(?:\[[^\]]*\](?:<\w+>)?:?|\d+:))*\s*"
+    r"(?:[\w.]*(?:Error|Exception|gaierror)(?::| \()|The (?:IPv4|server socket) "
+    r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh): )"
 )
 """The last line of a traceback, torch's words on a socket, an interpreter's on its script; behind labels of ranks."""
 
@@ -92,7 +96,7 @@ def cause_of_no_node(log: str, first: TaskEnd | Failure | None) -> str:
     """
     if isinstance(first, Failure):
         return first.error if is_of_no_node(first.error) else ""
-    if first is not None and first.signalled and not first.ended:
+    if (first is not None and first.signalled and not first.ended) or _OF_HARDWARE.search(log):
         return ""
     said = [line.strip() for line in log.splitlines() if _LAST_WORDS.match(line) and not is_secondary(line)]
     return said[-1] if said and is_of_no_node(said[-1]) else ""

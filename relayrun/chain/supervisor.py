@@ -328,8 +328,10 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
     job = scheduler.query(own) if name is not None else None
     if name is None or job is None:
         return ""
-    end = scheduler.reservation_end(name)
-    if "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_SECONDS):
+    end = scheduler.reservation_end(name, for_good=True)
+    if end == math.inf or (
+        "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_SECONDS)
+    ):
         return ""
     for job in map(scheduler.query, [job.id for job in successor.waiting(plan, scheduler, own=own)]):
         if job is not None and job.state != RESERVATION_GONE and job.options.get("reservation") != name:

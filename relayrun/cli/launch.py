@@ -31,11 +31,12 @@ def run(options: argparse.Namespace) -> int:
     """Make this job the first of a chain, with the settings of the environment; print the run directory."""
     file = places.project() / options.config
     settings = launcher_environment.overrides(os.environ, trainer=compose.trainer_of(file))
-    # sbatch itself heeds these
+    # sbatch itself heeds these, and its options over them: what the job has, where this is one
     settings += [
-        f"job.{name}={launcher_environment.quoted(value)}" for name, value in sites.of_environment(os.environ).items()
+        f"job.{name}={launcher_environment.quoted(os.environ.get(f'SLURM_JOB_{name.upper()}') or value)}"
+        for name, value in sites.of_environment(os.environ).items()
     ]
-    for name in sites.OF_CLUSTERS:
+    for name in (*sites.OF_CLUSTERS, *sites.UNHEEDED):
         os.environ.pop(name, None)
     flag = partial(launcher_environment.flag, os.environ)
     resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import ConfigError, nearest
+
+log = logging.getLogger(__name__)
 
 CLUSTER = "CLUSTER"
 """The variable that names the cluster where no config does."""
@@ -18,6 +21,16 @@ OF_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
 """Options that sbatch takes from variables, SBATCH_ACCOUNT and so on."""
 OF_CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """Variables that send Slurm's commands to other clusters."""
+UNHEEDED = {
+    "SBATCH_TIMELIMIT": "job.time",
+    "SBATCH_MEM_PER_NODE": "job.mem",
+    "SBATCH_GPUS_PER_NODE": "job.gpus_per_node",
+    "SBATCH_EXCLUSIVE": "job.exclusive",
+    "SBATCH_WCKEY": "job.sbatch.wckey",
+    "SBATCH_GRES": "job.sbatch.gres",
+    "SBATCH_NETWORK": "job.sbatch.network",
+}
+"""Variables for sbatch that its jobs here do not get, with the setting in their place."""
 
 
 def folders(config: Path | None = None) -> list[Path]:
@@ -63,12 +76,15 @@ def insert(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
 
 def of_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The options of sbatch that variables of a person's shell give."""
-    found = {name: environment.get(f"SBATCH_{name.upper()}", "") for name in OF_ENVIRONMENT}
+    found = {name: environment.get(f"SBATCH_{name.upper()}", "").strip() for name in OF_ENVIRONMENT}
     return {name: value for name, value in found.items() if value}
 
 
 def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
-    """Raise ConfigError where a variable sends jobs to another cluster than the one whose Slurm is asked here."""
+    """Raise ConfigError where a variable sends jobs to another cluster than the one whose Slurm is asked here.
+
+    What else is not heeded is said.
+    """
     cluster, executor = settings.values.get("cluster"), settings.values.get("executor")
     if executor == "local" or (isinstance(cluster, dict) and cluster.get("scheduler") == "local"):
         return
@@ -79,6 +95,9 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
                 where="environment",
                 hint=f"unset {name}; for another cluster, submit from its login node",
             )
+    for name, setting in UNHEEDED.items():
+        if environment.get(name):
+            log.warning("%s=%s is not heeded: set %s", name, environment[name], setting)
 
 
 def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]) -> None:

@@ -138,7 +138,7 @@ def _row(row: Sequence[str], *, source: str) -> Allocation | None:
         submit=timestamp(submit),
         eligible=timestamp(eligible),
         start=began,
-        end=None if is_live(state) and state not in ("REQUEUED", RESIZING) else ended,
+        end=ended if source == "sacct" or not is_live(state) else None,
         source=source,
         state=state.partition(" ")[0],  # behind it may stand who cancelled it
     )

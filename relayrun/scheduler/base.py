@@ -186,8 +186,11 @@ class Scheduler(Protocol):
     def query(self, job_id: str) -> Job | None:
         """The job, or None where the scheduler does not know it any more."""
 
-    def reservation_end(self, name: str) -> float | None:
-        """When this reservation ends, and its jobs with it; None where they do not, or the scheduler does not say."""
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+        """When this reservation ends, and its jobs with it; None where they do not, or the scheduler does not say.
+
+        `for_good`: when no other job of it can start; infinity where it comes again, or jobs go on without it.
+        """
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""

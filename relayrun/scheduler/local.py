@@ -175,7 +175,7 @@ class LocalScheduler:
         job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
 
-    def reservation_end(self, name: str) -> float | None:
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
         return None
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pwd
 import re
@@ -25,6 +26,9 @@ from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
+
+LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"}
+"""Flags of a reservation behind whose end jobs that wait still start: it comes again, or they do without it."""
 
 COMMAND_SECONDS = 120.0
 """How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
@@ -262,13 +266,16 @@ class Slurm:
             name = self.ask(command, answer="Invalid job id").removesuffix("\n")
         return parse_job(text, name=name)
 
-    def reservation_end(self, name: str) -> float | None:
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
         try:
             text = self._once(["scontrol", "show", "reservation", "--oneliner", name])
         except SchedulerError:
             return None
         found = dict(re.findall(r"(\S+?)=(\S*)", text))
-        if "FLEX" in found.get("Flags", "").split(","):  # a job may go on behind the end of such a one
+        flags = set(found.get("Flags", "").split(","))
+        if for_good and flags & LASTING_RESERVATIONS:
+            return math.inf
+        if "FLEX" in flags:  # a job may go on behind the end of such a one
             return None
         return timestamp(found.get("EndTime", ""))
 

@@ -45,7 +45,8 @@ def refuse_another(config: CommonConfig, run: Run, *, take_over: bool) -> None:
         return
     settings = mirror_of(config)
     assert settings is not None
-    where = f"checkpoint.mirror.path: {place_of(config, settings)}"
+    place = place_of(config, settings)
+    where = f"checkpoint.mirror.path: {place}"
     if _is_copied(owner, run):
         hint = "set checkpoint.mirror.path to another place"
         raise ConfigError(f"it holds the copies of another run, {owner.run}", where=where, hint=hint)
@@ -54,6 +55,15 @@ def refuse_another(config: CommonConfig, run: Run, *, take_over: bool) -> None:
             f"it holds the copies of a run that is not there any more, {owner.run}; nothing would be copied",
             where=where,
             hint="submit with --take-over to go on with them, or set checkpoint.mirror.path to another place",
+        )
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    begins_anew = checkpoint is not None and checkpoint.load is None and run.newest_begun() is None
+    if begins_anew and place_at(place, Pace(None)).copies():
+        raise ConfigError(
+            f"the run would begin anew, and its checkpoints take the place of the copies of {owner.run}",
+            where=where,
+            hint=f"`relayrun checkpoint restore {place} --to FOLDER`, then submit with --load "
+            "FOLDER/iter_... --take-over; or set checkpoint.mirror.path to another place",
         )
 
 

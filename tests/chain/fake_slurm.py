@@ -11,7 +11,7 @@ from typing import Any
 Jobs = dict[str, dict[str, Any]]
 
 NODES = {"n0", "n1", "n2", "n3"}
-LIVE = ("PENDING", "RUNNING", "COMPLETING", "RESV_DEL_HOLD")
+LIVE = ("PENDING", "RUNNING", "COMPLETING", "RESV_DEL_HOLD", "SUSPENDED", "SIGNALING")
 
 
 class RefusedError(Exception):

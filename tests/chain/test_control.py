@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,6 +181,54 @@ def test_stop_needs_no_room_on_the_disk(
     assert f"stopped by {user_name(os.geteuid())}, which could not be written" in said
     assert ("the ranks of job 1 are asked to save and leave" in said) == (not touched)
     assert slurm.jobs()["1"]["comment"] == f"relayrun:stopped-by={user_name(os.geteuid())}"
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED", "SIGNALING"])
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_stop_without_files_says_of_every_job_whether_it_was_asked(
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    hears: bool,
+) -> None:
+    run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+    slurm.set("1", state=state)
+    shutil.rmtree(run.triggers)
+    run.triggers.symlink_to("/dev/null/triggers")
+    if not hears:
+        trainer = SimpleNamespace(leave_signal=None)
+        monkeypatch.setattr("relayrun.chain.cancel.trainer_of", lambda *_: trainer)
+    assert cli.main(["stop", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "no job was there" not in said
+    assert ("the ranks of job 1 are asked to save and leave" in said) == hears
+    assert ("job 1 (" in said and "`relayrun cancel` ends it" in said) == (not hears)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("verb", ["stop", "cancel"])
+def test_a_run_directory_that_cannot_be_read_any_more_keeps_no_job(
+    make_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    verb: str,
+) -> None:
+    run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+
+    def away(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for name in ("cancel.stop_reason", "cancel.write_stop", "cancel.Lineage"):
+        monkeypatch.setattr(f"relayrun.chain.{name}", away)
+    monkeypatch.setattr("relayrun.cli.control.stop_reason", away)
+    assert cli.main([verb, str(run.path)]) == 0
+    assert states(slurm) == ["CANCELLED" if verb == "cancel" else "RUNNING", "CANCELLED", "CANCELLED"]
+    assert f"could not be written ({os.strerror(number)}, in {run.path})" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("full")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -100,6 +102,24 @@ def test_a_successor_that_a_person_moved_out_of_the_reservation_goes_on(stage: S
     ended(stage)
     assert stop_reason(stage.run) is None
     assert len(stage.slurm.pending()) == 1
+
+
+def test_a_reservation_of_every_day_does_not_end_the_chain(
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.read_begin()
+    assert started is not None
+    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    stage.slurm.set("1", reservation="camp")
+    (job,) = stage.slurm.pending()
+    stage.slurm.set(job, reservation="camp")
+    monkeypatch.setattr(Slurm, "reservation_end", lambda _, __, for_good=False: math.inf if for_good else time.time())
+    ended(stage)
+    assert stop_reason(stage.run) is None
+    assert stage.slurm.pending() == [job]
 
 
 def test_a_successor_whose_reservation_ended_is_not_waited_for(stage: Stage) -> None:  # noqa: F811

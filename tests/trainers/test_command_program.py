@@ -209,6 +209,7 @@ def test_a_tracker_that_is_torn_names_the_base_again(tmp_path: Path, torn: str) 
         ("00000060\n", "00000040"),
         ("60\n", "40"),
         ("", "step-00000040.pt"),
+        ("release", "40"),
     ],
 )
 def test_a_tracker_keeps_the_name_that_is_found_on_disk(tmp_path: Path, former: str, kept: str) -> None:

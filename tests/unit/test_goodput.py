@@ -32,7 +32,7 @@ from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, St
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.rundir.ways_back import went_back
-from relayrun.scheduler import history
+from relayrun.scheduler import allocations, history
 from relayrun.scheduler.allocations import Allocation, joined
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
@@ -258,6 +258,28 @@ def booked(folder: Path, lines: list[dict[str, Any]], place: Stay) -> dict[str, 
     assert sum(found.parts.values()) == (found.end - found.start) * place.nodes
     assert sum(sum(each.parts.values()) for each in found.rounds) == sum(found.parts.values())
     return seconds(found.parts)
+
+
+@pytest.mark.parametrize(
+    ("state", "source", "ends"),
+    [
+        ("REQUEUE_FED", "sacct", True),  # accounting has ends of what is over alone
+        ("STAGE_OUT", "sacct", True),
+        ("CANCELLED by 1000", "sacct", True),
+        ("RUNNING", "sacct", False),
+        ("RUNNING", "squeue", False),  # a guess
+        ("RESIZING", "squeue", False),
+        ("EXPEDITING", "squeue", False),
+        ("CANCELLED", "squeue", True),
+    ],
+)
+def test_an_end_that_is_known_is_one_whatever_the_state_is_called(state: str, source: str, ends: bool) -> None:
+    end = "Unknown" if (state, source) == ("RUNNING", "sacct") else "2026-11-20T08:03:30"
+    row = allocations._row(
+        ["41", state, "2", "2026-11-20T08:02:51", "2026-11-20T08:02:51", "2026-11-20T08:03:00", end], source=source
+    )
+    assert row is not None
+    assert (row.end is not None) == ends
 
 
 START = {"prolog": 1.0, "supervisor": 1.0, "launch": 1.0, "import": 2.0, "init": 3.0, "load": 2.0}

@@ -178,6 +178,21 @@ ENDED = (
             "(gai error: -2 - Name or service not known).",
             "(n0, 25007)",
         ),
+        (" 3: OSError: [Errno 98] Address already in use", "Address already in use"),  # of ten tasks and more
+        ("[default0]:[rank0]: OSError: [Errno 98] Address already in use", "Address already in use"),  # of torchrun
+        ("[1,0]<stderr>:OSError: [Errno 98] Address already in use", "Address already in use"),  # of mpirun
+        ("ConnectionError: Tried to use port `29500`, but another process is utilizing it.", "29500"),  # accelerate
+        ("RuntimeError: port 29500 is already in use", "29500"),
+        ("DistNetworkError: (gai error: -5 - No address associated with hostname).", "gai error: -5"),
+        ("curl: (6) Could not resolve host: hub.example", "hub.example"),
+        (
+            "/x/python3: Error while finding module specification for 'a.b' (ModuleNotFoundError: No module named 'a')",
+            "a.b",
+        ),
+        ("/usr/bin/python3: can't find '__main__' module in '/x/tran'", "/x/tran"),
+        ("/my env/bin/python: can't open file '/x/run.py/tran.py': [Errno 20] Not a directory", "tran.py"),
+        ("bash: /my files/tran.sh: No such file or directory", "tran.sh"),
+        ("sh: 0: cannot open /my files/tran.sh: No such file", "tran.sh"),
     ],
 )
 def test_a_cause_that_lies_in_no_node_gives_no_strike_and_is_the_reason(said: str, words: str) -> None:
@@ -190,6 +205,14 @@ def test_a_cause_that_lies_in_no_node_gives_no_strike_and_is_the_reason(said: st
     assert blamed(killed, [], ntasks=2) == {"n1": "Segmentation fault"}
     later = f"{said}\nRuntimeError: CUDA error: uncorrectable ECC\nsrun: error: n1: task 1: Exited with exit code 1\n"
     assert blamed(later, [], ntasks=2) == {"n1": "Exited with exit code 1"}
+
+
+@pytest.mark.parametrize(
+    "sick", ["RuntimeError: CUDA error: uncorrectable ECC error", "OSError: [Errno 5] Input/output error: '/x/a.bin'"]
+)
+def test_a_port_that_was_taken_excuses_no_sick_node(sick: str) -> None:
+    log = f"{sick}\nOSError: [Errno 98] Address already in use\nsrun: error: n1: task 1: Exited with exit code 1\n"
+    assert blamed(log, [], ntasks=2) == {"n1": "Exited with exit code 1"}
 
 
 @pytest.mark.parametrize("error", [LISTENING, "socket.gaierror: [Errno -2] Name or service not known"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import asdict
@@ -324,6 +325,17 @@ def test_when_a_reservation_ends_that_ends_its_jobs(tmp_path: Path, monkeypatch:
     assert asked(f'echo "{RESERVATION}"') == timestamp("2026-11-21T06:00:00")
     assert asked(f'echo "{RESERVATION.replace("SPEC_NODES", "FLEX")}"') is None  # jobs may go on behind its end
     assert asked('echo "Reservation res not found" >&2; exit 1') is None
+
+
+@pytest.mark.parametrize("flag", ["HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"])
+def test_a_reservation_that_comes_again_ends_its_jobs_and_is_not_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{RESERVATION.replace("IGNORE_JOBS", flag)}"')
+    assert slurm.reservation_end("res") == timestamp("2026-11-21T06:00:00")
+    assert slurm.reservation_end("res", for_good=True) == math.inf
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{RESERVATION}"')
+    assert slurm.reservation_end("res", for_good=True) == timestamp("2026-11-21T06:00:00")
 
 
 def test_a_job_that_slurm_ends_with_its_reservation_was_not_cancelled(

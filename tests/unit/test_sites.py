@@ -16,6 +16,7 @@ import yaml
 
 from relayrun.cli import main
 from relayrun.config import compose
+from relayrun.config.yamlfile import LocatedSettings
 from relayrun.submit import submission
 from relayrun.submit.check import report
 from relayrun.tokenization import site
@@ -212,6 +213,34 @@ def test_a_variable_that_names_another_cluster_is_refused_by_name(
         assert main([verb, str(run_config(tmp_path))]) == 1
         assert f"{variable}=other is not heeded" in capsys.readouterr().err
     assert compose.load(run_config(tmp_path, name="local")).cluster.scheduler == "local"
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting"),
+    [("SBATCH_TIMELIMIT", "job.time"), ("SBATCH_WCKEY", "job.sbatch.wckey"), ("SBATCH_EXCLUSIVE", "job.exclusive")],
+)
+def test_a_variable_of_sbatch_that_is_not_heeded_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, setting: str
+) -> None:
+    monkeypatch.setenv(variable, "5")
+    compose.load(run_config(tmp_path))
+    assert f"{variable}=5 is not heeded: set {setting}" in caplog.text
+    caplog.clear()
+    compose.load(run_config(tmp_path, name="local"))
+    assert caplog.text == ""
+
+
+def test_a_launchers_plan_has_the_account_of_its_job_whatever_the_shell_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with `sbatch --account=proj3`, which holds over the variable."""
+    for name, value in {"SBATCH_ACCOUNT": "proj2", "SLURM_JOB_ACCOUNT": "proj3", "SBATCH_TIMELIMIT": "5"}.items():
+        monkeypatch.setenv(name, value)
+    seen: list[LocatedSettings] = []
+    monkeypatch.setattr("relayrun.cli.launch.check.dry_run", lambda given, _: seen.append(given) or 0)
+    assert main(["launch", "--dry-run", str(run_config(tmp_path))]) == 0
+    assert seen[0].values["job"]["account"] == "proj3"
+    assert "not heeded" not in capsys.readouterr().err
 
 
 def test_the_variables_of_sbatch_hold_for_jobs_of_tokenization_too(

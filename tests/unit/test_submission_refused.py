@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,16 @@ from relayrun.chain import supervisor, take_over
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
-from relayrun.files import read_lines
+from relayrun.files import append_line, read_lines
 from relayrun.rundir import mirror
-from relayrun.rundir.mirror import MirrorPolicy, Owner
+from relayrun.rundir.mirror import Copy, MirrorPolicy, Owner
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Heartbeat
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
-from relayrun.submit import submission
+from relayrun.submit import mirror_policy, submission
 from relayrun.submit.check.state import Intent
 from relayrun.training.checkpoint.mirror import sync
 from relayrun.training.checkpoint.mirror.choose import place_at
@@ -243,6 +243,25 @@ def test_the_copies_of_a_lost_run_directory_are_refused_until_they_are_taken_ove
     assert policy is not None
     sync.check_owner(run, policy, place_at(str(place), Pace(None)))  # as a pass does before it copies
     assert mirror_findings(wanted, resume=True) == []
+
+
+def test_a_run_that_begins_anew_does_not_take_copies_over_that_it_would_remove(
+    workspace: Workspace, mirrored: tuple[RunConfig, Path]
+) -> None:
+    """Its own checkpoints of the same iterations take their places, and they are all that is left of the lost run."""
+    wanted, place = mirrored
+    found = place_at(str(place), Pace(None))
+    (place / "iter_0000010").mkdir()
+    append_line(place / "copies.jsonl", asdict(Copy(name="iter_0000010", iteration=10, time=1.0)))
+    assert list(found.copies()) == ["iter_0000010"]
+    with pytest.raises(ConfigError, match="would begin anew") as error:
+        submission.submit(wanted, take_over=True)
+    assert f"relayrun checkpoint restore {place} --to FOLDER" in (error.value.hint or "")
+    assert not workspace.run("deep/run").path.exists()
+    ((said, _),) = mirror_findings(wanted, take_over=True)
+    assert "would begin anew" in said
+    loads = config(workspace, checkpoint={**wanted.checkpoint.model_dump(exclude_unset=True), "load": str(place)})
+    mirror_policy.refuse_another(loads, workspace.run("deep/run"), take_over=True)
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ class CheckpointRule:
             link.symlink_to(os.path.join(os.path.dirname(os.readlink(path)), name))
             os.replace(link, path)
             fsync_directory(self.folder)
-        elif former is None or _is_number(former):
+        elif former in (None, "release") or _is_number(former):  # Megatron's word for weights without an iteration
             digits = self._digits(name)
             same_form = former is not None and digits is not None and len(digits) == len(former)
             write_atomic(path, f"{digits if same_form else iteration}\n")
