@@ -92,6 +92,31 @@ def test_a_merge_of_training_shards_is_refused_and_so_is_its_part(tmp_path: Path
     assert refused(tmp_path / "away" / "s0", tmp_path / "twice")
 
 
+@pytest.mark.parametrize("record", [True, False])
+def test_a_copy_of_a_part_that_a_mixture_cut_is_refused(tmp_path: Path, record: bool) -> None:
+    """A mixture cuts a shard by a shorter .idx; a copy that follows its links has that beside the whole .bin."""
+    for number, name in enumerate(("web", "code")):
+        shard(tmp_path / name / name, number, tuple(range(20, 60)), record=record)
+    create_mixture([tmp_path / "web", tmp_path / "code"], [0.5, 0.5], tmp_path / "mixture", tokens=1000)
+    shutil.copytree(tmp_path / "mixture", tmp_path / "copy")
+    cut = tmp_path / "copy" / "web" / "web.idx"
+    assert cut.stat().st_size < (tmp_path / "web" / "web.idx").stat().st_size
+    assert refused(tmp_path / "web", tmp_path / "copy" / "web")
+    assert not refused(tmp_path / "code", tmp_path / "copy" / "web")
+
+
+def test_a_merge_of_an_earlier_version_which_names_its_parts_alone_is_refused(tmp_path: Path) -> None:
+    parts = [shard(tmp_path / "t" / f"s{number}", number, record=number > 0) for number in range(2)]
+    merge(parts, tmp_path / "m" / "merged")
+    path = tmp_path / "m" / "merged.record.json"
+    record = json.loads(path.read_text())
+    del record["texts"]
+    path.write_text(json.dumps(record))
+    for part in parts:
+        assert refused({"train": [part]}, tmp_path / "m")
+    assert not refused({"train": [shard(tmp_path / "x", 9)]}, tmp_path / "m")
+
+
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `tokenizer.json`, and `text` as `one` and `two` shards in folders of these names."""
