@@ -127,6 +127,7 @@ class Records:
 
     def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
         """Name the text of a raw file, in the same way; an empty one has no name."""
+        path = path.removeprefix("file://")
         place = path if "://" in path else self._real_path(path)
         return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
 

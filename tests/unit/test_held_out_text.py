@@ -160,6 +160,14 @@ def test_shards_of_the_raw_files_of_training_are_refused(
     assert refused(stream(tmp_path / "link"), raw / "two")
 
 
+def test_a_raw_file_below_a_url_of_a_folder_is_that_of_the_folder(raw: Path, tmp_path: Path) -> None:
+    (tmp_path / "paths").write_text("text/1.jsonl\n")
+    options = TokenizeOptions(tokenizer=str(raw / "tokenizer.json"), workers=1, tasks=1)
+    tokenize(options, output_folder=tmp_path / "url", dataset=f"file://{raw}", paths_file=tmp_path / "paths")
+    assert refused(raw / "two", tmp_path / "url")
+    assert refused(tmp_path / "url", raw / "one")
+
+
 def test_a_submit_refuses_a_copy(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     (tmp_path / "copy").mkdir()
