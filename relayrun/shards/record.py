@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,13 @@ def _of_folder(folder: str) -> dict[str, ShardRecord]:
                 largest_id=task.get("largest_id"),
                 inputs=tuple(
                     (os.path.join(dataset, path), size, fingerprint)
-                    for (path, size, _), fingerprint in zip(
-                        task.get("inputs", ()), task.get("fingerprints", ()), strict=False
+                    for (path, size, _), fingerprint, documents in zip(
+                        task.get("inputs", ()),
+                        task.get("fingerprints", ()),
+                        task.get("file_documents") or repeat(1),
+                        strict=False,
                     )
-                    if fingerprint  # else it was left out
+                    if fingerprint and documents  # else it was left out, or holds no text, as many a file of Spark
                 ),
             )
             for name, task in record["shards"].items()

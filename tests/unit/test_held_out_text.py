@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -158,6 +159,20 @@ def test_shards_of_the_raw_files_of_training_are_refused(
     monkeypatch.setattr(files, "HASHED_BYTES", 0)  # no file of the stream is read whole
     (tmp_path / "link").symlink_to(raw / "text")
     assert refused(stream(tmp_path / "link"), raw / "two")
+
+
+def test_files_without_text_are_nothing_in_common(raw: Path, tmp_path: Path) -> None:
+    """Spark writes a file without rows wherever a part has none, and all of them are the same bytes."""
+    dataset = tmp_path / "dataset"
+    for number in range(2):
+        (dataset / f"{number}").mkdir(parents=True)
+        shutil.copyfile(raw / "text" / f"{number}.jsonl", dataset / f"{number}" / "text.jsonl")
+        (dataset / f"{number}" / "void.jsonl.gz").write_bytes(gzip.compress(b"", mtime=0))
+        (tmp_path / "paths").write_text(f"{number}/text.jsonl\n{number}/void.jsonl.gz\n")
+        options = TokenizeOptions(tokenizer=str(raw / "tokenizer.json"), workers=1, tasks=1)
+        tokenize(options, output_folder=tmp_path / f"t{number}", dataset=dataset, paths_file=tmp_path / "paths")
+    assert not refused(tmp_path / "t0", tmp_path / "t1")
+    assert refused(tmp_path / "t0", raw / "one")
 
 
 def test_a_raw_file_below_a_url_of_a_folder_is_that_of_the_folder(raw: Path, tmp_path: Path) -> None:
