@@ -22,7 +22,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -160,8 +161,8 @@ def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Pa
 
 def train(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool) -> None:
     """Train to the last step. Raises RelayrunError, with the reason, where several jobs in a row save nothing."""
-    run_program("launchers/submit.py", *submit, f"--set=training.stop_after={config.training.steps // 3}", chain=True)
-    wait_for_chain(run, slurm=slurm)
+    third = f"--set=training.stop_after={config.training.steps // 3}"
+    run_chain(run, partial(run_program, "launchers/submit.py", *submit, third, chain=True), slurm=slurm)
     fruitless = 0
     while (done := durable(run).iteration) < config.training.steps:
         work, lead = work_and_lead(run, left=config.training.steps - done)
@@ -172,8 +173,8 @@ def train(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool)
             f"jobs of {limit} s, which leave {lead} s before that: about half of the iterations that are left"
         )
         changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.lead={lead}")
-        run_relayrun("resume", run.path, *(f"--set={change}" for change in changes), chain=True)
-        wait_for_chain(run, slurm=slurm)
+        words = ("resume", run.path, *(f"--set={change}" for change in changes))
+        run_chain(run, partial(run_relayrun, *words, chain=True), slurm=slurm)
         fruitless = fruitless + 1 if durable(run).iteration == done else 0
         if fruitless == TRIES:
             why = (
@@ -184,6 +185,14 @@ def train(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool)
                 where=run.path,
                 hint=f"relayrun status {run.path} says what its jobs did, relayrun logs {run.path} what they printed",
             )
+
+
+def run_chain(run: Run, start: Callable[[], bool], *, slurm: bool) -> None:
+    """Start a chain, and wait for its end. Raises RelayrunError where that was refused: no job of it has begun."""
+    before = run.attempt_numbers()
+    if start() and run.attempt_numbers() == before:
+        raise RelayrunError("no job of this chain began; why stands above", where=run.path)
+    wait_for_chain(run, slurm=slurm)
 
 
 def work_and_lead(run: Run, *, left: int) -> tuple[float, float]:
@@ -295,27 +304,28 @@ def clear_former(run: Run, name: str) -> None:
         shutil.rmtree(run.path)
 
 
-def run_program(program: str, *arguments: object, chain: bool = False) -> None:
+def run_program(program: str, *arguments: object, chain: bool = False) -> bool:
     """Run one of the project's programs as a user would, and show the command. Raises RelayrunError.
 
-    `chain`: it waits for a chain, whose records say how that went.
+    `chain`: it waits for a chain, whose records say how that went; return whether it failed.
     """
-    run_python([places.shared(program), *arguments], shown=[program, *arguments], chain=chain)
+    return run_python([places.shared(program), *arguments], shown=[program, *arguments], chain=chain)
 
 
-def run_relayrun(*arguments: object, chain: bool = False) -> None:
+def run_relayrun(*arguments: object, chain: bool = False) -> bool:
     """The same, for a `relayrun` command."""
     command = [Path(sys.executable).with_name("relayrun"), *arguments]
-    run_python(command, shown=["relayrun", *arguments], chain=chain)
+    return run_python(command, shown=["relayrun", *arguments], chain=chain)
 
 
-def run_python(command: Sequence[object], *, shown: Sequence[object], chain: bool = False) -> None:
-    """Run a Python program, and show it as a user would write it. Raises RelayrunError."""
+def run_python(command: Sequence[object], *, shown: Sequence[object], chain: bool = False) -> bool:
+    """Run a Python program, and show it as a user would write it; return whether it failed. Raises RelayrunError."""
     words = shlex.join(map(str, shown))
     console.print("[bold]$[/] " + words, soft_wrap=True)
     failed = subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE, check=False).returncode
     if failed and not chain:
         raise RelayrunError("this step of the demo failed; its message stands above", where=words)
+    return failed != 0
 
 
 def headline(text: str) -> None:

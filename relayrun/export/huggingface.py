@@ -19,7 +19,7 @@ from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.mapping import choose, hf_config
 from relayrun.export.mapping.model_mapping import ModelMapping, Piece
 from relayrun.export.reader import CheckpointReader
-from relayrun.files import write_json
+from relayrun.files import read_json, write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.training.model.size import padded
@@ -151,6 +151,10 @@ def write_tokenizer(source: CheckpointSource, folder: Path) -> None:
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(source.config.data.tokenizer).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    if file.exists() and (definition := read_json(file)).get("model", {}).get("dropout"):  # no text was trained with it
+        definition["model"]["dropout"] = None
+        write_json(file, definition)
     if not (folder / "tokenizer_config.json").exists():
         eod = source.manifest.eod
         settings = {

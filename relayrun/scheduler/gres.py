@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 
 def asks_for_gpus(options: Mapping[str, str | None]) -> bool:
     """Whether one of these options asks for GPUs, so that `--gpus-per-node` must not."""
     by_name = any(name in options for name in ("gpus", "gpus-per-task", "gpus-per-socket"))
-    return by_name or any(_is_gpu(part) for part in (options.get("gres") or "").split(","))
+    listed = f"{options.get('gres') or ''},{options.get('tres-per-task') or ''}"
+    return by_name or any(_is_gpu(part) for part in listed.split(","))
 
 
 def with_gpus(gres: str, gpus: str) -> str:
@@ -37,4 +39,4 @@ def in_the_same_way(options: Mapping[str, str], script: Mapping[str, str | None]
 
 
 def _is_gpu(part: str) -> bool:
-    return part.removeprefix("gres/").removeprefix("gres:").partition("(")[0].split(":")[0] == "gpu"
+    return re.match(r"(gres[/:])?gpu\b", part) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -85,11 +86,23 @@ def _matches(path: str) -> tuple[list[Path], set[str]]:
 
 
 def literal_front(path: str) -> str:
-    """`path` as a pattern whose longest front that exists under just this name stands for itself alone."""
+    """`path` as a pattern whose longest front that exists under just this name stands for itself alone.
+
+    So does the begin of a name, in front of its first `*` or `?`, with which a name there begins: `web[2024]-*`.
+    """
     parts = path.split("/")
     fronts = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
     front = next(filter(os.path.lexists, fronts), "")
+    begin = begin_of_name(path[len(front) :])
+    if begin and glob.glob(glob.escape(front + begin) + "*"):
+        front += begin
     return glob.escape(front) + path[len(front) :]
+
+
+def begin_of_name(rest: str) -> str:
+    """What stands in front of the first `*` or `?` of a name, if it holds a bracket; else nothing."""
+    found = re.match(r"/*[^/*?]*\[[^/*?]*(?=[*?])", rest)
+    return "" if found is None else found[0]
 
 
 def _below(root: Path, seen: set[tuple[int, int]]) -> set[str]:

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class ShardRecord:
     """Path, bytes and fingerprint (`tokenization.record`) of each raw file that it was made of, as far as known."""
     texts: frozenset[str] = frozenset()
     """The texts (`Records.texts`) of the shards that it joins."""
+    merged: tuple[str, ...] = ()
+    """The prefixes of these shards, where an earlier version merged them and noted no texts."""
 
 
 def write_own_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
@@ -95,23 +98,24 @@ class Records:
         """Name the text of each shard: shards have a name in common if they hold the same text, whatever their paths.
 
         Names are the checksums on record: of the .bin, of the shards that were merged, of the raw files. Where one of
-        several shards of the same sizes has none, all of them are compared by the .idx and the ends of the .bin. An
-        empty shard has no name, nor has one that is not there or lies below a URL.
+        several shards whose .bin has the same size has none, all of them are compared by the ends of the .bin: a
+        mixture cuts a shard by its .idx. An empty shard has no name, nor has one that is not there or lies below a URL.
         """
         found: dict[str, set[str]] = {}
-        sizes: dict[tuple[int, int], dict[str, list[str]]] = {}
+        sizes: dict[int, dict[str, list[str]]] = {}
         without = set()
         for prefix in prefixes:
             found[prefix] = set()
             try:
-                size = os.path.getsize(prefix + ".bin"), os.path.getsize(prefix + ".idx")
+                size = os.path.getsize(prefix + ".bin")
             except OSError:
                 continue
-            if size[0]:
+            if size:
                 real = self._real_path(prefix + ".bin").removesuffix(".bin")
                 sizes.setdefault(size, {}).setdefault(real, []).append(prefix)
                 record = self.of(real) or ShardRecord(made=None, xxh3_128={})
                 found[prefix] = {record.xxh3_128.get("bin", real), *record.texts}
+                found[prefix] = found[prefix].union(*self.texts(record.merged).values())
                 for path, length, fingerprint in record.inputs:
                     found[prefix] |= self.texts_of_file(path, length, fingerprint)
                 if real in found[prefix]:
@@ -124,15 +128,15 @@ class Records:
 
     def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
         """Name the text of a raw file, in the same way; an empty one has no name."""
+        path = path.removeprefix("file://")
         place = path if "://" in path else self._real_path(path)
         return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
 
 
 def _sample(prefix: str) -> str:
-    """A hash of the .idx, and of the first and last 64 KiB of the .bin."""
-    with open(prefix + ".idx", "rb") as index, open(prefix + ".bin", "rb") as file:
-        digest = hashlib.file_digest(index, "sha256")
-        digest.update(file.read(_END_BYTES))
+    """A hash of the first and last 64 KiB of the .bin."""
+    with open(prefix + ".bin", "rb") as file:
+        digest = hashlib.sha256(file.read(_END_BYTES))
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
         digest.update(file.read())
     return digest.hexdigest()
@@ -150,10 +154,13 @@ def _of_folder(folder: str) -> dict[str, ShardRecord]:
                 largest_id=task.get("largest_id"),
                 inputs=tuple(
                     (os.path.join(dataset, path), size, fingerprint)
-                    for (path, size, _), fingerprint in zip(
-                        task.get("inputs", ()), task.get("fingerprints", ()), strict=False
+                    for (path, size, _), fingerprint, documents in zip(
+                        task.get("inputs", ()),
+                        task.get("fingerprints", ()),
+                        task.get("file_documents") or repeat(1),
+                        strict=False,
                     )
-                    if fingerprint  # else it was left out
+                    if fingerprint and documents  # else it was left out, or holds no text, as many a file of Spark
                 ),
             )
             for name, task in record["shards"].items()
@@ -186,6 +193,7 @@ def _own(real_prefix: str) -> ShardRecord | None:
             xxh3_128=dict(record["xxh3_128"]),
             largest_id=record.get("largest_id"),
             texts=frozenset(record.get("texts", ())),
+            merged=() if "texts" in record else tuple(record.get("merged", ())),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

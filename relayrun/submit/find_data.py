@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Iterable, Iterator
 from itertools import count
@@ -40,7 +41,12 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
             else _prefixes(name, source, frozen)
             for name, source in config.data.sources.items()
         },
-        {name: _held_out(name, folders, frozen) for name, folders in config.data.validation.items()},
+        {
+            name: _held_out(name, folders, frozen)
+            if config.trainer == "native"
+            else expand([glob.escape(folder) for folder in folders])  # or prefixes, as flags name them
+            for name, folders in config.data.validation.items()
+        },
         vocabulary_size=tokenizer.size,
         eod=tokenizer.eos_id,
         tokenizer=config.data.tokenizer,

@@ -215,8 +215,9 @@ class NoGpu(RelayrunError):
 
 def require_gpu(config: RunConfig) -> None:
     """Raise NoGpu where the job asks for GPUs and torch finds none: the ranks of this node would train on its CPUs."""
-    job = config.job
-    if torch.cuda.is_available() or not (job.gpus_per_node or asks_for_gpus(script_options(job.sbatch))):
+    job, srun = config.job, dict(word.removeprefix("--").partition("=")[::2] for word in config.cluster.srun_options)
+    asks = asks_for_gpus(script_options(job.sbatch)) or asks_for_gpus(srun) or "gpus-per-node" in srun
+    if torch.cuda.is_available() or not (job.gpus_per_node or asks):
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     build = "CPUs alone" if torch.version.cuda is None and torch.version.hip is None else build

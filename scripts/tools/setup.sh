@@ -5,7 +5,8 @@
 #   scripts/tools/setup.sh [VENV]      default: .venv; PYTHON=... chooses the interpreter (3.11 or 3.12)
 #
 # BUILD=cpu or cuda chooses torch's build. Without it: on a machine without an NVIDIA or AMD driver the build for CPUs,
-# where pip's configuration offers it (an index or a folder of wheels with a version `+cpu`), else what pip takes.
+# where pip's configuration offers it (an index or a folder of wheels with a version `+cpu`), else what pip takes; a
+# build of the same version that VENV has stays: nodes with GPUs may share it.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -50,7 +51,14 @@ wants_cpu_build() {
   [[ "${BUILD}" == cpu ]] || { [[ "${BUILD}" == auto ]] && ! has_driver; }
 }
 
-if wants_cpu_build && install_torch "${TORCH}+cpu" --quiet 2>/dev/null; then
+torch_here() {
+  "${VENV}/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
+}
+
+here="$(torch_here 2>/dev/null || true)"
+if [[ "${BUILD}" == auto && "${here%%+*}" == "${TORCH}" ]]; then
+  echo "set-up: torch ${here} is there, and stays; BUILD=cpu or BUILD=cuda chooses another build"
+elif wants_cpu_build && install_torch "${TORCH}+cpu" --quiet 2>/dev/null; then
   echo "set-up: torch ${TORCH}, its build for CPUs: BUILD=cpu, or this machine has no driver of a GPU"
 elif [[ "${BUILD}" == cpu ]]; then
   echo "error: pip finds no torch ${TORCH}+cpu; name an index that has it: PIP_EXTRA_INDEX_URL=..." >&2
@@ -63,5 +71,4 @@ fi
 echo "set-up: the other packages ..."
 "${PIP[@]}" install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 touch "${VENV}/.ready"
-torch="$("${VENV}/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')"
-echo "set-up: done, with torch ${torch}"
+echo "set-up: done, with torch $(torch_here)"

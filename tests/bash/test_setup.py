@@ -12,6 +12,7 @@ from relayrun.places import CODE as ROOT
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
+  *m.version*) printf '%s\\n' "$TORCH_HERE" ;;
   *torch==*) printf '%s\\n' "${@: -1}" >>"$PIP_LOG"; [[ " $PIP_HAS " == *" ${@: -1} "* ]] ;;
 esac
 """
@@ -36,20 +37,37 @@ HAS_DRIVER = Path("/proc/driver/nvidia/version").exists() or Path("/dev/kfd").ex
     ],
 )
 def test_the_build_of_torch(tmp_path: Path, build: str, offered: list[str], asked: list[str], words: str) -> None:
-    python, log = tmp_path / "venv/bin/python", tmp_path / "log"
-    python.parent.mkdir(parents=True)
+    log = tmp_path / "log"
+    done = set_up(tmp_path, build, offered)
+    assert log.read_text().split() == asked, done.stderr
+    assert words in done.stdout + done.stderr
+    ready = (tmp_path / "venv/.ready").exists()
+    assert (done.returncode == 0) == ready == (asked[-1] in offered)
+
+
+@pytest.mark.parametrize("here", [VERSION, f"{VERSION}+cu128"])
+def test_a_build_of_this_version_that_is_there_stays(tmp_path: Path, here: str) -> None:
+    """On a login node without a GPU a second set-up took the build away that the nodes with GPUs need."""
+    done = set_up(tmp_path, "", [CPU, ONLY_PLAIN], here=here)
+    assert done.returncode == 0, done.stderr
+    assert f"torch {here} is there, and stays" in done.stdout
+    assert not (tmp_path / "log").exists()
+    set_up(tmp_path, "cpu", [CPU], here=here)
+    assert (tmp_path / "log").read_text().split() == [CPU]
+
+
+def set_up(folder: Path, build: str, offered: list[str], *, here: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it with an environment that is there, and has torch `here`; what is asked of pip stands in `log`."""
+    python = folder / "venv/bin/python"
+    python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environment = os.environ | {"BUILD": build, "PIP_LOG": str(log), "PIP_HAS": " ".join(offered)}
-    done = subprocess.run(
-        ["bash", ROOT / "scripts/tools/setup.sh", tmp_path / "venv"],
-        env=environment,
+    environment = {"BUILD": build, "PIP_LOG": str(folder / "log"), "PIP_HAS": " ".join(offered), "TORCH_HERE": here}
+    return subprocess.run(
+        ["bash", ROOT / "scripts/tools/setup.sh", folder / "venv"],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert log.read_text().split() == asked, done.stderr
-    assert words in done.stdout + done.stderr
-    ready = (tmp_path / "venv/.ready").exists()
-    assert (done.returncode == 0) == ready == (asked[-1] in offered)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 
 from relayrun.cli import main
 from relayrun.errors import InputError
+from relayrun.export import huggingface
 from relayrun.export.folder import new_folder
 from relayrun.export.reader import CheckpointReader
 from relayrun.training.checkpoint import checksums
@@ -346,3 +348,18 @@ def test_a_checkpoint_without_hashes_is_exported_with_a_warning(
     (copy / checksums.INDEX).unlink()
     CheckpointReader(copy)
     assert caplog.messages == [f"{copy} was saved without checksums: its bytes are taken as they are"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "."])
+def test_a_tokenizer_leaves_without_the_dropout_that_training_did_without(tmp_path: Path, name: str) -> None:
+    """Who evaluates the model would get other ids each time, which training never saw."""
+    file = write_tokenizer(tmp_path / "tokenizer.json")
+    definition = json.loads(file.read_text())
+    definition["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(definition))
+    data, output = SimpleNamespace(tokenizer=str(tmp_path / name)), tmp_path / "out"
+    output.mkdir()
+    source: Any = SimpleNamespace(config=SimpleNamespace(data=data), tokenizer=None, manifest=SimpleNamespace(eod=None))
+    huggingface.write_tokenizer(source, output)
+    definition["model"]["dropout"] = None
+    assert json.loads((output / "tokenizer.json").read_text()) == definition

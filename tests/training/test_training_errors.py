@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -65,6 +69,32 @@ def test_no_rank_trains_on_cpus_where_its_job_asks_for_gpus(
         assert not failure.repeats
     assert [failure.rank for failure in attempt.failures()] == [*range(RANKS)]
     assert not attempt.directory.metrics.exists()
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "job.gpus_per_node=4",
+        "job.sbatch={gpus: 4}",
+        'job.sbatch={tres-per-task: "cpu=4,gres/gpu:1"}',
+        'job.sbatch={gres: "gres/gpu=4"}',
+        'cluster.srun_options=["--gpus-per-task=1"]',
+        'cluster.srun_options=["--mpi=none", "--gres=gpu:4"]',
+        'cluster.srun_options=["--gpus-per-node=4"]',
+    ],
+)
+def test_gpus_are_asked_for_in_any_way(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of megatron-core's imports
+        from relayrun.training import parallel
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = Path(__file__).resolve().parents[2] / "configs/runs/demo-slurm.yaml"
+    others = ("chain.recovery=job", "training.precision=bf16")
+    for given, refused in ((asks, True), ("cluster.srun_options=[--mpi=none]", False)):
+        config = compose.load(file, (*others, given))
+        assert isinstance(config, RunConfig)
+        with pytest.raises(parallel.NoGpu) if refused else contextlib.nullcontext():
+            parallel.require_gpu(config)
 
 
 def test_too_few_tokens_for_one_window(harness: MakeHarness, tmp_path: Path) -> None:

@@ -192,6 +192,19 @@ def test_what_exists_under_just_this_name_is_never_a_pattern(tmp_path: Path, nam
         found(f"{name}/s1")
 
 
+def test_nor_is_the_begin_of_a_name_in_front_of_its_first_wildcard(tmp_path: Path) -> None:
+    for shard in ("web[24]-a/s", "web2-a/s", "s[0]_1", "s0_1", "t1_1"):
+        write_shard(tmp_path / shard)
+
+    def found(path: str) -> list[str]:
+        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand([f"{tmp_path}/{path}"])]
+
+    assert found("web[24]-*") == found("web[24]-?/s") == ["web[24]-a/s"]
+    assert found("s[0]_*") == ["s[0]_1"]
+    assert found("t[01]_*") == ["t1_1"]  # no name begins so: it is a pattern
+    assert found("[st][01]_*") == ["s0_1", "t1_1"]
+
+
 def test_paths_may_be_folders_shards_and_patterns(tmp_path: Path) -> None:
     for name in ("a/s0", "a/s1", "b/x/s0", "web0", "web1"):
         write_shard(tmp_path / name)

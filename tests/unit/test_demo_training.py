@@ -143,6 +143,27 @@ def test_a_machine_that_saves_nothing_ends_the_demo_with_the_reason(machines: Ma
     assert "relayrun status" in str(raised.value)
 
 
+@pytest.mark.parametrize("slurm", [False, True])
+def test_a_submit_or_resume_that_is_refused_ends_the_demo_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
+) -> None:
+    """It was tried four times, with more time each, and was called chains that had saved nothing."""
+    run, tried = Run(tmp_path / "run"), list[str]()
+
+    def refused(program: str, *_: object, chain: bool) -> bool:
+        tried.append(program)
+        return chain
+
+    monkeypatch.setattr(demo, "run_program", refused)
+    monkeypatch.setattr(demo, "run_relayrun", refused)
+    with pytest.raises(RelayrunError, match="no job of this chain began; why stands above"):
+        demo.train(run, CONFIG, ["demo.yaml"], slurm=slurm)
+    monkeypatch.setattr(demo, "run_program", lambda *_, chain: not chain)
+    with pytest.raises(RelayrunError, match="no job of this chain began; why stands above"):
+        demo.train(run, CONFIG, ["demo.yaml"], slurm=False)
+    assert tried == ["launchers/submit.py", "resume"]
+
+
 def test_the_relay_shows_each_attempt_where_it_went_on(machines: Make) -> None:
     machine = machines(1.0)
     trained_by(machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -92,6 +93,31 @@ def test_a_merge_of_training_shards_is_refused_and_so_is_its_part(tmp_path: Path
     assert refused(tmp_path / "away" / "s0", tmp_path / "twice")
 
 
+@pytest.mark.parametrize("record", [True, False])
+def test_a_copy_of_a_part_that_a_mixture_cut_is_refused(tmp_path: Path, record: bool) -> None:
+    """A mixture cuts a shard by a shorter .idx; a copy that follows its links has that beside the whole .bin."""
+    for number, name in enumerate(("web", "code")):
+        shard(tmp_path / name / name, number, tuple(range(20, 60)), record=record)
+    create_mixture([tmp_path / "web", tmp_path / "code"], [0.5, 0.5], tmp_path / "mixture", tokens=1000)
+    shutil.copytree(tmp_path / "mixture", tmp_path / "copy")
+    cut = tmp_path / "copy" / "web" / "web.idx"
+    assert cut.stat().st_size < (tmp_path / "web" / "web.idx").stat().st_size
+    assert refused(tmp_path / "web", tmp_path / "copy" / "web")
+    assert not refused(tmp_path / "code", tmp_path / "copy" / "web")
+
+
+def test_a_merge_of_an_earlier_version_which_names_its_parts_alone_is_refused(tmp_path: Path) -> None:
+    parts = [shard(tmp_path / "t" / f"s{number}", number, record=number > 0) for number in range(2)]
+    merge(parts, tmp_path / "m" / "merged")
+    path = tmp_path / "m" / "merged.record.json"
+    record = json.loads(path.read_text())
+    del record["texts"]
+    path.write_text(json.dumps(record))
+    for part in parts:
+        assert refused({"train": [part]}, tmp_path / "m")
+    assert not refused({"train": [shard(tmp_path / "x", 9)]}, tmp_path / "m")
+
+
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `tokenizer.json`, and `text` as `one` and `two` shards in folders of these names."""
@@ -133,6 +159,28 @@ def test_shards_of_the_raw_files_of_training_are_refused(
     monkeypatch.setattr(files, "HASHED_BYTES", 0)  # no file of the stream is read whole
     (tmp_path / "link").symlink_to(raw / "text")
     assert refused(stream(tmp_path / "link"), raw / "two")
+
+
+def test_files_without_text_are_nothing_in_common(raw: Path, tmp_path: Path) -> None:
+    """Spark writes a file without rows wherever a part has none, and all of them are the same bytes."""
+    dataset = tmp_path / "dataset"
+    for number in range(2):
+        (dataset / f"{number}").mkdir(parents=True)
+        shutil.copyfile(raw / "text" / f"{number}.jsonl", dataset / f"{number}" / "text.jsonl")
+        (dataset / f"{number}" / "void.jsonl.gz").write_bytes(gzip.compress(b"", mtime=0))
+        (tmp_path / "paths").write_text(f"{number}/text.jsonl\n{number}/void.jsonl.gz\n")
+        options = TokenizeOptions(tokenizer=str(raw / "tokenizer.json"), workers=1, tasks=1)
+        tokenize(options, output_folder=tmp_path / f"t{number}", dataset=dataset, paths_file=tmp_path / "paths")
+    assert not refused(tmp_path / "t0", tmp_path / "t1")
+    assert refused(tmp_path / "t0", raw / "one")
+
+
+def test_a_raw_file_below_a_url_of_a_folder_is_that_of_the_folder(raw: Path, tmp_path: Path) -> None:
+    (tmp_path / "paths").write_text("text/1.jsonl\n")
+    options = TokenizeOptions(tokenizer=str(raw / "tokenizer.json"), workers=1, tasks=1)
+    tokenize(options, output_folder=tmp_path / "url", dataset=f"file://{raw}", paths_file=tmp_path / "paths")
+    assert refused(raw / "two", tmp_path / "url")
+    assert refused(tmp_path / "url", raw / "one")
 
 
 def test_a_submit_refuses_a_copy(tmp_path: Path) -> None:

@@ -364,3 +364,38 @@ def test_what_flags_name_in_the_place_of_settings_is_looked_at(workspace: Worksp
     ):
         ((level, _, said, _),) = data_findings(workspace, "megatron-lm", args=args, tokenizer="no-such/tokenizer")
         assert (level, words in said) == ("ok", True)
+
+
+def test_what_flags_hold_out_is_looked_at_and_what_settings_allow_holds_for_flags(workspace: Workspace) -> None:
+    """`--valid-data-path` of args or a launcher is validation data too, and a name is no pattern there."""
+    folder = workspace.folder
+    small = str(train_tokenizer(folder / "small.json", vocabulary=278))
+    dump, web2 = f"{folder}/dump/00000_tokens", folder / "web2" / "shard"
+    for prefix, tokens in ((web2, 270), (folder / "apart" / "shard", 260)):
+        writer = ShardWriter(prefix, np.uint16)
+        writer.add(np.arange(tokens), [tokens])
+        writer.finish()
+    shutil.copytree(folder / "dump", folder / "copy")
+
+    def errors(args: dict[str, Any], **data: Any) -> str:
+        return str([each for each in data_findings(workspace, "megatron-lm", args=args, **data) if each[0] == "error"])
+
+    train = {"train-data-path": [str(web2)]}
+    held = [f"{folder}/apart/shard"]
+    assert errors(train | {"valid-data-path": held, "test-data-path": ["1", *held]}, tokenizer=small) == "[]"
+    for name in ("valid", "test"):
+        said = errors(train | {f"{name}-data-path": ["0.5", *held, "0.5", dump]}, tokenizer=small)
+        assert f"validation set '{name}': 1 of 2 shards" in said
+        said = errors({"train-data-path": [dump], f"{name}-data-path": [f"{folder}/copy/00000_tokens"]})
+        assert f"also stand in validation '{name}'" in said
+    both = {"data-path": [dump, f"{folder}/copy/00000_tokens"]}
+    assert errors(both | {"split": "100,0,0"}) == "[]"
+    assert "would hold out text" in errors(both | {"split": "969, 30, 1"})
+    often = {"data-path": [dump], "train-iters": 1_000_000}
+    assert "data.epochs" in errors(often)
+    assert errors(often, max_epochs=1e9) == "[]"
+    said = errors({"data-path": [dump], "tokenizer-model": small}, allow_other_tokenizer=True)
+    assert "'data.ids'" in said  # taken, and an id beyond the vocabulary is told
+    assert "'data.tokenizer'" not in said
+    assert "leads to no folder and to no shard" in errors({"data-path": [f"{folder}/web[2024]/shard"]})
+    assert errors({"data-path": ["s3://bucket/shard"]}) == "[]"  # which Megatron-LM reads itself

@@ -472,6 +472,17 @@ def test_a_place_is_tried_before_anything_is_queued(mirrored: MirroredBelowUrl) 
         store.check("nowhere://mine/ada", "it")
 
 
+def test_a_name_that_is_a_pattern_is_refused_and_removes_nothing_of_others(mirrored: MirroredBelowUrl) -> None:
+    """fsspec removes what a pattern matches: copies below `web2` for those below `web[2024]`."""
+    ObjectStore.objects["mine/web2/run/iter_0000010/data"] = b"another's"
+    named = place_at("objects://mine/web[2024]/run", Pace(None))
+    with pytest.raises(InputError, match="in a name for a pattern, and would remove other copies"):
+        named.remove("iter_0000010")
+    with pytest.raises(ConfigError, match="in a name for a pattern, and would remove other copies"):
+        store.check("objects://mine/web[2024]", "it")
+    assert ObjectStore.objects == {"mine/web2/run/iter_0000010/data": b"another's"}
+
+
 def _refuse(operation: str, path: str) -> None:
     if operation == "write":
         raise PermissionError("Access Denied")

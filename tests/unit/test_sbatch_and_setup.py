@@ -124,7 +124,8 @@ def test_the_real_sbatch_prints_a_list_that_is_understood(tmp_path: Path, monkey
 
 def test_gpus_are_asked_for_in_one_way_only() -> None:
     assert "--gpus-per-node=4" in header(submission.dry_run(config("job.gpus_per_node=4")))
-    for other in ('{gres: "gpu:4"}', '{gres: "lustre:1,gpu:a100:4"}', "{gpus-per-task: 1}"):
+    per_task = ('{tres-per-task: "cpu=4,gres/gpu:1"}', '{tres-per-task: "gres/gpu=1"}', "{gpus-per-task: 1}")
+    for other in ('{gres: "gpu:4"}', '{gres: "lustre:1,gpu:a100:4"}', *per_task):
         lines = header(submission.dry_run(config("job.gpus_per_node=4", f"job.sbatch={other}")))
         assert not any(line.startswith("--gpus-per-node") for line in lines), lines
 

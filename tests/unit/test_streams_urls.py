@@ -149,7 +149,7 @@ def test_folders_patterns_and_files_below_a_url(server: Server, tmp_path: Path) 
 @pytest.mark.parametrize("below", ["{folder}", "memory://{folder}"])
 def test_what_exists_under_just_this_name_is_never_a_pattern(tmp_path: Path, below: str) -> None:
     store = fsspec.filesystem("memory")
-    for name in ("web[24]", "web2"):
+    for name in ("web[24]", "web2", "web[24]-a", "web2-a"):
         write(tmp_path / name, "jsonl", [3, 3])
         for file in sorted((tmp_path / name).iterdir()):
             store.pipe(str(file), file.read_bytes())
@@ -164,6 +164,8 @@ def test_what_exists_under_just_this_name_is_never_a_pattern(tmp_path: Path, bel
         assert found("web[24]/*.jsonl") == ["web[24]/000.jsonl"]
         assert found("web[24]") == ["web[24]/000.jsonl", "web[24]/001.jsonl.gz"]
         assert found("web[2]/*.jsonl") == found("web2/[0]00.jsonl") == ["web2/000.jsonl"]
+        assert found("web[24]-*/000.jsonl") == ["web[24]-a/000.jsonl"]
+        assert found("web[2]-*/000.jsonl") == ["web2-a/000.jsonl"]
         with pytest.raises(InputError, match="finds no such file"):
             found("web[24]/[2-9]*.jsonl")
     finally:

@@ -21,7 +21,7 @@ from relayrun.data.streams.faults import RowFaults, is_of_content
 from relayrun.errors import ConfigError, InputError, nearest_path
 from relayrun.shards.checksum import checksum_of
 from relayrun.shards.manifest import DatasetManifest, FileEntry
-from relayrun.shards.prefixes import literal_front
+from relayrun.shards.prefixes import begin_of_name, literal_front
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.columns import look_at_column, read_column
@@ -174,6 +174,8 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
     names = url.split("/")
     fronts = ("/".join(names[:length]) for length in range(len(names), 0, -1))
     front = next((front for front in fronts if any(f"{file}/".startswith(f"{front}/") for file in files)), "")
+    begin = begin_of_name(url[len(front) :])
+    front += begin if any(file.startswith(front + begin) for file in files) else ""
     words = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*|\?|\[[^]]+\])", url[len(front) :])
     rest = "".join(words.get(part, part if part.startswith("[") else re.escape(part)) for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from relayrun.errors import INTO_A_FOLDER, RelayrunError, refusal_of_url
 from relayrun.rundir.run import Run
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, python_of
+from relayrun.submit.megatron_lm.flag import Flag
 from relayrun.submit.megatron_lm.parsed import parsed
 from relayrun.trainers.megatron_lm.program import Dialect
 
@@ -110,26 +112,39 @@ def as_read(config: MegatronConfig, findings: Findings) -> RunConfig | None:
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
         return None
     shards, model = merged.find("data-path") or merged.find("train-data-path"), merged.find("tokenizer-model")
-    other = merged.find("data-args-path") or merged.find("per-split-data-args-path") or merged.find("tokenizer-type")
-    if (
-        shards is None
-        or model is None
-        or not model.values
-        or (other is not None and other.values != ("HuggingFaceTokenizer",))
-    ):
+    kind, files = (
+        merged.find("tokenizer-type"),
+        merged.find("data-args-path") or merged.find("per-split-data-args-path"),
+    )
+    other = files or (None if kind is None or kind.values == ("HuggingFaceTokenizer",) else kind)
+    sets = {name: merged.find(f"{name}-data-path") for name in ("valid", "test")}
+    held_out = {name: _prefixes(given) for name, given in sets.items() if given is not None}
+    if shards is None or model is None or not model.values or other is not None:
         why = "no flag names both" if other is None else f"{other.text} of {other.source}"
         findings.ok("data.tokenizer", f"shards and their tokenizer are not compared: {why}")
         return None
     data = config.data
     if data is None or not shards.source.startswith("data."):
-        words = [word for word in shards.values if re.fullmatch(r"[\d.]+([eE][-+]?\d+)?", word) is None]  # no weights
-        data = Data.model_construct(datasets=words)
+        if urls := [word for words in (_prefixes(shards), *held_out.values()) for word in words if "://" in word]:
+            findings.ok("data.tokenizer", f"shards and their tokenizer are not compared: {urls[0]} is a URL")
+            return None
+        own = {} if data is None else {name: getattr(data, name) for name in ("allow_other_tokenizer", "max_epochs")}
+        words = [glob.escape(word) for word in _prefixes(shards)]  # which Megatron-LM takes for no pattern
+        data = Data.model_construct(datasets=words, validation=held_out, **own)
+    if (split := merged.find("split")) is not None and (parts := re.findall(r"[.\d]+", "".join(split.values))):
+        first, *rest = map(float, parts)
+        data = data.model_copy(update={"split": sum(rest) / (first + sum(rest)) if first else data.split})
     said = {name: merged.find(name.replace("_", "-")) is not None for name in _ENDS}
     data = data.model_copy(update={"tokenizer": model.values[0], **said})
     found = {name: merged.find(flag) for name, flag in _NUMBERS.items()}
     numbers = {name: int(flag.values[0]) for name, flag in found.items() if flag and "".join(flag.values).isdecimal()}
     training = Training.model_construct(**{"seq_length": 1} | dict(config.training or {}) | numbers)
     return RunConfig.model_construct(trainer=config.trainer, data=data, training=training)
+
+
+def _prefixes(found: Flag) -> list[str]:
+    """The words of a flag that are no weights."""
+    return [word for word in found.values if re.fullmatch(r"[\d.]+([eE][-+]?\d+)?", word) is None]
 
 
 def can_be_counted(read: RunConfig) -> bool:

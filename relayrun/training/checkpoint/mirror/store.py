@@ -8,6 +8,7 @@ Credentials and options come from the environment, as fsspec and the package of 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import secrets
 import time
@@ -208,8 +209,9 @@ class StorePlace:
             return []
 
     def _remove(self, name: str) -> None:
+        path = _no_pattern(self._fs, self._path(name))
         with contextlib.suppress(FileNotFoundError):
-            self._ask(lambda: self._fs.rm(self._path(name), recursive=True), name)
+            self._ask(lambda: self._fs.rm(path, recursive=True), name)
 
     def _in_folder(self, path: str, write: Callable[[], T]) -> T:
         """Write a file; where the store has folders, make the one it lies in, but none above the run's own two."""
@@ -291,7 +293,7 @@ def check(url: str, setting: str) -> None:
     data = secrets.token_bytes(16)
     try:
         fs, root = _open(absolute(url))
-        path = f"{root}/.relayrun-{secrets.token_hex(8)}"
+        path = _no_pattern(fs, f"{root}/.relayrun-{secrets.token_hex(8)}")
         fs.pipe_file(path, data)
         found = fs.cat_file(path)
         fs.rm(path)
@@ -321,6 +323,17 @@ def _open(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         hint = "install fsspec's package of the scheme"
         raise InputError(f"fsspec cannot open this: {_line(error)}", where=url, hint=hint) from None
+
+
+def _no_pattern(fs: Any, path: str) -> str:
+    """The path itself. Raises InputError where fsspec would take it for a pattern, and remove what that matches."""
+    if glob.has_magic(path) and "file" not in fs.protocol:
+        raise InputError(
+            "fsspec takes *, ? and [ in a name for a pattern, and would remove other copies",
+            where=path,
+            hint="rename it",
+        )
+    return path
 
 
 def _refused(error: Exception, url: str) -> StoreError:
