@@ -7,7 +7,7 @@
 #
 # The backstop of rank 0's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
 # Slurm sends it up to 60 s early. Where jobs last hours, 540 is a good value.
-#SBATCH --signal=B:SIGUSR2@540
+#SBATCH --signal=B:SIGUSR2@25
 #
 # Slurm brings the job back if it loses its node, until a successor waits behind it.
 #SBATCH --requeue

@@ -40,18 +40,17 @@ def build(folder: Path) -> Path:
 
 def closure(names: Iterable[str], extra: str = "") -> set[str]:
     """The distributions that some requirements bring, by the environment that the tests run in."""
-    found: set[str] = set()
+    found: set[tuple[str, str]] = set()
     open_ = {(re.sub(r"[-_.]+", "-", name).lower(), extra) for name in names}
     while open_:
-        name, wanted = open_.pop()
-        found.add(name)
+        found.add(part := open_.pop())
+        name, wanted = part
         for text in importlib.metadata.requires(name) or ():
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
                 own = re.sub(r"[-_.]+", "-", requirement.name).lower()
-                parts = {(own, each) for each in (requirement.extras or {""})}
-                open_ |= {part for part in parts if part[0] not in found}
-    return found
+                open_ |= {(own, each) for each in (requirement.extras or {""})} - found
+    return {name for name, _ in found}
 
 
 @dataclass(frozen=True)

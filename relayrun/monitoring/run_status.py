@@ -33,7 +33,7 @@ from relayrun.rundir.run import Run, data_of_checkpoint
 from relayrun.rundir.sentinel import Asked
 from relayrun.rundir.stragglers import Straggler
 from relayrun.rundir.triggers import Trigger
-from relayrun.scheduler.base import Job
+from relayrun.scheduler.base import RESERVATION_GONE, Job
 from relayrun.scheduler.history import JobEnd
 
 FULL_BYTES = 1 << 16
@@ -141,6 +141,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
     excluded = nodes.excluded(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent.not_sent(run, now=now)
+    stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # it has to be cancelled first
     return RunStatus(
         **vars(look.standing(asked)),
         mode=plan.mode,
@@ -150,7 +151,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
-        go_on=shlex.join(["relayrun", "resume", str(run.path)]) if look.state == "broken" and not queue.jobs else None,
+        go_on=None if look.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
         job_end_time=end_time,

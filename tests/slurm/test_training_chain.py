@@ -165,7 +165,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     wait_for_iteration(cluster, run, 2)
     assert "SIGUSR2" in ends_so_far(run)[0]
     job = cluster.job(job_of(run, 2))
-    assert (job["NumNodes"], job["TimeLimit"]) == ("1", "00:07:00")  # the command line's, not the header's
+    assert (job["NumNodes"], job["TimeLimit"]) == ("1", "00:05:00")  # nodes as in the command line, time as in the plan
 
     triggers.touch(run, "exit")
     wait_for_end(cluster, run, timeout=300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests.workspace import Workspace
 
 def shard(prefix: Path, lengths: list[int]) -> None:
     writer = ShardWriter(prefix, np.uint16)
-    writer.add(np.arange(sum(lengths)) % 300, lengths)
+    text = np.random.default_rng(zlib.crc32(f"{prefix.parent.name}/{prefix.name}".encode()))  # each another one
+    writer.add(text.integers(0, 300, sum(lengths)), lengths)
     writer.finish()
 
 

@@ -234,6 +234,7 @@ def test_a_launchers_plan_has_the_account_of_its_job_whatever_the_shell_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As with `sbatch --account=proj3`, which holds over the variable."""
+    monkeypatch.delenv("MEGATRON_LM_DIR", raising=False)  # of the tests that need a checkout
     for name, value in {"SBATCH_ACCOUNT": "proj2", "SLURM_JOB_ACCOUNT": "proj3", "SBATCH_TIMELIMIT": "5"}.items():
         monkeypatch.setenv(name, value)
     seen: list[LocatedSettings] = []
