@@ -23,7 +23,12 @@ def test_the_next_command_that_is_printed_passes(
     for name in os.environ:
         if name.startswith(("SLURM", "SBATCH")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none.conf"))
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("scontrol", "sbatch"):  # Slurm's own look for a controller for ten seconds
+        (programs / name).write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.chdir(tmp_path)
     assert main(["init", FOLDER, "--cluster", cluster]) == 0
