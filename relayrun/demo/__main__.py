@@ -223,7 +223,9 @@ def relay(summary: Report) -> str:
                 round(WIDTH * iteration / last) for iteration in (row.first_iteration - 1, row.last_iteration)
             )
             bar = " " * begin + "█" * max(1, end - begin)
-            lines.append(f"  job {row.number}  {bar:{WIDTH}}  {row.first_iteration}-{row.last_iteration}: {row.reason}")
+            lines.append(
+                f"  job {row.number}  {bar:{WIDTH}}  {row.first_iteration}-{row.last_iteration}: {row.reason.partition(';')[0]}"
+            )
     return "\n".join(lines)
 
 
