@@ -223,9 +223,8 @@ def relay(summary: Report) -> str:
                 round(WIDTH * iteration / last) for iteration in (row.first_iteration - 1, row.last_iteration)
             )
             bar = " " * begin + "█" * max(1, end - begin)
-            lines.append(
-                f"  job {row.number}  {bar:{WIDTH}}  {row.first_iteration}-{row.last_iteration}: {row.reason.partition(';')[0]}"
-            )
+            why = row.reason.partition(";")[0]
+            lines.append(f"  job {row.number}  {bar:{WIDTH}}  {row.first_iteration}-{row.last_iteration}: {why}")
     return "\n".join(lines)
 
 
