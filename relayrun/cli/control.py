@@ -82,7 +82,7 @@ def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
 
 
 def _stop(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -> str:
-    """The same by files. Raises OSError where one cannot be written."""
+    """End the chain by its exit trigger and STOP. Raises OSError where one of these files cannot be written."""
     ended = stop_reason(run)
     triggers.touch(run, "exit")
     try:

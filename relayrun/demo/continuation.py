@@ -22,7 +22,7 @@ def first_words(folder: Path, *, words: int) -> str:
 
 
 def before_and_after(model_folder: Path, prompt: str) -> tuple[str, str]:
-    """What a model with random weights, and that of a Hugging Face folder, write after `prompt`; drawn by one seed."""
+    """Continue `prompt` with random weights and with those of a Hugging Face folder; one seed draws both texts."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils.logging import disable_progress_bar
 

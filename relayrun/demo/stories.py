@@ -50,7 +50,7 @@ DRAWN = {
     "time": ["One morning", "One day", "One windy evening", "Early on Sunday", "After breakfast", "On a cold day"],
     "gift": ["a slice of cake", "a bowl of soup", "some honey", "an apple", "a warm blanket", "a cup of tea"],
 }
-"""What a word in braces may stand for; the others are of the somebodies and their places."""
+"""Choices for the words in braces. `stories` chooses names, pronouns, animals and hiding places itself."""
 
 OPENING = (
     "Once upon a time there was a {kind} {animal} named {hero} who lived {place}.",

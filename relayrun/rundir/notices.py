@@ -170,7 +170,7 @@ def read_policy(run: Run) -> NoticePolicy | None:
 
 
 def read_own_policy(run: Run) -> NoticePolicy | None:
-    """The same for who sends. Raises RunDirError also where the record is another user's file."""
+    """Read the policy in order to send by it. Raises RunDirError where it is damaged or another user's file."""
     return NoticePolicy.read_own(policy_path(run))
 
 

@@ -124,7 +124,7 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
         ]
     )
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
-    ended = [row for row in rows if not is_live(row[1]) and row[1] != RESIZING]
+    ended = [row for row in rows if not is_live(row[1])]
     if not ended:
         return None
     row = _newest([row for row in ended if timestamp(row[4]) is not None] or ended)
