@@ -5,51 +5,94 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
 
 import relayrun
 from relayrun.errors import run_main
 
+AddArguments = Callable[[argparse.ArgumentParser], None]
+
 COMMANDS = {
-    "init": ("init", "a new project: launchers, configs and a site file in a folder of its own"),
-    "submit": ("submit", "submit a training run"),
-    "check": ("check", "what a submit would refuse or warn of, and the plan of the run"),
-    "resume": ("resume", "submit a run again as it was submitted last"),
-    "launch": ("launch", "what the sbatch scripts of launchers/ call"),
-    "config": ("config", "the settings of a run config, or of a run, and where each value comes from"),
-    "explain": ("explain", "what a setting means; without NAME: all settings"),
-    "diff": ("diff", "what differs in the settings of two run configs or runs"),
-    "data": ("data", "what a run reads: show samples, the ledger, the difference of two runs"),
-    "dumps": ("dumps", "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node"),
-    "mixture": ("mixture", "token shards as data sets of a run: mixed by weight, listed, checked"),
-    "export": ("export", "a checkpoint in the form that other programs read"),
-    "upload": ("upload", "an exported folder to a repository of the Hugging Face hub"),
-    "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
+    "init": (
+        "relayrun.cli.init:add_arguments",
+        "a new project: launchers, configs and a site file in a folder of its own",
+    ),
+    "submit": ("relayrun.cli.submit:add_arguments", "submit a training run"),
+    "check": ("relayrun.cli.check:add_arguments", "what a submit would refuse or warn of, and the plan of the run"),
+    "resume": ("relayrun.cli.resume:add_arguments", "submit a run again as it was submitted last"),
+    "launch": ("relayrun.cli.launch:add_arguments", "what the sbatch scripts of launchers/ call"),
+    "config": (
+        "relayrun.cli.config:add_arguments",
+        "the settings of a run config, or of a run, and where each value comes from",
+    ),
+    "explain": ("relayrun.cli.explain:add_arguments", "what a setting means; without NAME: all settings"),
+    "diff": ("relayrun.cli.diff:add_arguments", "what differs in the settings of two run configs or runs"),
+    "data": (
+        "relayrun.cli.data:add_arguments",
+        "what a run reads: show samples, the ledger, the difference of two runs",
+    ),
+    "dumps": (
+        "relayrun.cli.dumps:add_arguments",
+        "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node",
+    ),
+    "mixture": (
+        "relayrun.cli.mixture:add_arguments",
+        "token shards as data sets of a run: mixed by weight, listed, checked",
+    ),
+    "export": ("relayrun.cli.export:add_arguments", "a checkpoint in the form that other programs read"),
+    "upload": ("relayrun.cli.upload:add_arguments", "an exported folder to a repository of the Hugging Face hub"),
+    "import": (
+        "relayrun.cli.import_checkpoint:add_arguments",
+        "a checkpoint, to start a run from, of another program's model",
+    ),
     "checkpoint": (
-        "checkpoint",
+        "relayrun.cli.checkpoint:add_arguments",
         "whether a checkpoint still holds its bytes; copies of it in a second place",
     ),
-    "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
-    "drill": ("drill", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
-    "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
-    "status": ("status", "where a run stands; without RUN: all runs"),
-    "sweep": ("campaign", "runs over axes of settings: submit, status, stop, resume"),
-    "stages": ("campaign", "runs one behind the other, from checkpoint to checkpoint: submit, status, stop, resume"),
-    "sentinel": ("sentinel", "one look after the runs of folders, for cron: tells what no job can tell"),
-    "goodput": ("goodput", "where the node hours of runs went: every second of every node in one named part"),
-    "runs": ("runs", "runs in folders: where they stand and how large they are; archive and move them"),
+    "gpu-check": (
+        "relayrun.cli.gpu_check:add_arguments",
+        "what this machine's GPUs do with relayrun, in eight minutes",
+    ),
+    "drill": (
+        "relayrun.cli.drill:add_arguments",
+        "faults on purpose, on your cluster: which ones a chain survives, and what each costs",
+    ),
+    "completion": (
+        "relayrun.cli.completion:add_arguments",
+        "a script that completes commands, options, runs and settings in a shell",
+    ),
+    "status": ("relayrun.cli.status:add_arguments", "where a run stands; without RUN: all runs"),
+    "sweep": ("relayrun.cli.campaign:add_arguments", "runs over axes of settings: submit, status, stop, resume"),
+    "stages": (
+        "relayrun.cli.campaign:add_arguments",
+        "runs one behind the other, from checkpoint to checkpoint: submit, status, stop, resume",
+    ),
+    "sentinel": (
+        "relayrun.cli.sentinel:add_arguments",
+        "one look after the runs of folders, for cron: tells what no job can tell",
+    ),
+    "goodput": (
+        "relayrun.cli.goodput:add_arguments",
+        "where the node hours of runs went: every second of every node in one named part",
+    ),
+    "runs": (
+        "relayrun.cli.runs:add_arguments",
+        "runs in folders: where they stand and how large they are; archive and move them",
+    ),
     "report": (
-        "report",
+        "relayrun.cli.report:add_arguments",
         "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture",
     ),
-    "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
-    "notify": ("notify", "test whether those who are told of a run can be reached; send what was not sent"),
-    "save": ("control", "write a checkpoint and go on"),
-    "stop": ("control", "write a checkpoint and end the chain"),
-    "cancel": ("control", "end the chain at once; what was not saved is lost"),
+    "logs": ("relayrun.cli.logs:add_arguments", "what the jobs of a run wrote; with -f also what they add"),
+    "notify": (
+        "relayrun.cli.notify:add_arguments",
+        "test whether those who are told of a run can be reached; send what was not sent",
+    ),
+    "save": ("relayrun.cli.control:add_arguments", "write a checkpoint and go on"),
+    "stop": ("relayrun.cli.control:add_arguments", "write a checkpoint and end the chain"),
+    "cancel": ("relayrun.cli.control:add_arguments", "end the chain at once; what was not saved is lost"),
 }
-"""Every command with its module in this package and its line of help."""
+"""The commands: the function that adds the arguments of each, as MODULE:FUNCTION, and its line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,20 +117,26 @@ def _parser(asked: str | None, names: Iterable[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in names:
-        module, words = COMMANDS[name]
-        command = commands.add_parser(name, help=words)
+        command = commands.add_parser(name, help=COMMANDS[name][1])
         if name == asked:
-            importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
+            adder(name)(command)
     return parser
 
 
-def as_program(command: ModuleType, description: str | None) -> int:
-    """Run the module of a subcommand as a program of its own, with the same flags: what the scripts do."""
+def adder(name: str) -> AddArguments:
+    """Import and return the function that adds the arguments of a command."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    add: AddArguments = getattr(importlib.import_module(module), function)
+    return add
+
+
+def as_program(add_arguments: AddArguments, description: str | None) -> int:
+    """Run a subcommand as a program of its own, with the same flags: the programs of scripts/ and launchers/."""
 
     def run() -> int:
         form = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=form)
-        command.add_arguments(parser)
+        add_arguments(parser)
         options = parser.parse_args()
         return int(options.run(options))
 

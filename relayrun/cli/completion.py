@@ -7,7 +7,6 @@ a candidate takes milliseconds. All three shells ask the same few lines of Bash.
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,15 +113,15 @@ def _function(name: str, cases: Sequence[tuple[str | None, str]]) -> list[str]:
 
 def _commands() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
     """Every command with its parser; one whose packages are not installed has no options."""
-    from relayrun.cli import COMMANDS
+    from relayrun.cli import COMMANDS, adder
 
     top = argparse.ArgumentParser(prog="relayrun")
     top.add_argument("--version", action="store_true")
     parsers = top.add_subparsers()
-    for name, (module, _) in COMMANDS.items():
+    for name in COMMANDS:
         command = parsers.add_parser(name)
         try:
-            importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
+            adder(name)(command)
         except ModuleNotFoundError:
             continue
     yield from _below((), top)

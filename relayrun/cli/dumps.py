@@ -22,25 +22,25 @@ from relayrun.tokenization.dumps import status, tune
 from relayrun.tokenization.options import EngineName, TokenizeOptions
 from relayrun.tokenization.pool import one_thread
 
-MODULES = (
-    ("example", "text that every machine has, to try things with", example_text),
-    ("download", "files of a data set of the Hugging Face hub, their checksums compared", download),
-    ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", train_tokenizer),
-    ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard),
-    ("prepare", "split a dataset into dumps, one job each", prepare_dumps),
-    ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", submit_dumps),
-    ("tokenize", "tokenize the files of one dump: what a job does", tokenize),
-    ("merge", "the shards of a folder as one shard", merge_shards),
-    ("size", "bytes of a dump's files", dump_size),
+SUBCOMMANDS = (
+    ("example", "text that every machine has, to try things with", example_text.add_arguments),
+    ("download", "files of a data set of the Hugging Face hub, their checksums compared", download.add_arguments),
+    ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", train_tokenizer.add_arguments),
+    ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard.add_arguments),
+    ("prepare", "split a dataset into dumps, one job each", prepare_dumps.add_arguments),
+    ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", submit_dumps.add_arguments),
+    ("tokenize", "tokenize the files of one dump: what a job does", tokenize.add_arguments),
+    ("merge", "the shards of a folder as one shard", merge_shards.add_arguments),
+    ("size", "bytes of a dump's files", dump_size.add_arguments),
 )
-"""Subcommands in modules of their own, most of them also programs in scripts/ or launchers/: name, help, module."""
+"""Subcommands with modules of their own, most of them also programs in scripts/ or launchers/."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun dumps`."""
     commands = parser.add_subparsers(dest="dumps_command", required=True)
-    for name, words, module in MODULES:
-        module.add_arguments(commands.add_parser(name, help=words))
+    for name, words, add in SUBCOMMANDS:
+        add(commands.add_parser(name, help=words))
     status_command = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
     tune_command = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
     verify_command = commands.add_parser(

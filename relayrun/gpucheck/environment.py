@@ -8,8 +8,6 @@ import shutil
 from dataclasses import asdict
 from typing import Any
 
-import psutil
-
 from relayrun import __version__, places
 from relayrun.gpucheck.ranks import add_program
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
@@ -28,6 +26,8 @@ def measure(setup: Setup, figures: Figures) -> None:
 
 def machine(setup: Setup) -> dict[str, Any]:
     """Return what the host is: processors, memory and disk in bytes, the code that runs."""
+    import psutil  # an extra, and a login node reads this module
+
     commit, difference = code(places.CODE)
     return {
         "system": platform.platform(),

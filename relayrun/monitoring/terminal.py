@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def show(table: Table) -> None:
     """Print a table; into a file or pipe without folding at a terminal's width."""
+    from rich.console import Console
+
     console = Console() if sys.stdout.isatty() else Console(width=400)
     with console.capture() as text:
         console.print(table)

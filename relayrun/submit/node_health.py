@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 
-from relayrun.config.common import CommonConfig
+from relayrun.config.schema import CommonConfig
 from relayrun.rundir.node_health import HealthPlan
 
 

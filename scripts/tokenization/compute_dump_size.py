@@ -3,7 +3,8 @@
 
 import sys
 
-from relayrun.cli import as_program, dump_size
+from relayrun.cli import as_program
+from relayrun.cli.dump_size import add_arguments
 
 if __name__ == "__main__":
-    sys.exit(as_program(dump_size, __doc__))
+    sys.exit(as_program(add_arguments, __doc__))

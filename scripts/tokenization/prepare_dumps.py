@@ -3,7 +3,8 @@
 
 import sys
 
-from relayrun.cli import as_program, prepare_dumps
+from relayrun.cli import as_program
+from relayrun.cli.prepare_dumps import add_arguments
 
 if __name__ == "__main__":
-    sys.exit(as_program(prepare_dumps, __doc__))
+    sys.exit(as_program(add_arguments, __doc__))

@@ -11,7 +11,8 @@ to OUTPUT/dataset_mixture_summary.txt, and as JSON with every shard beside it.
 
 import sys
 
-from relayrun.cli import as_program, create_mixture
+from relayrun.cli import as_program
+from relayrun.cli.create_mixture import add_arguments
 
 if __name__ == "__main__":
-    sys.exit(as_program(create_mixture, __doc__))
+    sys.exit(as_program(add_arguments, __doc__))

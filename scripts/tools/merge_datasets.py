@@ -9,7 +9,8 @@ its inputs and the checksums of its files.
 
 import sys
 
-from relayrun.cli import as_program, merge_shards
+from relayrun.cli import as_program
+from relayrun.cli.merge_shards import add_arguments
 
 if __name__ == "__main__":
-    sys.exit(as_program(merge_shards, __doc__))
+    sys.exit(as_program(add_arguments, __doc__))

@@ -7,7 +7,8 @@ verify_dataset.py tokens/web --tokenizer tokenizer/
 
 import sys
 
-from relayrun.cli import as_program, verify_shards
+from relayrun.cli import as_program
+from relayrun.cli.verify_shards import add_arguments
 
 if __name__ == "__main__":
-    sys.exit(as_program(verify_shards, __doc__))
+    sys.exit(as_program(add_arguments, __doc__))

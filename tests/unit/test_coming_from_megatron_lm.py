@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.cli import COMMANDS
+from relayrun.cli import COMMANDS, adder
 from relayrun.config import describe
 from relayrun.config.schema import KINDS
 from relayrun.rundir import triggers
@@ -118,11 +118,13 @@ def flags_of(program: str) -> set[str]:
         if called is None:
             return set(re.findall(r'"(--?[a-z-]+)"', text))
         parser = argparse.ArgumentParser()
-        importlib.import_module(f"relayrun.cli.{called[1]}").add_arguments(parser)
+        imported = re.search(rf"from (relayrun\.cli\.[\w.]+) import {called[1]}\n", text)
+        assert imported
+        getattr(importlib.import_module(imported[1]), called[1])(parser)
         return set(parser._option_string_actions)
     verb, *names = program.split()[1:]
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"relayrun.cli.{COMMANDS[verb][0]}").add_arguments(parser)
+    adder(verb)(parser)
     for name in names:
         (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         parser = action.choices[name]

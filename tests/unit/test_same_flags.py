@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def subcommands() -> dict[tuple[str, str], argparse.ArgumentParser]:
     return found
 
 
+def added_by(script: str) -> Callable[[argparse.ArgumentParser], None]:
+    """The function that adds the arguments of a script."""
+    called = re.search(r"as_program\((\w+), __doc__\)", script)
+    assert called
+    imported = re.search(rf"from (relayrun\.cli\.[\w.]+) import {called[1]}\n", script)
+    assert imported
+    add: Callable[[argparse.ArgumentParser], None] = getattr(importlib.import_module(imported[1]), called[1])
+    return add
+
+
 def test_the_page_names_every_script() -> None:
     scripts = [path for folder in ("scripts", "launchers") for path in places.shared(folder).rglob("*.py")]
     doors = {path.name for path in scripts if "as_program(" in path.read_text(encoding="utf-8")}
@@ -36,7 +47,6 @@ def test_the_page_names_every_script() -> None:
 @pytest.mark.parametrize(("program", "command", "name"), PAIRS)
 def test_a_script_and_its_command_run_the_same_function(program: str, command: str, name: str) -> None:
     (path,) = (path for folder in ("scripts", "launchers") for path in places.shared(folder).rglob(program))
-    called = re.search(r"as_program\((\w+), __doc__\)", path.read_text(encoding="utf-8"))
-    assert called
-    module = importlib.import_module(f"relayrun.cli.{called[1]}")
-    assert subcommands()[command, name].get_default("run") is module.run
+    parser = argparse.ArgumentParser()
+    added_by(path.read_text(encoding="utf-8"))(parser)
+    assert subcommands()[command, name].get_default("run") is parser.get_default("run")
