@@ -1,7 +1,7 @@
 """A Llama in plain PyTorch, as one writes it by hand: the peer that `training.py` measures against on a GPU.
 
 Attention by SDPA (flash attention on a GPU), weights in fp32 under bf16 autocast, fused AdamW, torch.compile.
-Equations of arXiv 2407.21783; of the shapes of a `relayrun.config.schema.Model`. Rotary frequencies are unscaled:
+Equations of arXiv 2407.21783; of the shapes of a `relayrun.config.compose.schema.Model`. Rotary frequencies are unscaled:
 that costs nothing either way.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from relayrun.config.schema import Model
+from relayrun.config.compose.schema import Model
 
 
 class Layer(nn.Module):

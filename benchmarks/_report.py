@@ -10,7 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from relayrun.gpucheck import report
+from relayrun.lab.gpucheck import report
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from relayrun.training.checkpoint.memory import MemoryTier
-from relayrun.training.hooks import Hook, StepStart
-from relayrun.training.reporting.heartbeat import Pulse
-from relayrun.training.reporting.sections import Sections
-from relayrun.training.stragglers import Stragglers
+from relayrun.train.checkpoint.memory import MemoryTier
+from relayrun.train.hooks import Hook, StepStart
+from relayrun.train.reporting.heartbeat import Pulse
+from relayrun.train.reporting.sections import Sections
+from relayrun.train.reporting.stragglers import Stragglers
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "heartbeats": [(Pulse, "enter"), (Pulse, "beat"), (Sections, "enter"), (Sections, "touch")],

@@ -20,10 +20,10 @@ sys.path.insert(0, str(ROOT))  # for the tests' workspace
 import _results  # noqa: E402
 import numpy as np  # noqa: E402
 
-from relayrun.config import yamlfile  # noqa: E402
+from relayrun.config.compose import yamlfile  # noqa: E402
 from relayrun.files import write_json  # noqa: E402
-from relayrun.shards.indexed import ShardWriter  # noqa: E402
-from relayrun.shards.record import RECORD  # noqa: E402
+from relayrun.tokens.shards.indexed import ShardWriter  # noqa: E402
+from relayrun.tokens.shards.record import RECORD  # noqa: E402
 from tests.workspace import VOCABULARY, Workspace  # noqa: E402
 
 SHARDS = {"demo": 4, "large": 1000}

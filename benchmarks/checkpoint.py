@@ -31,15 +31,15 @@ from typing import Any
 import _results
 import numpy as np
 
-from relayrun.config import yamlfile
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_json, read_lines, write_json
-from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
 
 INTERVAL = 8
 VOCABULARY = 16384
@@ -228,9 +228,9 @@ def program(run: Run) -> int:
         "MASTER_PORT": "0",
         "WANDB_MODE": "disabled",
     }
-    from relayrun.training import __main__ as training
-    from relayrun.training import saver
-    from relayrun.training.signals import SignalFlag
+    from relayrun.train import __main__ as training
+    from relayrun.train.checkpoint import saver
+    from relayrun.train.signals import SignalFlag
 
     due = saver.Saver.due
     held = {}
@@ -242,7 +242,7 @@ def program(run: Run) -> int:
         held[position.iteration] = time.thread_time() - started
 
     saver.Saver.due = alternating  # type: ignore[method-assign]
-    sys.argv = ["relayrun.training", f"--run-dir={run.path}", "--attempt=1"]
+    sys.argv = ["relayrun.train", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())
     write_json(run.path / HELD, held)
     sys.stdout.flush()

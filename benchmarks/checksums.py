@@ -28,9 +28,9 @@ import numpy as np
 import xxhash
 from checkpoint import HELD, make_run, train
 
+from relayrun.control.rundir.run import Run
 from relayrun.errors import run_main
 from relayrun.files import read_json, write_json
-from relayrun.rundir.run import Run
 
 WARM_UP = 2
 """Iterations whose saves do not count: the first allocates memory."""
@@ -104,10 +104,9 @@ def program(run: Run) -> None:
         "MASTER_PORT": "0",
         "WANDB_MODE": "disabled",
     }
-    from relayrun.training import __main__ as training
-    from relayrun.training import saver
-    from relayrun.training.checkpoint import host_copy
-    from relayrun.training.signals import SignalFlag
+    from relayrun.train import __main__ as training
+    from relayrun.train.checkpoint import host_copy, saver
+    from relayrun.train.signals import SignalFlag
 
     class Nothing:
         def __init__(self, _data: object = b"") -> None: ...
@@ -143,7 +142,7 @@ def program(run: Run) -> None:
 
     host_copy.HostCopy.fill = timed  # type: ignore[method-assign]
     saver.Saver.due = alternating  # type: ignore[method-assign]
-    sys.argv = ["relayrun.training", f"--run-dir={run.path}", "--attempt=1"]
+    sys.argv = ["relayrun.train", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())
     write_json(run.path / HELD, spent)
     sys.stdout.flush()

@@ -26,16 +26,16 @@ from typing import Any
 import _results
 import numpy as np
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.data import documents
-from relayrun.data.batches import BatchReader
-from relayrun.data.order.permutation import Permutation, permutation_key
-from relayrun.data.order.sampler import MixtureSampler, Part
-from relayrun.data.order.samples import Dataset, SampleOrder
-from relayrun.data.order.schedule import Interleave, integer_weights
-from relayrun.data.order.spec import DatasetSpec
-from relayrun.shards.indexed import CODES, HEADER, MAGIC, ShardWriter
-from relayrun.shards.manifest import DatasetManifest, Manifest
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.tokens.order import documents
+from relayrun.tokens.order.batches import BatchReader
+from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.sampler import MixtureSampler, Part
+from relayrun.tokens.order.samples import Dataset, SampleOrder
+from relayrun.tokens.order.schedule import Interleave, integer_weights
+from relayrun.tokens.order.spec import DatasetSpec
+from relayrun.tokens.shards.indexed import CODES, HEADER, MAGIC, ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
 SHARDS = 1000
 SEQ_LENGTH = 4096
@@ -230,7 +230,7 @@ def check_same(prefix: str, seq_length: int, micro: int, *, flags: bool) -> None
     """In Megatron's order, both loaders give the same tensors."""
     import torch
 
-    from relayrun.data.order.megatron import MegatronOrder
+    from relayrun.tokens.order.megatron import MegatronOrder
 
     same = MegatronOrder(DatasetSpec(name="t", seed=1, seq_length=seq_length, manifest=DatasetManifest.build([prefix])))
     other = megatron_dataset(prefix, seq_length, reset_position_ids=flags, eod_mask_loss=flags)

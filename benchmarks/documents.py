@@ -90,7 +90,7 @@ class Attention:
         import torch
         from megatron.core.transformer import TransformerConfig
 
-        from relayrun.training.model.attention import CausalAttention
+        from relayrun.train.model.attention import CausalAttention
 
         torch.set_num_threads(1)
         self.length = length
@@ -107,7 +107,7 @@ class Attention:
     def documents(self, count: int) -> Any:
         import torch
 
-        from relayrun.training.model.documents import Documents
+        from relayrun.train.model.documents import Documents
 
         return Documents(lengths=[[self.length // count] * count], device=torch.device("cpu"))
 

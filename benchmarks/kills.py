@@ -47,13 +47,13 @@ sys.path.insert(0, str(ROOT))  # for the tests' cluster and workspace
 
 import _results  # noqa: E402
 
-from relayrun.drill.kills import compare, ranks, timeline, verdict  # noqa: E402
-from relayrun.drill.kills.verdict import Event, Shown  # noqa: E402
+from relayrun.control.rundir import triggers  # noqa: E402
+from relayrun.control.rundir.plan import Plan  # noqa: E402
+from relayrun.control.rundir.records import Outcome  # noqa: E402
+from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.files import read_lines, write_json  # noqa: E402
-from relayrun.rundir import triggers  # noqa: E402
-from relayrun.rundir.plan import Plan  # noqa: E402
-from relayrun.rundir.records import Outcome  # noqa: E402
-from relayrun.rundir.run import Run  # noqa: E402
+from relayrun.lab import compare, ranks, timeline, verdict  # noqa: E402
+from relayrun.lab.verdict import Event, Shown  # noqa: E402
 from tests.slurm import power_loss  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402

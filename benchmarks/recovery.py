@@ -44,11 +44,11 @@ sys.path.insert(0, str(ROOT))  # for the tests' workspace
 
 import _results  # noqa: E402
 
-from relayrun.config import yamlfile  # noqa: E402
+from relayrun.config.compose import yamlfile  # noqa: E402
+from relayrun.control.rundir import rounds  # noqa: E402
+from relayrun.control.rundir.run import Run  # noqa: E402
+from relayrun.control.scheduler.tasks import free_port  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
-from relayrun.rundir import rounds  # noqa: E402
-from relayrun.rundir.run import Run  # noqa: E402
-from relayrun.scheduler.tasks import free_port  # noqa: E402
 from tests.workspace import Workspace, steps  # noqa: E402
 
 TOY = Path(__file__).resolve().parent / "_recovery_toy.py"
@@ -186,7 +186,7 @@ class Native:
     def __init__(self, folder: Path, *, memory: bool) -> None:
         folder.mkdir(parents=True)
         workspace = Workspace.make(folder)
-        slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.05"}}
+        slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.05"}}
         sections: dict[str, Any] = {
             "training": {"steps": LAST, "hooks": [slow]},
             "data": {"max_epochs": LAST},

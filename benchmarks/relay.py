@@ -43,13 +43,13 @@ sys.path.insert(0, str(ROOT))  # for the tests' cluster and workspace
 
 import _results  # noqa: E402
 
+from relayrun.control.rundir import triggers  # noqa: E402
+from relayrun.control.rundir.attempt import Attempt  # noqa: E402
+from relayrun.control.rundir.plan import Plan  # noqa: E402
+from relayrun.control.rundir.records import AttemptStart, Outcome, Started  # noqa: E402
+from relayrun.control.rundir.run import Run  # noqa: E402
+from relayrun.control.scheduler.tasks import free_port  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
-from relayrun.rundir import triggers  # noqa: E402
-from relayrun.rundir.attempt import Attempt  # noqa: E402
-from relayrun.rundir.plan import Plan  # noqa: E402
-from relayrun.rundir.records import AttemptStart, Outcome, Started  # noqa: E402
-from relayrun.rundir.run import Run  # noqa: E402
-from relayrun.scheduler.tasks import free_port  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 
@@ -149,7 +149,7 @@ def by_hand(run: Run, bare: Run, begin: AttemptStart) -> Phases:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "relayrun.training", f"--run-dir={bare.path}", f"--attempt={begin.attempt}"]
+    command = [sys.executable, "-m", "relayrun.train", f"--run-dir={bare.path}", f"--attempt={begin.attempt}"]
     with open(bare.path / "log", "wb") as log:
         spawned = time.time()
         ranks = [

@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT))  # for the tests' workspace
 import _results  # noqa: E402
 from _toggled import is_on  # noqa: E402
 
+from relayrun.control.rundir.records import Outcome  # noqa: E402
+from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
-from relayrun.rundir.records import Outcome  # noqa: E402
-from relayrun.rundir.run import Run  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 
 FINER = 4

@@ -27,10 +27,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _results import spread, write
 
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.merge import merge
-from relayrun.shards.verify import verify
-from relayrun.tokenization.record import FORMAT, NAME
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.verify import verify
+from relayrun.tokens.tokenize.record import FORMAT, NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS, SHARD_TOKENS, VOCABULARY = 4, 25_000_000, 128_256

@@ -26,17 +26,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from relayrun.config.data import DataSource
-from relayrun.config.document_window import DocumentWindow
-from relayrun.config.streams import Source, Stream
-from relayrun.data.length_order import length_order
-from relayrun.data.rows import Row
-from relayrun.data.streams.files import freeze
-from relayrun.data.streams.samples import Shape
-from relayrun.data.streams.stream import TextStream
-from relayrun.shuffle.reshard import ReshardOptions, reshard
-from relayrun.tokenization.encode.libraries import Encoded
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.config.sections.data import DataSource
+from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.streams import Source, Stream
+from relayrun.tokens.order.length_order import length_order
+from relayrun.tokens.order.rows import Row
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
+from relayrun.tokens.streams.files import freeze
+from relayrun.tokens.streams.samples import Shape
+from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.tokenize.encode.libraries import Encoded
 
 ROW, BATCH, FILES, SEQUENCES, BUFFER = 256, 4, 8, 6000, 256
 MEDIAN, SPREAD = 55.0, 1.1

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # for the tests' made run directories
 import _results  # noqa: E402
 
 from relayrun import places  # noqa: E402
-from relayrun.rundir.run import Run  # noqa: E402
-from relayrun.rundir.views import Views  # noqa: E402
+from relayrun.control.rundir.run import Run  # noqa: E402
+from relayrun.control.rundir.views import Views  # noqa: E402
 from tests.history import make_history  # noqa: E402
 
 

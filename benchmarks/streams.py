@@ -32,15 +32,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.config.schema import RunConfig
-from relayrun.data.build import training_order
-from relayrun.data.order.lanes import LaneReading
-from relayrun.data.stream_worker import Worker
-from relayrun.submit.find_data import build_manifest
-from relayrun.tokenization.encode.engines import select
-from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.config.compose.schema import RunConfig
+from relayrun.submit.check.find_data import build_manifest
+from relayrun.tokens.mixture.build import training_order
+from relayrun.tokens.mixture.stream_worker import Worker
+from relayrun.tokens.order.lanes import LaneReading
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
 
 SEQ_LENGTH = 4096
 FIRST_FILES = 1000

@@ -34,8 +34,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _results import spread, write
 
-from relayrun.demo.corpus import build_corpus
-from relayrun.shards.indexed import Shard
+from relayrun.lab.demo.corpus import build_corpus
+from relayrun.tokens.shards.indexed import Shard
 
 CACHE = Path(tempfile.gettempdir()) / "relayrun-benchmarks" / "tokenization-2"
 DOOR = Path(__file__).resolve().parents[1] / "scripts/tokenization/preprocess_megatron.py"
@@ -71,7 +71,7 @@ import glob, multiprocessing, os, sys
 import awkward, gigatoken
 import pyarrow.parquet as pq
 from awkward import contents
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
 def work(argument):
     data, tokenizer, part, parts, out = argument
     engine = gigatoken.Tokenizer.from_json(open(tokenizer, "rb").read())

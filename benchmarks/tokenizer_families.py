@@ -33,7 +33,7 @@ from _report import FAMILIES as WANTED
 from _results import spread, write
 from tokenization import _SET_CHILD_SUBREAPER, BARE, BASELINE, CACHE, FILES, KNOWN, TASKS, digests, measured, ours, run
 
-from relayrun.demo.corpus import build_corpus
+from relayrun.lab.demo.corpus import build_corpus
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.published import FORMS, published
@@ -46,13 +46,13 @@ BARE_TOO = ("Llama 3", "GPT-2", "o200k", "Tekken")
 
 START = """
 import sys
-from relayrun.tokenization.pool import one_thread
+from relayrun.tokens.tokenize.pool import one_thread
 one_thread()
-import relayrun.tokenization.pipeline
-from relayrun.tokenization.encode.engines import select
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.readers.texts import Texts
+import relayrun.tokens.tokenize.pipeline
+from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.readers.texts import Texts
 loaded = load_tokenizer(TokenizeOptions(tokenizer=sys.argv[1], eos_token=sys.argv[2]))
 sample = Texts.of([open(sys.argv[3]).read()[:60_000]])
 selection = select("auto", lambda: loaded.tokenizer, sample, print, definition=loaded.definition)

@@ -9,7 +9,7 @@ times (`time.process_time`, all threads of the process). Dropout is off. About t
 
 GPU part, where torch sees a GPU: the 1B baseline in bf16 on one GPU at sequence length 4096, by the training program as
 it is submitted, in turns with a Llama of the same shape in plain PyTorch (`_plain_llama.py`); tokens/s, and the MFU
-that the program reports (formula and peaks: relayrun/training/model/size.py). Every turn is a process of its own, its
+that the program reports (formula and peaks: relayrun/train/model/size.py). Every turn is a process of its own, its
 first steps are left out. Without a GPU the result says so.
 """
 
@@ -31,15 +31,15 @@ import _results
 import numpy as np
 
 from relayrun import places
-from relayrun.config import compose, yamlfile
-from relayrun.config.schema import Model, RunConfig
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import Model, RunConfig
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
 
 SEED = 28
 GPU_STEPS, GPU_WARM_UP, GPU_TURNS = 30, 10, 3
@@ -145,11 +145,11 @@ def one_rank() -> None:
 def in_turns(run: Run, pairs: int, steps: int) -> int:
     """The CPU part: the real loop, held after every turn for as many bare steps."""
     one_rank()
-    from relayrun.training import loop, parallel
-    from relayrun.training.model import device_shim
-    from relayrun.training.reporting.heartbeat import Pulse
-    from relayrun.training.reporting.timings import Timings
-    from relayrun.training.signals import SignalFlag
+    from relayrun.train import loop, parallel
+    from relayrun.train.model import device_shim
+    from relayrun.train.reporting.heartbeat import Pulse
+    from relayrun.train.reporting.timings import Timings
+    from relayrun.train.signals import SignalFlag
 
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
@@ -206,8 +206,8 @@ def bare_stepper(config: RunConfig, ranks: Any) -> Any:
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from relayrun.training.model.gpt import Model as TrainingModel
-    from relayrun.training.optimizer import Optimizer
+    from relayrun.train.model.gpt import Model as TrainingModel
+    from relayrun.train.optimizer.optimizer import Optimizer
 
     settings = config.training
     model = TrainingModel(config, ranks, SMALL_VOCABULARY, eod=0)
@@ -285,7 +285,7 @@ def gpu(folder: Path) -> dict[str, Any]:
         "turns": GPU_TURNS,
         "tokens_per_second": {"relayrun": _results.spread(ours), "plain_torch": _results.spread(peer)},
         "ratio": _results.spread([a / b for a, b in zip(ours, peer, strict=True)]),
-        "mfu": _results.spread(known) if known else "the peak of this device is not in relayrun/training/model/size.py",
+        "mfu": _results.spread(known) if known else "the peak of this device is not in relayrun/train/model/size.py",
         "peak_memory_bytes": memory,
     }
 
@@ -298,10 +298,10 @@ def model_1b() -> Model:
 def program(run: Run) -> int:
     """The training program as every rank runs it; prints its metrics without the first steps."""
     one_rank()
-    from relayrun.training import __main__ as training
-    from relayrun.training.signals import SignalFlag
+    from relayrun.train import __main__ as training
+    from relayrun.train.signals import SignalFlag
 
-    sys.argv = ["relayrun.training", f"--run-dir={run.path}", "--attempt=1"]
+    sys.argv = ["relayrun.train", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())
     lines = [line for line in read_lines(run.attempt(1).metrics) if "loss" in line]
     print(json.dumps(lines[GPU_WARM_UP:]))

@@ -47,7 +47,7 @@ import platform
 import megatron.core
 import torch
 
-import relayrun.config.schema
+import relayrun.config.compose.schema
 
 print(f"{platform.machine()}: Python {platform.python_version()}, torch {torch.__version__}, ", end="")
 print(f"megatron-core {megatron.core.__version__}, relayrun {relayrun.__version__}")

@@ -11,7 +11,7 @@ import sys
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 
-from relayrun.tokenization import MegatronTokenWriter
+from relayrun.tokens.tokenize import MegatronTokenWriter
 
 
 def main(data: str, tokenizer: str, output: str) -> None:

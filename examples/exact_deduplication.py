@@ -14,7 +14,7 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.dedup import ExactDedupConfig, ExactDedupFilter, ExactDedupSignature, ExactFindDedups
 from datatrove.pipeline.readers import JsonlReader
 
-from relayrun.tokenization import MegatronTokenWriter
+from relayrun.tokens.tokenize import MegatronTokenWriter
 
 TASKS = 2
 

@@ -12,8 +12,8 @@ from datatrove.data import Document
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 
-from relayrun.tokenization import MegatronTokenWriter
-from relayrun.tokenization.datatrove.executor import KillAwareExecutor
+from relayrun.tokens.tokenize import MegatronTokenWriter
+from relayrun.tokens.tokenize.executor import KillAwareExecutor
 
 TASKS = 4
 

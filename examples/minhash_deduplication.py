@@ -21,7 +21,7 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from relayrun.tokenization import MegatronTokenWriter
+from relayrun.tokens.tokenize import MegatronTokenWriter
 
 TASKS = 2
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, Commit, End, Failure, Outcome, Started
+from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, Commit, End, Failure, Outcome, Started
-from relayrun.rundir.run import Run
 from tests.history import make_history
 
 T = time.mktime(time.strptime("2026-11-20T08:00:00", "%Y-%m-%dT%H:%M:%S"))

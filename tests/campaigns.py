@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import client
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 
 from relayrun import client
-from relayrun.config import compose, yamlfile
+from relayrun.config.compose import compose, yamlfile
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples/command"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from relayrun.training.checkpoint.metadata import read_metadata
+from relayrun.train.checkpoint.metadata import read_metadata
 
 
 class Command:

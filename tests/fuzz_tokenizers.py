@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers import Tokenizer
 
-from relayrun.tokenization.encode.engines import HuggingFace, select
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode.engines import HuggingFace, select
 from tests.published import FORMS, SUSPECTS, published
 
 NEIGHBOURS = ("a", "A", " ", "\n", "'", "1", ".", "\u0301", "漢", "'s")

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.chain import render
-from relayrun.rundir import triggers
-from relayrun.rundir.plan import Plan, job_name
-from relayrun.rundir.records import AttemptStart, Commit, End, Outcome
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
+from relayrun.control.chain import render
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import Plan, job_name
+from relayrun.control.rundir.records import AttemptStart, Commit, End, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,8 +55,8 @@ def tell():
         }, file)
 atexit.register(tell)
 sys.addaudithook(look)
-sys.argv = ["relayrun.chain", *arguments]
-runpy.run_module("relayrun.chain", run_name="__main__", alter_sys=True)
+sys.argv = ["relayrun.control.chain", *arguments]
+runpy.run_module("relayrun.control.chain", run_name="__main__", alter_sys=True)
 """
 
 
@@ -218,7 +218,7 @@ def queue_is_run(run: Run) -> Iterator[None]:
 
 
 def cost(run: Run, *arguments: str, package_root: Path = ROOT) -> Cost:
-    """What `python -m relayrun.chain` with these arguments costs; it must succeed."""
+    """What `python -m relayrun.control.chain` with these arguments costs; it must succeed."""
     with tempfile.NamedTemporaryFile(suffix=".json") as target, queue_is_run(run):
         done = subprocess.run(
             [sys.executable, "-c", MEASURED, target.name, str(run.path), *arguments, f"--run-dir={run.path}"],

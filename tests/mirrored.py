@@ -10,12 +10,12 @@ from pathlib import Path
 
 import xxhash
 
+from relayrun.control.rundir import mirror as records
+from relayrun.control.rundir.mirror import MirrorPolicy
+from relayrun.control.rundir.records import Commit
 from relayrun.files import sizes
-from relayrun.rundir import mirror as records
-from relayrun.rundir.mirror import MirrorPolicy
-from relayrun.rundir.records import Commit
-from relayrun.training.checkpoint import checksums, publish
-from relayrun.training.checkpoint.mirror import sync
+from relayrun.train.checkpoint import checksums, publish
+from relayrun.train.mirror import sync
 from tests.chain.conftest import MakeRun
 from tests.history import began
 

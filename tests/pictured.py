@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, Commit, End, Failure, Outcome, Started
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.rundir import rounds
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, Commit, End, Failure, Outcome, Started
-from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.run import Run
 from tests.history import ROOT, make_history
 
 T = time.mktime(time.strptime("2026-11-02T18:00:00", "%Y-%m-%dT%H:%M:%S"))

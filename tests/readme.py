@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.tokenization.train_tokenizer import train_tokenizer
+from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,17 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.config.data import DataSource
-from relayrun.config.document_window import DocumentWindow
-from relayrun.config.streams import Stream
-from relayrun.data.order.sampler import MixtureSampler, Part
-from relayrun.data.rows import Row
-from relayrun.data.streams.files import freeze
-from relayrun.data.streams.samples import Shape
-from relayrun.data.streams.stream import TextStream
-from relayrun.shards.manifest import DatasetManifest
-from relayrun.tokenization.encode.libraries import Encoded
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.config.sections.data import DataSource
+from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.streams import Stream
+from relayrun.tokens.order.rows import Row
+from relayrun.tokens.order.sampler import MixtureSampler, Part
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.streams.files import freeze
+from relayrun.tokens.streams.samples import Shape
+from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.tokenize.encode.libraries import Encoded
 
 EOD = 0
 SEQ_LENGTH = 64

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.records import End
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.records import End
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
+from relayrun.tokens.shards.indexed import ShardWriter
 from tests import warm
 
 VOCABULARY = 300

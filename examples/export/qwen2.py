@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from relayrun.export.mapping.joins import QKV
-from relayrun.export.mapping.llama import ATTENTION, LLAMA, OF
-from relayrun.export.mapping.model_mapping import Weight
+from relayrun.train.export.joins import QKV
+from relayrun.train.export.llama import ATTENTION, LLAMA, OF
+from relayrun.train.export.model_mapping import Weight
 
 BIASES = Weight(
     ATTENTION + "linear_qkv.bias",  # its name in a checkpoint: all layers in one tensor

@@ -46,7 +46,7 @@ give_up() { # reason, comment
 
 # Somebody is told of STOP, where the package and a Python are there; else the next `relayrun` command tells it.
 tell_people() {
-  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT:-}" "${RELAYRUN_HOST_PYTHON:-python3}" -m relayrun.chain tell \
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT:-}" "${RELAYRUN_HOST_PYTHON:-python3}" -m relayrun.control.chain tell \
     --run-dir "${RELAYRUN_RUN_DIR}" >/dev/null 2>&1
 }
 

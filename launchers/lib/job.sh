@@ -41,7 +41,7 @@ supervisor() {
   trap - EXIT
   trap '' USR2
   [[ "${verb}" == watch ]] || trap '' TERM
-  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain "${verb}" \
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.control.chain "${verb}" \
     --run-dir "${RELAYRUN_RUN_DIR}" "$@"
 }
 

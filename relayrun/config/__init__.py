@@ -1,18 +1,6 @@
-"""What a run is: the typed schema, its composition from YAML files, and its revisions."""
+"""The settings of a run: declared once in `sections`, composed from YAML and checked in `compose`.
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from relayrun.config.schema import RunConfig
-
-__all__ = ["RunConfig"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "RunConfig":  # on demand: tokenization needs a section of its own, and the schema takes half a second
-        from relayrun.config.schema import RunConfig
-
-        return RunConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+In: YAML files, a site's file and `--set` overrides. Out: one checked config object.
+`sections` lies below `control` and `compose` above it, so a job reads settings without pydantic.
+docs/settings.md explains the files, `relayrun explain NAME` every setting.
+"""

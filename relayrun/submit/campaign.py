@@ -1,154 +1,144 @@
-"""From the config of a campaign to its run directories: all of them are made, or none, and the first runs begin.
-
-`campaign.json` is written last. Whoever is killed before it has queued nothing, and may submit again; whoever is killed
-behind it leaves a campaign whose runs any command begins.
-"""
+"""Where the runs of a campaign stand, beside each other: settings that differ, state, loss, cost."""
 
 from __future__ import annotations
 
-import os
-from contextlib import ExitStack
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.config import compose
-from relayrun.config.campaign import Described, DescribedRun
-from relayrun.config.schema import CommonConfig, RunConfig
-from relayrun.errors import ConfigError, RelayrunError, RunDirError
-from relayrun.rundir import campaign
-from relayrun.rundir.campaign import Campaign, Member, Membership
-from relayrun.rundir.run import Run
-from relayrun.submit import submission
-from relayrun.submit.check.state import Intent
-from relayrun.submit.initial_checkpoint import same_model
+from rich.markup import escape
+from rich.table import Table
+
+from relayrun.config.compose import yamlfile
+from relayrun.control import chain_decide
+from relayrun.control.chain.campaign import judge
+from relayrun.control.rundir import campaign
+from relayrun.control.rundir.campaign import Campaign, Member
+from relayrun.errors import RelayrunError
+from relayrun.watch.goodput.account import account
+from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.status.standing import Damaged
+from relayrun.watch.status.watcher import Watcher
 
 
-def submit(described: Described) -> bool:
-    """Make the run directories and the campaign; return whether it is new. Nothing is queued by it.
+@dataclass(frozen=True, kw_only=True)
+class MemberStatus:
+    """A run of a campaign at one moment."""
 
-    A campaign that is there already, with the same runs, is left as it is. Raises RelayrunError; then there is none.
-    """
-    whole, folder = campaign_of(described), described.folder
-    check(described)
-    if campaign.is_campaign(folder):
-        _refuse_another(described, whole)
-        return False
-    if (folder / "plan.json").exists():
-        hint = "give this config another name"
-        raise ConfigError(f"a run of the name {described.name} lies there", where=folder, hint=hint)
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with ExitStack() as stack:
-            for run in described.runs:
-                _refuse_strange(Run(Path(run.config.run_dir or "")), folder)
-                membership = Membership(folder=str(folder), member=run.member)
-                stack.enter_context(
-                    submission.prepared(
-                        run.config,
-                        Intent(),
-                        run.given,
-                        membership=membership,
-                        awaited=run.source is not None,
-                    )
-                )
-            whole.save(folder)
-    except BaseException:
-        if made:
-            _remove(folder)
-        raise
-    return True
+    member: str
+    run: str
+    """Name of the run, as project/name."""
+    path: str
+    settings: dict[str, Any]
+    """What it has of its own."""
+    begins: str
+    """When it begins, in words; empty where at once."""
+    state: str
+    """Either `done` or the state of its chain, see `standing.State`."""
+    iteration: int
+    total_steps: int | None
+    loss: float | None
+    """Loss of the last step in nats per token; None before the first step."""
+    node_hours: float | None
+    """Node hours of all its jobs; None where they are not known."""
+    attempts: int
+    words: str
+    """What it waits for, or why it ended."""
 
 
-def campaign_of(described: Described) -> Campaign:
-    """What is written of a described campaign."""
-    return Campaign(
-        kind=described.kind,
-        name=described.name,
-        owner=os.geteuid(),
-        scheduler=described.runs[0].config.cluster.scheduler,
-        at_once=described.at_once,
-        members=[
-            Member(
-                name=run.member,
-                run_dir=run.config.run_dir or "",
-                settings=run.settings,
-                source=run.source,
-                iteration=run.iteration,
-                after=run.after,
-                evaluated=run.evaluated,
-                counts_from_zero=run.counts_from_zero,
-            )
-            for run in described.runs
-        ],
+def gather(folder: Path, *, now: float) -> list[MemberStatus]:
+    """Look at every run of a campaign. Raises RunDirError where there is none."""
+    whole = Campaign.load(folder)
+    found = {status.path: status for status in Watcher().look([member.run for member in whole.members], now=now)}
+    return [_one(folder, whole, member, found[member.run_dir]) for member in whole.members]
+
+
+def _one(folder: Path, whole: Campaign, member: Member, status: RunStatus | Damaged) -> MemberStatus:
+    common: dict[str, Any] = {
+        "member": member.name,
+        "path": member.run_dir,
+        "settings": member.settings,
+        "begins": begins(member),
+    }
+    if isinstance(status, Damaged):
+        nothing: dict[str, Any] = {"iteration": 0, "total_steps": None, "loss": None, "node_hours": None, "attempts": 0}
+        return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **nothing, **common)
+    state, words = str(status.state), status.stop or status.broken or status.last_end or ""
+    if status.stop is not None and chain_decide.is_done(status.stop) and state == "stopped":
+        state = "done"
+    elif state == "waiting":
+        words = _why_it_waits(folder, whole, member)
+    return MemberStatus(
+        run=status.run,
+        state=state,
+        iteration=max(status.iteration, status.durable_iteration or 0),
+        total_steps=status.total_steps,
+        loss=status.loss,
+        node_hours=_node_hours(member),
+        attempts=status.attempt or 0,
+        words=words.partition("\n")[0],
+        **common,
     )
 
 
-def check(described: Described) -> None:
-    """Look at what a stage is handed by the one before it. Raises ConfigError."""
-    by_name = {run.member: run for run in described.runs}
-    for run in described.runs:
-        if run.source is not None:
-            _check_model(by_name[run.source], run)
+def _why_it_waits(folder: Path, whole: Campaign, member: Member) -> str:
+    stopped = campaign.stop_reason(folder)
+    if stopped is not None:
+        return f"nothing more begins: {stopped}"
+    ready = judge(folder, whole, member)
+    return (ready.why if ready is not None else "") or "waits for its turn"
 
 
-def _check_model(before: DescribedRun, run: DescribedRun) -> None:
-    """Raise ConfigError unless the weights of the stage before are those of this one's model."""
-    if isinstance(before.config, RunConfig) and isinstance(run.config, RunConfig):
-        try:
-            same_model(before.config.model, run.config, Path(before.config.run_dir or ""))
-        except ConfigError as error:
-            where = run.given.place(("checkpoint", "load")) or run.member
-            hint = "let both stages have one model"
-            raise ConfigError(f"stage {run.member}: {error.message}", where=where, hint=hint) from None
+def begins(member: Member) -> str:
+    """When a member begins, in words; empty where at once."""
+    if member.after is not None:
+        return f"after {member.after}"
+    if member.source is None:
+        return ""
+    at = member.source if member.iteration is None else f"{member.source}:{member.iteration}"
+    return f"from {at}" + (", evaluated" if member.evaluated else "")
 
 
-def _refuse_strange(run: Run, folder: Path) -> None:
-    """Raise RunDirError where a run lies in the place of a member, and is none of this campaign's."""
-    membership = campaign.read_membership(run)
-    strange = run.plan.exists() and (membership is None or membership.folder != str(folder))
-    if strange or run.newest_begun() is not None:
-        raise RunDirError("a run lies there already", where=run.path, hint="give this config another name")
-
-
-def _refuse_another(described: Described, whole: Campaign) -> None:
-    """Raise ConfigError unless the campaign that is there has these runs, with these settings."""
-    there, folder = Campaign.load(described.folder), described.folder
-    if there.owner != whole.owner:
-        raise RunDirError("this campaign is another user's", where=folder, hint="give this config another name")
-    word = "sweep" if whole.kind == "sweep" else "plan of stages"
-    if there != whole:
-        hint = f"give this config another name; `relayrun {whole.kind} status {described.name}` shows what is there"
-        raise ConfigError(f"another {word} of this name is there", where=folder, hint=hint)
-    for run in described.runs:
-        own = Run(Path(run.config.run_dir or ""))
-        revision = min(own.revisions(), default=None)
-        try:
-            same = revision is not None and _comparable(compose.read_resolved(own.config_revision(revision))) == (
-                _comparable(run.config)
-            )
-        except RelayrunError:
-            same = False
-        if not same:
-            hint = f"give this config another name, or go on with `relayrun {whole.kind} resume {described.name}`"
-            raise ConfigError(f"this {word} was submitted with other settings", where=own.path, hint=hint)
-
-
-def _comparable(config: CommonConfig) -> dict[str, Any]:
-    """The settings that a config gave: a submit adds the editions of data sets and the mean of the loss."""
-    values: dict[str, Any] = config.model_dump(mode="json")
-    if isinstance(values.get("training"), dict):
-        values["training"].pop("loss_mean", None)
-    if isinstance(values.get("data"), dict):
-        values["data"].pop("mixture", None)
-    return values
-
-
-def _remove(folder: Path) -> None:
-    """Remove what this submit made of a campaign that it could not make."""
-    for path in (folder / "campaign.json", folder / "lock"):
-        path.unlink(missing_ok=True)
+def _node_hours(member: Member) -> float | None:
     try:
-        folder.rmdir()
-    except OSError:  # somebody has put something there meanwhile
-        return
+        return account(member.run).node_hours
+    except (RelayrunError, OSError, ValueError):  # what it cost is worth no error where it stands
+        return None
+
+
+def table(entries: Sequence[MemberStatus]) -> Table:
+    """Return a table with a line a run, the settings that differ in a column each."""
+    differing = different(entries)
+    ordered = any(entry.begins for entry in entries)
+    made = Table(box=None, padding=(0, 2, 0, 0))
+    made.add_column("run")
+    for name in differing:
+        made.add_column(name, justify="right")
+    if ordered:
+        made.add_column("begins")
+    for name in ("state", "iteration", "loss", "node hours"):
+        made.add_column(name, justify="left" if name == "state" else "right")
+    made.add_column("")
+    for entry in entries:
+        loss = "" if entry.loss is None else f"{entry.loss:.4f}" if math.isfinite(entry.loss) else str(entry.loss)
+        made.add_row(
+            escape(entry.run),
+            *(escape(yamlfile.in_line(entry.settings[name]) if name in entry.settings else "") for name in differing),
+            *([escape(entry.begins)] if ordered else []),
+            entry.state,
+            f"{entry.iteration}/{entry.total_steps or '?'}",
+            loss,
+            "" if entry.node_hours is None else f"{entry.node_hours:.2f}",
+            escape("" if entry.state == "done" else entry.words),
+        )
+    return made
+
+
+def different(entries: Sequence[MemberStatus]) -> list[str]:
+    """Names of the settings that are not the same in all runs."""
+    names = dict.fromkeys(name for entry in entries for name in entry.settings)
+    return [
+        name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
+    ]

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from relayrun import __version__
+from relayrun.control.rundir.run import Run
 from relayrun.files import remove_leftovers, temporary_prefix, umask, write_atomic
 from relayrun.masking import is_secret_name, masked
-from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from relayrun.chain import render
-from relayrun.config.sbatch import script_options
-from relayrun.config.schema import CommonConfig
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.config.sections.sbatch import script_options
+from relayrun.control.chain import render
+from relayrun.control.rundir.evaluations import Policy
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import gres
+from relayrun.control.scheduler.choose import for_plan
 from relayrun.files import write_atomic
-from relayrun.rundir.evaluations import Policy
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.scheduler import gres
-from relayrun.scheduler.choose import for_plan
 from relayrun.slurmtime import format_time, parse_time
 
 
@@ -48,7 +48,7 @@ def script(config: CommonConfig, plan: Plan, run: Run) -> str:
     if gpus and not gres.asks_for_gpus(further):
         options["gpus-per-node"] = str(gpus)
     options |= {name: value for name, value in further.items() if value != ""}
-    program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
+    program = [config.cluster.python or sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
     starter = for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `render`

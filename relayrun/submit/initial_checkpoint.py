@@ -10,21 +10,21 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from relayrun import places
-from relayrun.config import yamlfile
-from relayrun.config.schema import CommonConfig, MegatronConfig, Model, RunConfig
-from relayrun.config.transformer import Transformer
+from relayrun.config.compose import yamlfile
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, Model, RunConfig
+from relayrun.config.sections.transformer import Transformer
+from relayrun.control.rundir.find import find_run, split_iteration
+from relayrun.control.rundir.lineage import BEGINNING, Durable, durable, is_own
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.export import megatron_settings
-from relayrun.export.checkpoint_source import config_of, find_checkpoint
-from relayrun.rundir.find import find_run, split_iteration
-from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.shards.manifest import Manifest
-from relayrun.trainers.megatron_lm import checkpoints
-from relayrun.training.checkpoint import megatron_folder
-from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
-from relayrun.training.model.size import padded
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.train.checkpoint import megatron_folder
+from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
+from relayrun.train.export import megatron_settings
+from relayrun.train.export.checkpoint_source import config_of, find_checkpoint
+from relayrun.train.model.size import padded
 
 _FOLDER = re.compile(r"iter_(\d+)")
 FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "mapping", "transformer"})
@@ -98,8 +98,12 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
     single = _FOLDER.fullmatch(folder.name)
     if single is not None and wanted is None:
         folder, wanted = folder.parent, int(single[1])
-    found = {iteration: path for iteration, path in checkpoints.every(folder) if checkpoints.fault(path) is None}
-    newest = checkpoints.tracked(folder) if wanted is None else wanted
+    found = {
+        iteration: path
+        for iteration, path in megatron_lm_checkpoints.every(folder)
+        if megatron_lm_checkpoints.fault(path) is None
+    }
+    newest = megatron_lm_checkpoints.tracked(folder) if wanted is None else wanted
     other = Run(folder.parent)
     if other.plan.is_file() and (trainer := Plan.load(other).trainer) != "megatron-lm":  # they only look like its own
         raise ConfigError(

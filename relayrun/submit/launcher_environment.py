@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relayrun.config.schema import KINDS, trainers_with
+from relayrun.config.compose.schema import KINDS, trainers_with
 from relayrun.errors import ConfigError
 
 OVERRIDES = {

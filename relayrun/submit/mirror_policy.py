@@ -7,16 +7,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from relayrun.config.checkpoint import Mirror
-from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.sections.checkpoint import Mirror
+from relayrun.control.rundir import mirror
+from relayrun.control.rundir.mirror import MirrorPolicy, Owner
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
-from relayrun.rundir import mirror
-from relayrun.rundir.mirror import MirrorPolicy, Owner
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint.mirror import store, sync
-from relayrun.training.checkpoint.mirror.choose import place_at
-from relayrun.training.checkpoint.mirror.pace import Pace
+from relayrun.train.mirror import store, sync
+from relayrun.train.mirror.choose import place_at
+from relayrun.train.mirror.pace import Pace
 
 
 def mirror_of(config: CommonConfig) -> Mirror | None:
@@ -100,7 +100,7 @@ def prepare(config: CommonConfig, run: Run, *, take_over: bool = False) -> None:
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
         megabytes_per_second=settings.megabytes_per_second,
-        program=[config.cluster.python or sys.executable, "-m", "relayrun.training.checkpoint.mirror"],
+        program=[config.cluster.python or sys.executable, "-m", "relayrun.train.mirror"],
     ).write(mirror.policy_path(run))
 
 

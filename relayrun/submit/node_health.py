@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 
-from relayrun.config.schema import CommonConfig
-from relayrun.rundir.node_health import HealthPlan
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.control.rundir.node_health import HealthPlan
 
 
 def of(config: CommonConfig) -> dict[str, object]:
@@ -27,7 +27,7 @@ def of(config: CommonConfig) -> dict[str, object]:
             command=chain.node_health_command,
             command_seconds=limits.command_seconds,
             gpus=job.gpus_per_node,
-            gpu_program=[python, "-P", "-m", "relayrun.training.node_gpus"] if job.gpus_per_node else [],
-            probe_program=[python, "-P", "-m", "relayrun.training.node_probe"],
+            gpu_program=[python, "-P", "-m", "relayrun.train.node_gpus"] if job.gpus_per_node else [],
+            probe_program=[python, "-P", "-m", "relayrun.train.node_probe"],
         )
     )

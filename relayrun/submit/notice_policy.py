@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
-from relayrun.config.schema import CommonConfig
-from relayrun.rundir import notices
-from relayrun.rundir.notices import NoticePolicy, Target
-from relayrun.rundir.run import Run
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.control.notify import notices
+from relayrun.control.notify.notices import NoticePolicy, Target
+from relayrun.control.rundir.run import Run
 
 
 def prepare(config: CommonConfig, run: Run) -> None:
@@ -39,5 +39,5 @@ def make(config: CommonConfig) -> NoticePolicy:
         failed_attempts=settings.failed_attempts,
         no_progress=settings.no_progress,
         disk_checkpoints=settings.disk_checkpoints,
-        program=[config.cluster.python or sys.executable, "-m", "relayrun.monitoring.deliver"],
+        program=[config.cluster.python or sys.executable, "-m", "relayrun.watch.deliver"],
     )

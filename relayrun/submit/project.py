@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relayrun import places
-from relayrun.config import compose, yamlfile
-from relayrun.config.schema import RunConfig
-from relayrun.config.section import NAME
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.section import NAME
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic
 from relayrun.submit import submission

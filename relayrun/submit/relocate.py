@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import append_line, free_space, fsync_directory, read_json, read_lines, write_json
-from relayrun.rundir.run import Run
-from relayrun.shards.checksum import HashingFile, checksum_of
+from relayrun.tokens.stores.checksum import HashingFile, checksum_of
 
 PIECE = 8 << 20
 """Bytes that are copied at a time."""

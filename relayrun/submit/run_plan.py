@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 from relayrun import places
-from relayrun.chain import decide
-from relayrun.config import determinism
-from relayrun.config.elastic import elastic_nodes
-from relayrun.config.sbatch import script_options
-from relayrun.config.schema import CommonConfig, Job, MegatronConfig, RunConfig
-from relayrun.rundir.lead import first_lead
-from relayrun.rundir.lineage import BEGINNING, Durable
-from relayrun.rundir.plan import Plan, job_name
-from relayrun.rundir.run import Run
-from relayrun.scheduler import gres
+from relayrun.config.compose import determinism
+from relayrun.config.compose.elastic import elastic_nodes
+from relayrun.config.compose.schema import CommonConfig, Job, MegatronConfig, RunConfig
+from relayrun.config.sections.sbatch import script_options
+from relayrun.control import chain_decide
+from relayrun.control.rundir.lead import first_lead
+from relayrun.control.rundir.lineage import BEGINNING, Durable
+from relayrun.control.rundir.plan import Plan, job_name
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import gres
 from relayrun.slurmtime import parse_time
 from relayrun.submit import node_health
 from relayrun.submit.trainer_settings import checkpoints_kept, save_interval, stop_after, total_steps, trainer_settings
@@ -56,7 +56,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         lead=lead,
         lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,
         lead_ceiling=time_limit / 2 if fixed is None else fixed,
-        signal_lead=decide.default_signal_lead(lead) if signal_lead == "auto" else signal_lead,
+        signal_lead=chain_decide.default_signal_lead(lead) if signal_lead == "auto" else signal_lead,
         hang_timeout=config.chain.hang_timeout,
         start_timeout=config.chain.start_timeout,
         nodes=job.nodes,
@@ -86,15 +86,15 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
 
 
 def _native_program(config: RunConfig, run: Run) -> list[str]:
-    return [config.cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"]
+    return [config.cluster.python or sys.executable, "-m", "relayrun.train", f"--run-dir={run.path}"]
 
 
 def _fork_server(config: CommonConfig, run: Run) -> list[str]:
     """The server of an agent: it forks the ranks of our own program, and starts those of another one."""
     python = config.cluster.python or sys.executable
     if isinstance(config, RunConfig):
-        return [python, "-m", "relayrun.training.fork_server", f"--run-dir={run.path}"]
-    return [python, "-P", "-m", "relayrun.agent.start_server", f"--run-dir={run.path}"]
+        return [python, "-m", "relayrun.train.fork_server", f"--run-dir={run.path}"]
+    return [python, "-P", "-m", "relayrun.control.agent.start_server", f"--run-dir={run.path}"]
 
 
 def _mounts(config: CommonConfig, run: Run) -> list[str]:

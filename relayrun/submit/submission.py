@@ -19,29 +19,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayrun import places
-from relayrun.chain import fallback, render, successor
-from relayrun.chain.campaign import readiness
-from relayrun.config import compose
-from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
-from relayrun.config.yamlfile import LocatedSettings
-from relayrun.data.evolution import weights_of
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.yamlfile import LocatedSettings
+from relayrun.control.chain import fallback, render, successor
+from relayrun.control.chain.campaign import readiness
+from relayrun.control.notify import notices
+from relayrun.control.rundir import campaign, mirror, triggers
+from relayrun.control.rundir.campaign import Campaign, Membership
+from relayrun.control.rundir.lineage import BEGINNING, Durable, durable, line
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import history
+from relayrun.control.scheduler.base import PATIENCE, Scheduler
+from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_atomic
-from relayrun.rundir import campaign, mirror, notices, triggers
-from relayrun.rundir.campaign import Campaign, Membership
-from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.scheduler import history
-from relayrun.scheduler.base import PATIENCE, Scheduler
-from relayrun.scheduler.choose import for_plan
-from relayrun.scheduler.slurm import Slurm
-from relayrun.shards.manifest import Manifest
-from relayrun.submit import code_snapshot, evaluation_job, initial_checkpoint, mirror_policy, notice_policy, owner
-from relayrun.submit.check import state
+from relayrun.submit import code_snapshot, evaluation_job, initial_checkpoint, mirror_policy, notice_policy
+from relayrun.submit.check import owner, state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
 from relayrun.submit.run_plan import log_folder, make_plan
+from relayrun.tokens.mixture.evolution import weights_of
+from relayrun.tokens.shards.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
-from relayrun.rundir.run import Run
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.command_trainer import CommandSettings
 from relayrun.submit.megatron_lm.command_line import command_line
-from relayrun.trainers.command.trainer import CommandSettings
 
 
 def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
-    """Return the settings of the config's trainer, as its class in `relayrun.trainers` reads them; {} for native.
+    """Return the settings of the config's trainer, as its class in `relayrun.control.trainers` reads them; {} for native.
 
     Raises ConfigError, and InputError where data that a command names are not there.
     """

@@ -12,8 +12,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/lib/python.sh"
 
 logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/merge-$(basename -- "$dataset")
-"$PYTHON" -m relayrun.config.writable "$dataset-merge" "$logs"
-pending=$("$PYTHON" -m relayrun.tokenization.merges "$dataset")
+"$PYTHON" -m relayrun.config.compose.writable "$dataset-merge" "$logs"
+pending=$("$PYTHON" -m relayrun.tokens.shards.merges "$dataset")
 names=()
 [[ -z $pending ]] || mapfile -t names <<<"$pending"
 mkdir -p -- "$logs" "$dataset-merge"

@@ -15,7 +15,7 @@ source "$here/lib/python.sh"
 
 logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/reshard
 NODES="$NODES" "$PYTHON" "$here/reshard.py" --stage check "$@"
-"$PYTHON" -m relayrun.config.writable "$logs"
+"$PYTHON" -m relayrun.config.compose.writable "$logs"
 mkdir -p -- "$logs"
 source "$here/lib/site.sh"
 job=$(sbatch --parsable "${site[@]}" --nodes="$NODES" --job-name=reshard --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \

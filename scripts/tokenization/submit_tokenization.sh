@@ -25,7 +25,7 @@ export PATH_TO_LOGS="${PATH_TO_LOGS:-}"                                     # no
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/lib/python.sh"
 
-plan=$("$PYTHON" -m relayrun.tokenization begin)
+plan=$("$PYTHON" -m relayrun.tokens.tokenize begin)
 mapfile -t lines <<<"$plan"
 logs=${lines[0]}
 name=${lines[1]}
@@ -38,5 +38,5 @@ submit() {
     echo "${job%%;*} $dump" # a federation adds the name of the cluster
   done
 }
-submit "${lines[@]:2}" | "$PYTHON" -m relayrun.tokenization record
+submit "${lines[@]:2}" | "$PYTHON" -m relayrun.tokens.tokenize record
 echo "logs: $logs"

@@ -16,4 +16,4 @@ site_srun=() site_command=()
 [[ -z ${RELAYRUN_SITE:-} ]] || source "$RELAYRUN_SITE"
 # one task that has all of the job, although srun would bind it to the processors of one
 [[ ${#site_srun[@]} == 0 ]] || site_srun=(srun --nodes=1 --ntasks=1 --cpu-bind=none --export=ALL "${site_srun[@]}")
-exec "${site_srun[@]}" "${site_command[@]}" "${PYTHON:-python3}" -m relayrun.tokenization run "${1:?the number of the dump}"
+exec "${site_srun[@]}" "${site_command[@]}" "${PYTHON:-python3}" -m relayrun.tokens.tokenize run "${1:?the number of the dump}"

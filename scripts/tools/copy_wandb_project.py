@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from relayrun.errors import InputError, run_main
-from relayrun.monitoring.trackers.wandb_copy import Project, copy_project
+from relayrun.train.reporting.wandb_copy import Project, copy_project
 
 
 def main() -> None:

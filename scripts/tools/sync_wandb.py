@@ -10,13 +10,13 @@ import argparse
 import os
 import sys
 
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir import find
+from relayrun.control.rundir.streams import record_streams
 from relayrun.errors import InputError, RunDirError, run_main
-from relayrun.monitoring.trackers import wandb_evaluations
-from relayrun.monitoring.trackers.points import PointReader
-from relayrun.monitoring.trackers.sinks import WandB
-from relayrun.rundir import find
-from relayrun.rundir.streams import record_streams
+from relayrun.train.reporting import wandb_evaluations
+from relayrun.train.reporting.points import PointReader
+from relayrun.train.reporting.sinks import WandB
 
 
 def main() -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from tests.history import make_history
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def test_setup_environment_prefix_container_and_python_are_the_runs(tmp_path: Pa
     run = make_history(tmp_path / "a run", lines=6, attempts=1)
     script = program(
         tmp_path / "its python",
-        "if [[ $2 == relayrun.export.surroundings ]]; then exec " + sys.executable + ' "$@"; fi\n'
+        "if [[ $2 == relayrun.train.export.surroundings ]]; then exec " + sys.executable + ' "$@"; fi\n'
         'printf "%s\\n" "SITE=$SITE MINE=$MINE" "$@"',
     )
     program(tmp_path / "boxed", 'echo "in a box: $1"\nshift\nexec "$@"')
@@ -51,7 +51,7 @@ def test_setup_environment_prefix_container_and_python_are_the_runs(tmp_path: Pa
         "environment": {"SITE": "a b", "PYTHONPATH": "/site"},
         "setup": ["MINE=$SITE-c", "export MINE"],
         "command_prefix": ["boxed", "it's"],
-        "program": [script, "-m", "relayrun.training"],
+        "program": [script, "-m", "relayrun.train"],
     }
     Plan.of(vars(plan) | changes).write(run.plan)
     done = convert(tmp_path, run, PYTHON=sys.executable, MINE="")

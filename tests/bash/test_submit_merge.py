@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.shards.indexed import Shard, ShardWriter
-from relayrun.tokenization import merges
-from relayrun.tokenization.merges import pending
+from relayrun.tokens.shards import merges
+from relayrun.tokens.shards.indexed import Shard, ShardWriter
+from relayrun.tokens.shards.merges import pending
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/tokenization/submit_merge.sh"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import render
-from relayrun.rundir import triggers
-from relayrun.rundir.plan import Plan, job_name
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
+from relayrun.control.chain import render
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import Plan, job_name
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from tests.history import make_history, queue_is_run
 
 PROGRAM = Path(__file__).with_name("relay_program.py")

@@ -19,15 +19,15 @@ import sys
 import time
 from pathlib import Path
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.records import Commit, Failure, Heartbeat, Outcome
+from relayrun.control.rundir.run import Run
 from relayrun.errors import log_to_stderr
 from relayrun.files import append_line
-from relayrun.rundir import triggers
-from relayrun.rundir.records import Commit, Failure, Heartbeat, Outcome
-from relayrun.rundir.run import Run
-from relayrun.training import __main__ as program
-from relayrun.training import fork_server
-from relayrun.training.reporting import agent_link
-from relayrun.training.signals import SignalFlag, dump_stacks_on_request
+from relayrun.train import __main__ as program
+from relayrun.train import fork_server
+from relayrun.train.reporting import agent_link
+from relayrun.train.signals import SignalFlag, dump_stacks_on_request
 
 SAVE = 5
 STEPS = 20

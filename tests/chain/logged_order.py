@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from relayrun.data.order.samples import SampleOrder
-from relayrun.data.order.spec import DatasetSpec
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.order.spec import DatasetSpec
 
 
 class Logged:

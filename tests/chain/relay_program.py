@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome, Started
+from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome, Started
-from relayrun.rundir.run import Run
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir", type=Path)

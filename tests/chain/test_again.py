@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import render
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler import base
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import LocalQueue
+from relayrun.control.chain import render
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler import base
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import LocalQueue
 
 from .conftest import ROOT, MakeRun, fast_package
 
 
 def chain(run: Run, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run it to its end, with short delays between tries."""
-    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
+    monkeypatch.setattr("relayrun.control.scheduler.local.BEGIN_BACKOFF", 0.2)
     events: list[str] = []
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})
@@ -37,7 +37,7 @@ def refusing_python(folder: Path, verb: str, *, times: int) -> str:
     python, count = folder / "python", folder / "count"
     python.write_text(
         f"#!/bin/bash\nset -e\n"
-        f'if [[ " $* " == *" relayrun.chain {verb} "* ]]; then\n'
+        f'if [[ " $* " == *" relayrun.control.chain {verb} "* ]]; then\n'
         f'  echo x >>"{count}"\n'
         f'  [[ "$(wc -l <"{count}")" -gt {times} ]] || {{ echo "No module named relayrun" >&2; exit 1; }}\n'
         f'fi\nexec "{sys.executable}" "$@"\n'
@@ -128,7 +128,7 @@ def test_a_batch_script_that_cannot_read_its_package_is_tried_again(
 
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})
-    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
+    monkeypatch.setattr("relayrun.control.scheduler.local.BEGIN_BACKOFF", 0.2)
     events: list[str] = []
 
     def listen(event: str) -> None:
@@ -151,7 +151,7 @@ def test_a_begin_that_hangs_until_the_job_is_about_to_end_is_tried_again(
     python.write_text(f'#!/bin/bash\n{hang}\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     run, plan = make_run("--steps=3", total_steps=3, time_limit=600, host_python=str(python))
-    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
+    monkeypatch.setattr("relayrun.control.scheduler.local.BEGIN_BACKOFF", 0.2)
     scheduler, signalled = LocalScheduler(run), tmp_path / "signalled"
     scheduler.submit(plan, run.job_script, options={})
     events: list[str] = []

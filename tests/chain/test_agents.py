@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import render
+from relayrun.control.chain import render
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Outcome
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import rounds
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Outcome
-from relayrun.rundir.run import Run
 from tests.history import began
 from tests.waiting import wait_for
 
@@ -43,7 +43,7 @@ class Nodes:
     def _start(self, node: int, nodes: int) -> subprocess.Popen[bytes]:
         variables = {"RANK": str(node), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1"}
         variables |= {"MASTER_PORT": str(self.port), "SLURMD_NODENAME": f"n{node}", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "relayrun.agent", f"--run-dir={self.run.path}", "--attempt=1"]
+        command = [sys.executable, "-m", "relayrun.control.agent", f"--run-dir={self.run.path}", "--attempt=1"]
         with open(self.run.path / f"log{node}", "wb") as log:
             return subprocess.Popen(command, env=os.environ | variables, stderr=log, stdin=subprocess.DEVNULL)
 
@@ -114,7 +114,12 @@ class Steps:
         program = [
             *render.program(plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={self.run.path}", "--attempt=1"])
         ]
-        orphaned = [sys.executable, "-c", ORPHANED, str(self.orphans)]  # in the place of `relayrun.chain orphaned`
+        orphaned = [
+            sys.executable,
+            "-c",
+            ORPHANED,
+            str(self.orphans),
+        ]  # in the place of `relayrun.control.chain orphaned`
         program[program.index("--") + 1 :] = orphaned
         names = [f"n{node}" for node in range(plan.nodes_of_job)]
         setup = self.attempt.setup

@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import campaign as supervisor
-from relayrun.chain.campaign import Look, begin_due, readiness
-from relayrun.chain.evaluations import attend as attend_evaluations
-from relayrun.chain.evaluations import attend_awaited
 from relayrun.cli import main
-from relayrun.rundir import campaign, evaluations
-from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
-from relayrun.rundir.evaluations import Policy, Result, Submitted
-from relayrun.rundir.plan import Plan, job_name
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason, write_stop
-from relayrun.scheduler.choose import for_plan
-from relayrun.scheduler.slurm_command import TooManyJobsError
+from relayrun.control.chain import campaign as supervisor
+from relayrun.control.chain.campaign import Look, begin_due, readiness
+from relayrun.control.chain.evaluations import attend as attend_evaluations
+from relayrun.control.chain.evaluations import attend_awaited
+from relayrun.control.rundir import campaign, evaluations
+from relayrun.control.rundir.campaign import Begun, Campaign, Member, Membership
+from relayrun.control.rundir.evaluations import Policy, Result, Submitted
+from relayrun.control.rundir.plan import Plan, job_name
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.slurm_command import TooManyJobsError
 from tests.campaigns import ROOT
 from tests.history import began
 from tests.owners import give_away
@@ -659,7 +659,7 @@ def test_a_stop_on_a_full_disk_stops_what_is_under_way(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for module in ("campaign", "stop"):
-        monkeypatch.setattr(f"relayrun.rundir.{module}.write_atomic", refuse)
+        monkeypatch.setattr(f"relayrun.control.rundir.{module}.write_atomic", refuse)
     assert main(["sweep", "stop", str(folder)]) == 1
     said = capsys.readouterr()
     assert f"{folder}: No space left on device: runs that wait may still begin, call it again" in said.err

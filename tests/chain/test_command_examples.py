@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.run import Run
 from relayrun.submit.trainer_settings import trainer_settings
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.command_examples import (

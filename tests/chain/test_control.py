@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from relayrun import cli
-from relayrun.cli import control
+from relayrun.cli.run import control
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.records import End
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import slurm_command
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.errors import RunDirError, user_name
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import End
-from relayrun.rundir.run import Run
-from relayrun.scheduler import slurm_command
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import LocalQueue
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
@@ -118,8 +118,8 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("relayrun.rundir.stop.write_atomic", refuse)
-    monkeypatch.setattr("relayrun.rundir.triggers.write_json", refuse)
+    monkeypatch.setattr("relayrun.control.rundir.stop.write_atomic", refuse)
+    monkeypatch.setattr("relayrun.control.rundir.triggers.write_json", refuse)
 
 
 def on_slurm(make_run: MakeRun, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, FakeSlurm]:
@@ -200,7 +200,7 @@ def test_a_stop_without_files_says_of_every_job_whether_it_was_asked(
     run.triggers.symlink_to("/dev/null/triggers")
     if not hears:
         trainer = SimpleNamespace(leave_signal=None)
-        monkeypatch.setattr("relayrun.chain.cancel.trainer_of", lambda *_: trainer)
+        monkeypatch.setattr("relayrun.control.chain.cancel.trainer_of", lambda *_: trainer)
     assert cli.main(["stop", str(run.path)]) == 0
     said = capsys.readouterr().out
     assert "no job was there" not in said
@@ -224,8 +224,8 @@ def test_a_run_directory_that_cannot_be_read_any_more_keeps_no_job(
         raise OSError(number, os.strerror(number))
 
     for name in ("cancel.stop_reason", "cancel.write_stop", "cancel.Lineage"):
-        monkeypatch.setattr(f"relayrun.chain.{name}", away)
-    monkeypatch.setattr("relayrun.cli.control.stop_reason", away)
+        monkeypatch.setattr(f"relayrun.control.chain.{name}", away)
+    monkeypatch.setattr("relayrun.cli.run.control.stop_reason", away)
     assert cli.main([verb, str(run.path)]) == 0
     assert states(slurm) == ["CANCELLED" if verb == "cancel" else "RUNNING", "CANCELLED", "CANCELLED"]
     assert f"could not be written ({os.strerror(number)}, in {run.path})" in capsys.readouterr().out

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.copier import Copier
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.chain.copier import Copier
+from relayrun.control.rundir import mirror
+from relayrun.control.rundir.mirror import MirrorPolicy
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.rundir import mirror
-from relayrun.rundir.mirror import MirrorPolicy
-from relayrun.rundir.run import Run
 from relayrun.submit import submission
 from tests.waiting import wait_for
 from tests.workspace import Workspace

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.data.order.schedule import Schedule
-from relayrun.data.progress import Progress
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.control.rundir.records import AttemptStart
 from relayrun.files import read_json, read_lines
-from relayrun.rundir.records import AttemptStart
+from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.schedule import Schedule
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 

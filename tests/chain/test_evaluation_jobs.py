@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import evaluations as chain
+from relayrun.control.chain import evaluations as chain
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.evaluations import Policy, Result
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
 from relayrun.errors import SchedulerError
-from relayrun.monitoring import queue as asked
-from relayrun.monitoring import run_status, run_status_view
-from relayrun.rundir import evaluations
-from relayrun.rundir.evaluations import Policy, Result
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.scheduler.base import Job
+from relayrun.watch.status import queue as asked
+from relayrun.watch.status import run_status, run_status_view
 from tests.history import began
 
 from .conftest import MakeRun

@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import nodes, supervisor
-from relayrun.chain.watch import Watch
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Commit, End, Outcome
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
-from relayrun.training.checkpoint import publish
+from relayrun.control.chain import nodes, supervisor
+from relayrun.control.chain.watch import Watch
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Commit, End, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.train.checkpoint import publish
 from tests.history import make_history, trained
 
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
@@ -324,7 +324,7 @@ def three_looks(stage: Stage) -> int:
 def test_watch_ends_ranks_that_hang(stage: Stage, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fresh_begin(stage).code == 0
     (stage.run.attempt(4).heartbeats / "n0.json").write_text("{}")
-    monkeypatch.setattr("relayrun.chain.watch.stall_limit", lambda *_a, **_k: -1.0)
+    monkeypatch.setattr("relayrun.control.chain.watch.stall_limit", lambda *_a, **_k: -1.0)
 
     def check(reached: Reached) -> str:
         if reached.code or reached.lasting:  # it goes on, or the batch script starts it again
@@ -380,8 +380,8 @@ def test_a_successor_that_is_queued_late_leaves_out_the_bad_nodes_too(stage: Sta
 @pytest.mark.parametrize("name", ["saved", "exit"])
 def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
     """The training loop's own way out: the last save, the outcome, the answer to the trigger."""
-    from relayrun.training.control import Control
-    from relayrun.training.loop import Training
+    from relayrun.train.control import Control
+    from relayrun.train.loop import Training
 
     assert fresh_begin(stage).code == 0
     if name == "exit":

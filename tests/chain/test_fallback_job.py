@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import fallback_job, render, supervisor
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler.base import MAX_FAILED_BEGINS
-from relayrun.scheduler.job_text import parse_job
+from relayrun.control.chain import fallback_job, render, supervisor
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
+from relayrun.control.scheduler.job_text import parse_job
 from tests.waiting import wait_for
 
 from .exhaustion import KILL, Reached, run_child

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler.local import LocalScheduler
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun, fast_package
 from .test_exhaustion import EVERYTHING, todays
@@ -63,7 +63,7 @@ def case(number: int) -> str:
 def test_a_chain_whose_first_job_meets_a_failing_call_ends_with_a_word(
     everything: bool, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.1)
+    monkeypatch.setattr("relayrun.control.scheduler.local.BEGIN_BACKOFF", 0.1)
     root = fast_package(tmp_path)
     numbers = range(CASES) if everything else range(todays(50), CASES, 50)
     wrong = []

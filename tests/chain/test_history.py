@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from relayrun import cli
-from relayrun.chain import guard, supervisor
-from relayrun.chain.failed_attempts import failed_attempts
-from relayrun.chain.watch import Watch
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.chain import guard, supervisor
+from relayrun.control.chain.watch import Watch
+from relayrun.control.failed_attempts import failed_attempts
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import FORMAT, Plan
+from relayrun.control.rundir.records import AttemptStart, Commit, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.rundir.views import Views, lines_that_count
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.plan import FORMAT, Plan
-from relayrun.rundir.records import AttemptStart, Commit, Outcome
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason, write_stop
-from relayrun.rundir.views import Views, lines_that_count
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.submit import submission
 from tests.history import ROOT, began, cost, make_history, trained
 from tests.workspace import Workspace
@@ -210,7 +210,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
         supervisor.begin(run)
     assert (stop_reason(run) or "").startswith("this job could not begin: this run directory has format")
     rank = subprocess.run(
-        [sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}", "--attempt=4"],
+        [sys.executable, "-m", "relayrun.train", f"--run-dir={run.path}", "--attempt=4"],
         env=os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

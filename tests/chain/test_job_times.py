@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from relayrun.chain import job_times
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import LocalJob, LocalQueue
+from relayrun.control import job_times
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import LocalJob, LocalQueue
 from tests.history import began
 
 from .conftest import MakeRun

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.agent import coordinator as module
-from relayrun.agent.coordinator import Coordinator
-from relayrun.chain import supervisor
-from relayrun.rundir import rounds
-from relayrun.rundir.records import Hang
+from relayrun.control.agent import coordinator as module
+from relayrun.control.agent.coordinator import Coordinator
+from relayrun.control.chain import supervisor
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.records import Hang
 from tests.unit.test_spare_nodes import Nodes, one  # noqa: F401
 
 

@@ -15,17 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import signs, supervisor, watch
-from relayrun.chain.failed_attempts import failed_attempts
-from relayrun.chain.watch import Watch
+from relayrun.control import signs
+from relayrun.control.chain import supervisor, watch
+from relayrun.control.chain.watch import Watch
+from relayrun.control.failed_attempts import failed_attempts
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import End, Hang, Heartbeat, Outcome, Successor
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.rundir import triggers
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import End, Hang, Heartbeat, Outcome, Successor
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from tests.history import began, trained
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.records import AttemptStart
 from relayrun.files import read_lines
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import AttemptStart
 from tests.checkpoints import contents, raw
 from tests.workspace import Workspace, steps
 

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import decide, supervisor
+from relayrun.control import chain_decide
+from relayrun.control.chain import supervisor
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, End
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler.local import LocalScheduler
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
@@ -69,7 +70,7 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
     assert [record.cause for record in ends(run)] == ["done"]
     reason = "iteration 3 is durable, and training.stop_after ends the run there"
     assert stop_reason(run) == reason
-    assert decide.is_done(reason)
+    assert chain_decide.is_done(reason)
     run.stop.unlink()
     run_chain(run, plan)  # a job that a person queues by hand finds nothing to do
     assert stop_reason(run) == reason

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from relayrun import client
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.run import Run
 from tests.chain.test_local_chain import CUT, ends, logs, run_chain
 from tests.waiting import wait_for
 

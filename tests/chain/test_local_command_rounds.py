@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import rounds, triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
-from relayrun.rundir import rounds, triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local import LocalScheduler
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.command_examples import left_over
 
@@ -51,7 +51,9 @@ def make(
     }
     run, plan = make_run(**(values | changes))
     where = f"--run-dir={run.path}"
-    plan = Plan.of(vars(plan) | {"fork_server": [sys.executable, "-P", "-m", "relayrun.agent.start_server", where]})
+    plan = Plan.of(
+        vars(plan) | {"fork_server": [sys.executable, "-P", "-m", "relayrun.control.agent.start_server", where]}
+    )
     plan.write(run.plan)
     return run, plan
 

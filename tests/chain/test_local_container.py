@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.container import Container
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.stop import stop_reason
+from relayrun.config.sections.container import Container
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.stop import stop_reason
 from tests import stand_ins
 
 from .conftest import MakeRun

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler import local
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import LocalJob, LocalQueue
 from relayrun.errors import SchedulerError
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler import local
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import LocalJob, LocalQueue
 
 from .conftest import MakeRun
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.run import Run
 
 from .conftest import ROOT, MakeRun
 from .test_local_chain import CUT, run_chain

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.nodes import read_strikes
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import End
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local import LocalScheduler
+from relayrun.control.chain.nodes import read_strikes
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import End
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun
 
@@ -42,7 +42,7 @@ def ends(run: Run) -> list[End]:
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/etc/passwd"])
 def test_a_python_that_is_not_there_stops_the_chain_at_once(make_run: MakeRun, python: str) -> None:
-    run, plan = make_run(program=[python, "-m", "relayrun.training"])
+    run, plan = make_run(program=[python, "-m", "relayrun.train"])
     run_chain(run, plan)
     assert [end.cause for end in ends(run)] == ["fatal"]
     stop = run.stop.read_text().splitlines()[0]

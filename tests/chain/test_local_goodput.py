@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.goodput.ledger import SECOND
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local_queue import LocalQueue
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local_queue import LocalQueue
+from relayrun.watch.goodput.account import account
+from relayrun.watch.goodput.ledger import SECOND
 from tests.workspace import Workspace, ends
 
 from .conftest import MakeRun

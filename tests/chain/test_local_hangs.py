@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.drill.kills import ranks
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import rounds
-from relayrun.rundir.run import Run
+from relayrun.lab import ranks
 from tests.workspace import Workspace, ends, steps
 
 from .test_local_recovery import assert_same_run, with_kills
@@ -48,7 +48,7 @@ def test_a_stopped_rank_is_named_and_a_round_begins(tmp_path: Path) -> None:
     values = settings(total, hooks=[])
     whole = submit(workspace.config("whole", **values))
     assert whole.returncode == 0, whole.stderr
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.05"}}
+    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.05"}}
     values = settings(total, hooks=[slow], hang_timeout=HANG) | {"job": {"time": "60"}}  # minutes, on a busy machine
     config = workspace.config("stopped", **values)
     run = workspace.run("stopped")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from relayrun.chain.log import PREFIX
-from relayrun.rundir.records import AttemptStart
+from relayrun.control.log import PREFIX
+from relayrun.control.rundir.records import AttemptStart
 from tests.chain.test_local_training import ROOT, submit
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps

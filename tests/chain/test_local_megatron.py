@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.streams import read_streams
+from relayrun.control.trainers import megatron_lm_checkpoints
+from relayrun.control.trainers.files import least_sizes
+from relayrun.control.trainers.megatron_lm_program import Dialect
 from relayrun.files import read_lines
-from relayrun.monitoring.trackers import wandb_files
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.rundir.streams import read_streams
-from relayrun.trainers.megatron_lm import checkpoints
-from relayrun.trainers.megatron_lm.files import least_sizes
-from relayrun.trainers.megatron_lm.program import Dialect
+from relayrun.train.reporting import wandb_files
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.waiting import wait_for
@@ -38,7 +38,7 @@ CUT = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
 
 
 def kept(run: Run) -> list[int]:
-    return [iteration for iteration, _ in checkpoints.every(run.checkpoints)]
+    return [iteration for iteration, _ in megatron_lm_checkpoints.every(run.checkpoints)]
 
 
 def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:
@@ -76,7 +76,7 @@ def rank_pids(run: Run) -> dict[int, int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
             variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
             parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-            starter = b"relayrun.scheduler.tasks" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+            starter = b"relayrun.control.scheduler.tasks" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         if str(run.checkpoints).encode() in words and b"RANK" in variables and starter:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir import rounds
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.trainers.megatron_lm.program import Dialect
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm_program import Dialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.checkpoints import raw, whole_tensors
@@ -39,7 +39,7 @@ def rank_pids(run: Run) -> dict[int, int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
             variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
             parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-            server = b"relayrun.agent.start_server" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+            server = b"relayrun.control.agent.start_server" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         if server and str(run.checkpoints).encode() in words:
@@ -54,7 +54,7 @@ def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: Ma
     run_chain(whole, whole_plan)
     values = plan(checkout, tmp_path, steps=20, interval=5, slow="6:3")
     run, made = make_run(**values, recovery="node", auto_requeue=False)
-    server = [sys.executable, "-P", "-m", "relayrun.agent.start_server", f"--run-dir={run.path}"]
+    server = [sys.executable, "-P", "-m", "relayrun.control.agent.start_server", f"--run-dir={run.path}"]
     made = Plan.of(vars(made) | {"fork_server": server})
     made.write(run.plan)
     with running(run, made):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import rounds
-from relayrun.rundir.run import Run
 from tests.workspace import Workspace, ends
 
 from .test_local_recovery import SETTINGS, assert_same_run, with_kills

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import supervisor
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.chain import supervisor
+from relayrun.control.rundir.lineage import Durable, durable, is_own
+from relayrun.control.rundir.records import AttemptStart, Commit
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import history
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import RunDirError
-from relayrun.monitoring import queue, run_status
-from relayrun.rundir.lineage import Durable, durable, is_own
-from relayrun.rundir.records import AttemptStart, Commit
-from relayrun.rundir.run import Run
-from relayrun.scheduler import history
-from relayrun.scheduler.local import LocalScheduler
 from relayrun.submit import submission
+from relayrun.watch.status import queue, run_status
 from tests.history import began
 from tests.workspace import Workspace
 

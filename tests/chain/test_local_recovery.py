@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.data.audit import audit, ledger
-from relayrun.drill.kills.ranks import signal_one
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.goodput.ledger import SECOND
-from relayrun.rundir import rounds
-from relayrun.rundir.run import Run
+from relayrun.lab.ranks import signal_one
+from relayrun.tokens.mixture.audit import audit, ledger
+from relayrun.watch.goodput.account import account
+from relayrun.watch.goodput.ledger import SECOND
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 
@@ -136,7 +136,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     changes = {"checkpoint": {"interval": 4}, "training": SETTINGS["training"] | {"steps": 60}}
     whole = submit(workspace.config("whole", **SETTINGS | changes))
     assert whole.returncode == 0, whole.stderr
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.1"}}
     settings = with_kills() | {
         "checkpoint": {"interval": 4, "memory_interval": memory},
         "training": changes["training"] | {"hooks": [slow]},

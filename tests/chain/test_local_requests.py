@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.drill.kills import ranks
-from relayrun.rundir import rounds, triggers
-from relayrun.rundir.records import Outcome
-from relayrun.rundir.run import Run
+from relayrun.control.rundir import rounds, triggers
+from relayrun.control.rundir.records import Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.lab import ranks
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
@@ -33,7 +33,7 @@ class Chain:
 
     def __init__(self, folder: Path) -> None:
         workspace = Workspace.make(folder)
-        slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+        slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.1"}}
         values = with_kills() | {
             "training": {"steps": 100_000, "hooks": [slow]},
             "data": {"max_epochs": 3000},

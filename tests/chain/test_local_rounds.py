@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import rounds, triggers
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
-from relayrun.rundir import rounds, triggers
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local import LocalScheduler
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
@@ -38,7 +38,7 @@ def make(make_run: MakeRun, *faults: str, **changes: object) -> tuple[Run, Plan]
         "time_limit": 300,
     }
     run, plan = make_run(**(values | changes))
-    plan = Plan.of(vars(plan) | {"program": [sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"]})
+    plan = Plan.of(vars(plan) | {"program": [sys.executable, "-m", "relayrun.train", f"--run-dir={run.path}"]})
     plan.write(run.plan)
     return run, plan
 

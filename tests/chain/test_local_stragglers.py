@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
+from relayrun.control.rundir.stragglers import Straggler
 from relayrun.files import read_lines
-from relayrun.rundir.stragglers import Straggler
 from tests.workspace import Workspace, ends
 
 from .test_local_recovery import SETTINGS, with_kills

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
 from relayrun.submit import submission
 
 from .test_local_chain import ends

@@ -11,10 +11,10 @@ import pytest
 
 from relayrun import files
 from relayrun.cli import main
-from relayrun.monitoring import logs
-from relayrun.rundir.records import Failure
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import write_stop
+from relayrun.control.rundir.records import Failure
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import write_stop
+from relayrun.watch import logs
 from tests.history import began
 from tests.waiting import read_line
 

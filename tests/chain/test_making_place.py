@@ -8,14 +8,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.chain import orphaned, successor, supervisor
-from relayrun.chain.successor import waiting
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Successor
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler.base import Job, Scheduler
-from relayrun.scheduler.slurm import Slurm
+from relayrun.control.chain import orphaned, successor, supervisor
+from relayrun.control.chain.successor import waiting
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Successor
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.base import Job, Scheduler
+from relayrun.control.scheduler.slurm import Slurm
 
 from .exhaustion import Reached, run_child
 from .fake_slurm import NODES
@@ -40,7 +40,7 @@ def loses_its_batch_host(stage: Stage, monkeypatch: Patch, mode: str = "requeue"
     stage.slurm.down = {"n0"}
     stage.slurm.set("1", lost="n1,n2,n3")
     monkeypatch.setattr(orphaned, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm._node_is_down", lambda *_: True)
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.Slurm._node_is_down", lambda *_: True)
 
 
 def agent(stage: Stage, *, attempt: int = 4, job: str = "1") -> Reached:  # noqa: F811

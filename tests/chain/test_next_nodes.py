@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.chain import guard, next_nodes, nodes, render, successor, supervisor
-from relayrun.rundir import rounds
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.rounds import FailedRound
-from relayrun.scheduler.choose import for_plan
+from relayrun.control.chain import guard, next_nodes, nodes, render, successor, supervisor
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.scheduler.choose import for_plan
 
 from .exhaustion import Reached, run_child
 from .fake_slurm import NODES
@@ -244,8 +244,10 @@ def test_a_job_that_queued_itself_again_with_few_nodes_has_all_of_them_the_next_
 
 
 def batch_script_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch, *, guard_on: str = "n0") -> None:  # noqa: F811
-    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm.kill_wait", lambda _self: 30.0 if guard_on == "n0" else 0.1)
-    monkeypatch.setattr("relayrun.chain.guard.alive", lambda _pid: False)
+    monkeypatch.setattr(
+        "relayrun.control.scheduler.slurm.Slurm.kill_wait", lambda _self: 30.0 if guard_on == "n0" else 0.1
+    )
+    monkeypatch.setattr("relayrun.control.chain.guard.alive", lambda _pid: False)
     monkeypatch.setenv("SLURMD_NODENAME", guard_on)
 
     def guarded() -> int:
@@ -278,7 +280,7 @@ def test_a_guard_on_another_node_judges_nothing_by_process_ids(
     """There the batch script has no process: Slurm says whether the job was cancelled, and then it stays so."""
     outliving(stage, nodes=2, spare_nodes=2, mode="requeue", fallback_job=False)
     assert fresh_begin(stage).code == 0
-    monkeypatch.setattr("relayrun.scheduler.slurm.Slurm.cancelled", lambda _self, _id, *, nodes: cancelled)
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.Slurm.cancelled", lambda _self, _id, *, nodes: cancelled)
     batch_script_is_killed(stage, monkeypatch, guard_on="n2")
     assert stage.slurm.jobs()["1"]["state"] == state
 

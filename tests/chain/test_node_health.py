@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import nodes
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.chain import nodes
+from relayrun.control.rundir import node_health, rounds, views
+from relayrun.control.rundir.records import Outcome
 from relayrun.files import read_lines
-from relayrun.monitoring import queue, run_status
-from relayrun.rundir import node_health, rounds, views
-from relayrun.rundir.records import Outcome
 from relayrun.submit.check.state import Intent
 from relayrun.submit.submission import prepared
+from relayrun.watch.status import queue, run_status
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, steps
 
@@ -145,7 +145,7 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", [[sys.executable, "-P", "-m", "relayrun.training.node_probe"], ["/no/such"]])
+@pytest.mark.parametrize("program", [[sys.executable, "-P", "-m", "relayrun.train.node_probe"], ["/no/such"]])
 def test_a_program_of_ones_own_begins_on_nodes_that_were_measured_or_could_not_be(
     make_run: MakeRun, program: list[str]
 ) -> None:

@@ -17,23 +17,24 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import background, messenger, supervisor
-from relayrun.chain.messenger import Messenger
-from relayrun.chain.notices import note
 from relayrun.cli import main
+from relayrun.control.chain import background, messenger, supervisor
+from relayrun.control.chain.messenger import Messenger
+from relayrun.control.notify import notices
+from relayrun.control.notify.chain_notices import note
+from relayrun.control.notify.notices import NoticePolicy, Target
+from relayrun.control.rundir import node_health
+from relayrun.control.rundir.evaluations import Result
+from relayrun.control.rundir.node_health import Finding
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import End, Hang
+from relayrun.control.rundir.rewinds import Rewind, append
+from relayrun.control.rundir.run import Run, is_own
+from relayrun.control.rundir.stop import write_stop
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import deliver, unsent
-from relayrun.rundir import node_health, notices
-from relayrun.rundir.evaluations import Result
-from relayrun.rundir.node_health import Finding
-from relayrun.rundir.notices import NoticePolicy, Target
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import End, Hang
-from relayrun.rundir.rewinds import Rewind, append
-from relayrun.rundir.run import Run, is_own
-from relayrun.rundir.stop import write_stop
-from relayrun.scheduler.local import LocalScheduler
+from relayrun.watch import deliver, unsent
 from tests.history import STEP, began
 from tests.owners import give_away
 from tests.receivers import Mailbox, Web
@@ -53,7 +54,7 @@ def tell(run: Run, *urls: str, events: tuple[str, ...] = notices.EVENTS, **chang
         "failed_attempts": 2,
         "no_progress": 1e9,
         "disk_checkpoints": 2,
-        "program": [sys.executable, "-m", "relayrun.monitoring.deliver"],
+        "program": [sys.executable, "-m", "relayrun.watch.deliver"],
     }
     policy = NoticePolicy(**(values | changes))
     notices.write_policy(run, policy)
@@ -295,8 +296,8 @@ def test_a_kill_around_the_sending_loses_nothing(run: Run, web: Web, when: str) 
     program = f"""
 import os, sys
 from pathlib import Path
-from relayrun.monitoring import deliver, unsent
-from relayrun.rundir.run import Run
+from relayrun.watch import deliver, unsent
+from relayrun.control.rundir.run import Run
 send = deliver.channels.send
 def cut(*arguments, **more):
     if {when == "behind"!r}:
@@ -327,7 +328,7 @@ def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
         noted(run)
     write_stop(run, "fatal: it broke")
     noted(run)
-    command = [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)]
+    command = [sys.executable, "-m", "relayrun.watch.deliver", str(run.path)]
     for process in [subprocess.Popen(command) for _ in range(3)]:
         process.wait(300)
     assert sorted(json.loads(content)["event"] for _, _, content in web.requests) == ["failed", "stopped"]
@@ -480,16 +481,14 @@ def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(
         messenger.tell(run, Plan.load(run))
     assert web.requests[0][1] == f"/{secret}"
     assert list(states(run).values()) == [["waits"] * 3]
-    assert "relayrun.monitoring.deliver" in seen.read_text()
+    assert "relayrun.watch.deliver" in seen.read_text()
     assert secret not in seen.read_text()
     for path in run.path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
 def test_a_python_that_is_not_there_is_replaced_by_the_batch_scripts(run: Run, web: Web) -> None:
-    policy = tell(
-        run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.monitoring.deliver"]
-    )
+    policy = tell(run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.watch.deliver"])
     assert policy.program[0] == "/no/such/python"
     write_stop(run, "fatal: it broke")
     messenger.tell(run, Plan.load(run))
@@ -501,7 +500,7 @@ def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None
     write_stop(run, "fatal: it broke")
     noted(run)
     bare = subprocess.run(
-        [sys.executable, "-S", "-m", "relayrun.monitoring.deliver", str(run.path)],
+        [sys.executable, "-S", "-m", "relayrun.watch.deliver", str(run.path)],
         capture_output=True,
         text=True,
         check=False,

@@ -12,16 +12,16 @@ from typing import cast
 
 import pytest
 
-from relayrun.agent import journal
-from relayrun.chain import orphaned as module
-from relayrun.chain import supervisor
-from relayrun.chain.log import log
+from relayrun.control import journal
+from relayrun.control.chain import orphaned as module
+from relayrun.control.chain import supervisor
+from relayrun.control.log import log
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import End
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Fewest, Job, Scheduler
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.rundir import rounds
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import End
-from relayrun.rundir.run import Run
-from relayrun.scheduler.base import Fewest, Job, Scheduler
 from tests.history import began
 
 from .conftest import ROOT, MakeRun
@@ -170,7 +170,7 @@ def test_an_agent_becomes_it_without_a_log_and_where_the_program_is_away_at_firs
     code = f"""
 import sys
 from pathlib import Path
-from relayrun.agent import __main__ as module
+from relayrun.control.agent import __main__ as module
 program = Path(sys.argv[1])
 def appear(seconds):
     program.write_text("#!/bin/sh\\necho $* > {tmp_path}/said")

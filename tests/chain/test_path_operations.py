@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
-from relayrun.drill.kills import ranks
-from relayrun.rundir import rounds, triggers
-from relayrun.rundir.run import Run
+from relayrun.control.rundir import rounds, triggers
+from relayrun.control.rundir.run import Run
+from relayrun.lab import ranks
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
@@ -49,7 +49,7 @@ def watch_of(run: Run) -> int:
     (pid,) = [
         int(entry.name)
         for entry in Path("/proc").glob("[0-9]*")
-        if {b"relayrun.chain", b"watch", str(run.path).encode()} <= set(words_of(entry))
+        if {b"relayrun.control.chain", b"watch", str(run.path).encode()} <= set(words_of(entry))
     ]
     return pid
 
@@ -93,7 +93,7 @@ def counted(run: Run) -> dict[str, Counted]:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="this machine has no strace")
 def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.1"}}
     values = {
         "training": {"steps": 100_000, "hooks": [slow]},
         "data": {"max_epochs": 3000},

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from relayrun.chain import successor, supervisor
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler.base import Job
-from relayrun.scheduler.slurm import Slurm
+from relayrun.control.chain import successor, supervisor
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.base import Job
+from relayrun.control.scheduler.slurm import Slurm
 
 from .exhaustion import run_child
 from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture

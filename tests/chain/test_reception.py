@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.agent import protocol, reception
-from relayrun.agent.lines import Lines
-from relayrun.agent.reception import Reception
+from relayrun.control.agent import protocol, reception
+from relayrun.control.agent.lines import Lines
+from relayrun.control.agent.reception import Reception
 from tests.unit.test_spare_nodes import NAMES, Nodes
 from tests.waiting import wait_for
 

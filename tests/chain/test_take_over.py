@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from relayrun.chain import supervisor, take_over
-from relayrun.rundir.plan import Plan
-from relayrun.submit import owner, submission
+from relayrun.control import take_over
+from relayrun.control.chain import supervisor
+from relayrun.control.rundir.plan import Plan
+from relayrun.submit import submission
+from relayrun.submit.check import owner
 from tests.waiting import wait_for
 
 from .exhaustion import PAUSE, Child, start_child

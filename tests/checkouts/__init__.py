@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 import yaml
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm_program import Dialect, dialect_of
 from relayrun.places import CODE
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
-from relayrun.trainers.megatron_lm.program import Dialect, dialect_of
+from relayrun.tokens.shards.indexed import ShardWriter
 from tests.workspace import steps
 
 HERE = Path(__file__).resolve().parent

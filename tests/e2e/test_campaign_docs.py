@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from relayrun import places
-from relayrun.config import yamlfile
-from relayrun.rundir.run import Run
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.run import Run
 from tests.campaigns import attempts
 from tests.readme import ROOT
 from tests.workspace import Workspace, steps

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.schema import CommandConfig
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.run import Run
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import CommandConfig
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.run import Run
 from tests.readme import ROOT, copy_tracked
 
 PAGE = (ROOT / "docs/command.md").read_text(encoding="utf-8")

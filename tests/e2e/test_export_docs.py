@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from relayrun.config.schema import Evaluation
+from relayrun.config.compose.schema import Evaluation
 from tests.export.models import make_hf, make_run
 from tests.readme import ROOT, checkout
 from tests.receivers import hub_server

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.trainers.megatron_lm_program import Dialect
 from relayrun.files import read_lines
-from relayrun.rundir.run import Run
-from relayrun.scheduler.tasks import free_port
-from relayrun.trainers.megatron_lm.program import Dialect
 from tests.checkouts import ENVIRONMENT, HERE, ON_CPUS, checkout_of, command, make_shard
 from tests.export.models import write_tokenizer
 from tests.export.trained import tensors

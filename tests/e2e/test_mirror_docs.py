@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from relayrun import places
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint.mirror.choose import place_at
-from relayrun.training.checkpoint.mirror.pace import Pace
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
+from relayrun.train.mirror.choose import place_at
+from relayrun.train.mirror.pace import Pace
 from tests.checkpoints import assert_same_bytes
 from tests.readme import ROOT
 from tests.workspace import Workspace, steps
@@ -74,7 +74,7 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     checkpoint = {"interval": 10, "async_save": False}
     whole = workspace.config("whole", training=training, checkpoint=checkpoint)
     shell(f"relayrun submit {whole}")
-    crash = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "crash-at=25"}}
+    crash = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "crash-at=25"}}
     config = workspace.config(
         "mine",
         project="my-project",

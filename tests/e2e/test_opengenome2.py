@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose, yamlfile
-from relayrun.data import audit
+from relayrun.config.compose import compose, yamlfile
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.run import Run
-from relayrun.shuffle.reshard import ReshardOptions, reshard
+from relayrun.tokens.mixture import audit
+from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from tests import genomes, warm
 from tests.readme import ROOT, copy_tracked
 from tests.unit.test_download import FOLDER, DatasetHub
@@ -62,7 +62,7 @@ def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None
     tokenize = ["dumps", "tokenize", "--dataset", str(tmp_path / "valid"), "--paths-file", str(tmp_path / "valid.txt")]
     tokens = ["--tokenizer-name-or-path", str(tmp_path / "tokenizer"), "--output-folder", str(tmp_path / "tokens")]
     assert main([*tokenize, *tokens]) == 0
-    crash = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "crash-at=4"}}
+    crash = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "crash-at=4"}}
     values: dict[str, Any] = {
         "include": [str(TINY)],
         "run_dir": str(tmp_path / "run"),

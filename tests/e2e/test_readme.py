@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import cli
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.run import Run
 from tests.readme import README, ROOT, blocks, commit_copy
 from tests.wheel import Installed
 from tests.workspace import ends, steps

@@ -12,7 +12,7 @@ import pytest
 
 from relayrun import places
 from relayrun.errors import user_name
-from relayrun.rundir import sentinel
+from relayrun.watch.status import sentinel
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.readme import ROOT
 

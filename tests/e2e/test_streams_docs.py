@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config import yamlfile
-from relayrun.config.data import Data
+from relayrun.config.compose import yamlfile
+from relayrun.config.sections.data import Data
 from tests.readme import ROOT
 from tests.workspace import Workspace, ends
 

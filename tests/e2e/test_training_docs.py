@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.optimizer import Optimizer
-from relayrun.config.training import Training
+from relayrun.config.compose import compose
+from relayrun.config.sections.optimizer import Optimizer
+from relayrun.config.sections.training import Training
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
 from tests.readme import ROOT, copy_tracked
 from tests.workspace import Workspace
 

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.config import yamlfile
-from relayrun.demo.corpus import build_corpus
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import Shard
-from relayrun.tokenization.readers.inputs import read_paths_file
-from relayrun.tokenization.train_tokenizer import train_tokenizer
+from relayrun.lab.demo.corpus import build_corpus
+from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from tests.workspace import CONFIG, ends, steps
 
 pytestmark = pytest.mark.slow

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from relayrun.config import compose, yamlfile
-from relayrun.config.schema import RunConfig
-from relayrun.export import importer
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.train.export import importer
 from tests.history import began
 
 SMALL = {

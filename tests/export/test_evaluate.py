@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir.evaluations import Policy, directory
 from relayrun.files import read_lines
-from relayrun.rundir.evaluations import Policy, directory
 from tests.export.models import Imported, make_hf, make_run, write_task
 from tests.waiting import wait_for
 
@@ -31,7 +31,7 @@ def start(made: Imported) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
-        "relayrun.export.evaluate",
+        "relayrun.train.export.evaluate",
         f"--run-dir={made.run.path}",
         "--iteration=7",
         "--attempt=1",

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from relayrun.cli import main
 from relayrun.errors import InputError
-from relayrun.export import huggingface
-from relayrun.export.folder import new_folder
-from relayrun.export.reader import CheckpointReader
-from relayrun.training.checkpoint import checksums
+from relayrun.train.checkpoint import checksums
+from relayrun.train.export import huggingface
+from relayrun.train.export.folder import new_folder
+from relayrun.train.export.reader import CheckpointReader
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -122,7 +122,7 @@ from pathlib import Path
 import torch, safetensors.torch
 from relayrun.cli import main
 from relayrun.cli import export, import_checkpoint
-from relayrun.export import huggingface, importer
+from relayrun.train.export import huggingface, importer
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -20,13 +20,13 @@ import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta
 
 from relayrun.cli import main
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.files import append_line
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums, metadata
-from relayrun.training.checkpoint.checksums import Damaged
-from relayrun.training.checkpoint.metadata import ALLOWED, Refused, parse_metadata, read_metadata
-from relayrun.training.checkpoint.reader import CheckedReader
+from relayrun.train.checkpoint import checksums, metadata
+from relayrun.train.checkpoint.checksums import Damaged
+from relayrun.train.checkpoint.metadata import ALLOWED, Refused, parse_metadata, read_metadata
+from relayrun.train.checkpoint.reader import CheckedReader
 from tests.crafted import PLACES, in_common, in_metadata
 
 from .models import Imported, make_hf, make_run

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relayrun.cli import main
-from relayrun.config import yamlfile
-from relayrun.config.schema import Model
+from relayrun.config.compose import yamlfile
+from relayrun.config.compose.schema import Model
 from relayrun.errors import ConfigError, InputError
-from relayrun.export.mapping import choose
-from relayrun.export.mapping.joins import QKV, Sizes
 from relayrun.places import CODE as ROOT
+from relayrun.train.export import choose
+from relayrun.train.export.joins import QKV, Sizes
 from tests import warm
 from tests.export.models import LLAMA3, make_hf, make_run
 
@@ -106,7 +106,7 @@ def test_experts_lie_in_one_tensor_each_and_are_found_by_number(tmp_path: Path) 
     """Whatever layout wrote it: a checkpoint has the shapes of the whole."""
     hf = make_hf(tmp_path / "hf", "Mixtral", num_hidden_layers=2)
     made = make_run(tmp_path / "run", hf)
-    from relayrun.export.reader import CheckpointReader
+    from relayrun.train.export.reader import CheckpointReader
 
     reader = CheckpointReader(made.checkpoint)
     key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -188,7 +188,7 @@ def test_what_only_training_knows_does_not_matter() -> None:
         ("no path", "'no path' is no import path"),
         ("no.such.module:NAME", "cannot be imported: ModuleNotFoundError"),
         ("examples.export.qwen2:NONE", "cannot be imported: AttributeError"),
-        ("relayrun.export.mapping.joins:QKV", "is QueryKeyValue, not a ModelMapping"),
+        ("relayrun.train.export.joins:QKV", "is QueryKeyValue, not a ModelMapping"),
     ],
 )
 def test_a_path_to_no_mapping_is_one_clear_error(path: str, message: str) -> None:

@@ -21,19 +21,19 @@ import torch
 from safetensors.torch import load_file
 
 from relayrun.cli import main
-from relayrun.config import compose, yamlfile
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
-from relayrun.export import megatron_importer, megatron_settings
-from relayrun.export.contents import Contents
-from relayrun.export.reader import CheckpointReader
-from relayrun.rundir.run import Run
-from relayrun.shards.manifest import Manifest
 from relayrun.submit.initial_checkpoint import find_initial_checkpoint
-from relayrun.training.checkpoint import inert_pickle, megatron_folder
-from relayrun.training.checkpoint.inert_pickle import Inert, StoredTensor, Unreadable
-from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
-from relayrun.training.checkpoint.reader import CheckedReader
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.train.checkpoint import inert_pickle, megatron_folder
+from relayrun.train.checkpoint.inert_pickle import Inert, StoredTensor, Unreadable
+from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
+from relayrun.train.checkpoint.reader import CheckedReader
+from relayrun.train.export import megatron_importer, megatron_settings
+from relayrun.train.export.contents import Contents
+from relayrun.train.export.reader import CheckpointReader
 from tests.crafted import Command
 from tests.export.models import Imported, make_hf
 from tests.export.trained import make_trained, tensors
@@ -401,7 +401,7 @@ def little_memory() -> Iterator[None]:
         "builtins set",
         "builtins getattr",
         "torch._utils _rebuild_tensor_v2",
-        "relayrun.training.checkpoint.inert_pickle Inert",
+        "relayrun.train.checkpoint.inert_pickle Inert",
         "pathlib PosixPath",
     ],
 )

@@ -15,17 +15,17 @@ import pytest
 import yaml
 
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.config.schema import CommandConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import CommandConfig
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.evaluations import Policy
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
-from relayrun.export import evaluate, own_commands
 from relayrun.files import read_lines
 from relayrun.places import CODE as ROOT
 from relayrun.places import MARKER
-from relayrun.rundir import evaluations
-from relayrun.rundir.evaluations import Policy
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
+from relayrun.train.export import evaluate, own_commands
 from tests.export.models import make_hf, make_run
 from tests.export.trained import make_trained
 from tests.history import began

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from relayrun.config import yamlfile
-from relayrun.data import audit
+from relayrun.config.compose import yamlfile
 from relayrun.files import read_lines
+from relayrun.tokens.mixture import audit
 from tests.export.models import make_hf
 from tests.workspace import VOCABULARY, Workspace
 

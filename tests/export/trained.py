@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.data.progress import Progress
-from relayrun.export import optimizer_state
-from relayrun.export.contents import Contents
-from relayrun.export.reader import CheckpointReader
+from relayrun.config.sections.rampup import BatchSizes
 from relayrun.files import append_line, sizes
+from relayrun.tokens.order.progress import Progress
+from relayrun.train.export import optimizer_state
+from relayrun.train.export.contents import Contents
+from relayrun.train.export.reader import CheckpointReader
 from tests.export.models import Imported, make_run
 
 GROUP = {

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.drill import perform
-from relayrun.drill.fault import Fault
-from relayrun.drill.judge import logs
-from relayrun.drill.perform import Company
-from relayrun.drill.reach import HereReach
-from relayrun.drill.site import REFERENCE, STEPS, Site
-from relayrun.drill.table import BY_NAME, FAULTS
-from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.goodput.book import SECOND
-from relayrun.rundir import rounds
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.scheduler.slurm import Slurm
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.lab.faults import perform
+from relayrun.lab.faults.fault import Fault
+from relayrun.lab.faults.judge import logs
+from relayrun.lab.faults.perform import Company
+from relayrun.lab.faults.reach import HereReach
+from relayrun.lab.faults.site import REFERENCE, STEPS, Site
+from relayrun.lab.faults.table import BY_NAME, FAULTS
+from relayrun.watch.goodput.account import account
+from relayrun.watch.goodput.book import SECOND
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.slurm.cluster import TestCluster

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from relayrun.drill import perform
-from relayrun.drill.fault import Fault
-from relayrun.drill.programs import provoked, write_commands
-from relayrun.drill.reach import HereReach
-from relayrun.drill.stage import Stage
-from relayrun.drill.table import BY_NAME
-from relayrun.rundir.run import Run
-from relayrun.scheduler.slurm import Slurm
-from relayrun.trainers.megatron_lm import checkpoints
-from relayrun.trainers.megatron_lm.program import Dialect
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.trainers import megatron_lm_checkpoints
+from relayrun.control.trainers.megatron_lm_program import Dialect
+from relayrun.lab.faults import perform
+from relayrun.lab.faults.fault import Fault
+from relayrun.lab.faults.programs import provoked, write_commands
+from relayrun.lab.faults.reach import HereReach
+from relayrun.lab.faults.stage import Stage
+from relayrun.lab.faults.table import BY_NAME
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
 from tests.checkouts import ENVIRONMENT, as_one_attempt, checkout_of, plan
@@ -139,7 +139,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
             monkeypatch.setenv(variable, cluster.env[variable])
         stage = Stage(run=run, commands=tmp_path, slurm=Slurm(), reach=MegatronReach(), control=cluster, patience=4)
         if name == "latest-torn":  # its folder is there before its files are
-            stage.wait(lambda: checkpoints.tracked(run.checkpoints) == 20)
+            stage.wait(lambda: megatron_lm_checkpoints.tracked(run.checkpoints) == 20)
         fault.act(stage)
         perform.wait_for_end(stage)
     finally:

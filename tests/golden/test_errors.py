@@ -25,19 +25,19 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose, yamlfile
+from relayrun.config.compose import compose, yamlfile
+from relayrun.control.rundir import find
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import write_stop
 from relayrun.files import read_json, write_json
-from relayrun.rundir import find
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import write_stop
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.record import MadeBy, ShardRecord, write_own_record
 from relayrun.submit import submission
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.identity import ids_fingerprint
-from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.record import MadeBy, ShardRecord, write_own_record
+from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.split import prepare
 from tests.history import began
 from tests.megatron_lm.stand_in import stand_in
 from tests.unit.test_submission_refusals import ordinary_user

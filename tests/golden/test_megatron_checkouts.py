@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
 from tests.fuzz_tokenizers import random_texts
 from tests.published import published
 from tests.unit.tokenization_corpus import TEXTS

@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
-from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
-from relayrun.training.hooks import Context, Hook, Step
+from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
+from relayrun.train.hooks import Context, Hook, Step
 
 
 class FlipsABit(Hook):

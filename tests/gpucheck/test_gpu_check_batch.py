@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from relayrun import places
-from relayrun.config import compose
-from relayrun.gpucheck.programs.search import is_out_of_memory, search
-from relayrun.gpucheck.setup import full
-from relayrun.gpucheck.speed import first_try
-from relayrun.training.model.size import memory_bytes
+from relayrun.config.compose import compose
+from relayrun.lab.gpucheck.programs.search import is_out_of_memory, search
+from relayrun.lab.gpucheck.setup import full
+from relayrun.lab.gpucheck.speed import first_try
+from relayrun.train.model.size import memory_bytes
 
 
 @pytest.mark.parametrize(

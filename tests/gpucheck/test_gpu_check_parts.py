@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import append_line
-from relayrun.gpucheck import check, perform, report
-from relayrun.gpucheck.check import Part
-from relayrun.gpucheck.pieces import Piece, difference
-from relayrun.gpucheck.save import affordable
-from relayrun.gpucheck.setup import NOTES, CheckFailed, Setup
-from relayrun.rundir.run import Run
+from relayrun.lab.gpucheck import check, perform, report
+from relayrun.lab.gpucheck.check import Part
+from relayrun.lab.gpucheck.pieces import Piece, difference
+from relayrun.lab.gpucheck.save import affordable
+from relayrun.lab.gpucheck.setup import NOTES, CheckFailed, Setup
 
 PLANTED = "tests.gpucheck.planted"
 

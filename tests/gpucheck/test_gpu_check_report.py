@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.gpucheck import report
-from relayrun.gpucheck.report import Row
+from relayrun.lab.gpucheck import report
+from relayrun.lab.gpucheck.report import Row
 
 CUTS = ("SIGUSR2", "SIGKILL", "asynchronous save")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import yamlfile
-from relayrun.gpucheck import report
-from relayrun.gpucheck.check import PARTS
-from relayrun.gpucheck.models import LAYOUTS, WAYS
+from relayrun.config.compose import yamlfile
+from relayrun.lab.gpucheck import report
+from relayrun.lab.gpucheck.check import PARTS
+from relayrun.lab.gpucheck.models import LAYOUTS, WAYS
 from tests import warm
 
 pytestmark = pytest.mark.slow
@@ -162,7 +162,7 @@ def test_the_attention_of_documents_is_asked_for_as_each_version_of_torch_wants_
     code = """if True:
         import inspect
         from torch.nn.attention.varlen import varlen_attn
-        from relayrun.training.model.varlen import options
+        from relayrun.train.model.varlen import options
         print(options(inspect.signature(varlen_attn).parameters, grouped=True))
         print(options(["query", "is_causal", "return_aux"], grouped=True))
         print(options(["query", "window_size", "enable_gqa"], grouped=False))

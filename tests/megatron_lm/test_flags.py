@@ -10,28 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config import compose, yamlfile
-from relayrun.config.checkpoint import Checkpoint
-from relayrun.config.data import Data
-from relayrun.config.job import Tracking
-from relayrun.config.model import Model
-from relayrun.config.optimizer import Optimizer
-from relayrun.config.parallel import Parallel
-from relayrun.config.schema import MegatronConfig
-from relayrun.config.training import Training
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import MegatronConfig
+from relayrun.config.sections.checkpoint import Checkpoint
+from relayrun.config.sections.data import Data
+from relayrun.config.sections.job import Tracking
+from relayrun.config.sections.model import Model
+from relayrun.config.sections.optimizer import Optimizer
+from relayrun.config.sections.parallel import Parallel
+from relayrun.config.sections.training import Training
+from relayrun.control.rundir.lineage import Durable
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import long_data
+from relayrun.control.trainers.long_data import LIMIT, shortened
+from relayrun.control.trainers.megatron_lm_program import Dialect, MegatronLM
+from relayrun.control.trainers.megatron_lm_trainer import MegatronTrainer
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.rundir.lineage import Durable
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import flag, table
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
 from relayrun.submit.megatron_lm.flag import Flag
-from relayrun.trainers.megatron_lm import long_data
-from relayrun.trainers.megatron_lm.long_data import LIMIT, shortened
-from relayrun.trainers.megatron_lm.program import Dialect, MegatronLM
-from relayrun.trainers.megatron_lm.trainer import MegatronTrainer
+from relayrun.tokens.shards.indexed import ShardWriter
 from tests.megatron_lm.stand_in import stand_in
 
 SECTIONS = {

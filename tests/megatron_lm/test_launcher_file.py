@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from relayrun import places
-from relayrun.config import compose, yamlfile
+from relayrun.config.compose import compose, yamlfile
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.rundir.run import Run
 from relayrun.submit import run_plan, submission
 from relayrun.submit.check.report import report
 from relayrun.submit.check.state import Intent

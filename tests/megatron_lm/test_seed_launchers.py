@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.schema import MegatronConfig, RunConfig
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import MegatronConfig, RunConfig
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm_trainer import MegatronTrainer
+from relayrun.control.trainers.nsys import nsys_command
 from relayrun.submit import launcher_environment
 from relayrun.submit.megatron_lm import flag
 from relayrun.submit.megatron_lm.command_line import command_line
 from relayrun.submit.trainer_settings import stop_after
-from relayrun.trainers.megatron_lm.trainer import MegatronTrainer
-from relayrun.trainers.nsys import nsys_command
+from relayrun.tokens.shards.indexed import ShardWriter
 from tests.megatron_lm import seed_launcher
 from tests.megatron_lm.seed_launcher import EDITS, NODES
 from tests.megatron_lm.stand_in import stand_in

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.rundir.plan import Plan
+from relayrun.config.compose import compose
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings
 from relayrun.submit import submission
-from relayrun.trainers.megatron_lm.trainer import MegatronSettings
 from tests.unit.test_trainer_configs import MEGATRON, written
 
 from .stand_in import stand_in

@@ -13,8 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from relayrun import __version__
+from relayrun.control.rundir.run import Run
 from relayrun.errors import EXTRAS
-from relayrun.rundir.run import Run
 from relayrun.submit import code_snapshot
 from tests.wheel import ROOT, Installed, build, install
 
@@ -80,7 +80,9 @@ def test_jobs_run_a_copy_that_an_upgrade_does_not_touch(base: Installed, tmp_pat
     assert (taken / "launchers/lib/job.sh").read_bytes() == (ROOT / "launchers/lib/job.sh").read_bytes()
     assert sorted(path.name for path in taken.iterdir()) == ["configs", "container", "launchers", "relayrun", "scripts"]
     assert taken.with_suffix(".commit").read_text() == f"relayrun {__version__}, an installed package\n"
-    alone = base.run("env", f"PYTHONPATH={taken}", sys.executable, "-S", "-m", "relayrun.chain", "--help", cwd=tmp_path)
+    alone = base.run(
+        "env", f"PYTHONPATH={taken}", sys.executable, "-S", "-m", "relayrun.control.chain", "--help", cwd=tmp_path
+    )
     assert "begin" in alone.stdout
 
 

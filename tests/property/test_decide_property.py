@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.chain.decide import BeginFacts, Decision, EndFacts, at_begin, at_end, default_signal_lead
-from relayrun.rundir.lead import first_lead, measured_lead
+from relayrun.control.chain_decide import BeginFacts, Decision, EndFacts, at_begin, at_end, default_signal_lead
+from relayrun.control.rundir.lead import first_lead, measured_lead
 
 ITERATIONS = st.integers(0, 50)
 

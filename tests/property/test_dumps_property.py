@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relayrun.tokenization.dumps.split import DataFile, find_files, prepare, split
-from relayrun.tokenization.readers.inputs import read_paths_file
+from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.tokenize.split import DataFile, find_files, prepare, split
 
 NAMES = st.text(
     st.characters(exclude_characters="/\n\0", exclude_categories=()).filter(lambda c: not "\ud800" <= c <= "\udc7f")

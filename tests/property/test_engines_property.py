@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from relayrun.tokenization.encode import engines, libraries
-from relayrun.tokenization.encode.characters import holding_bytes, not_ascii, unassigned
-from relayrun.tokenization.encode.engines import HuggingFace, select, without_vocabulary
-from relayrun.tokenization.encode.split_points import places, split_points
-from relayrun.tokenization.options import EngineName
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode import engines, libraries
+from relayrun.tokens.tokenize.encode.characters import holding_bytes, not_ascii, unassigned
+from relayrun.tokens.tokenize.encode.engines import HuggingFace, select, without_vocabulary
+from relayrun.tokens.tokenize.options import EngineName
+from relayrun.tokens.tokenize.split_points import places, split_points
 
 from ..unit.tokenization_corpus import TEXTS
 

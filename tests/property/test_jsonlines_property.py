@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relayrun.errors import InputError
-from relayrun.tokenization.readers import jsonlines, spill
+from relayrun.tokens.readers import jsonlines, spill
 
 PIECES = [
     b"plain text ",

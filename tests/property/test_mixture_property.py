@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.data.mixture.select import TOLERANCE, nearest_end, normalised, select_shards, select_whole_shards, wanted
+from relayrun.tokens.mixture.select import (
+    TOLERANCE,
+    nearest_end,
+    normalised,
+    select_shards,
+    select_whole_shards,
+    wanted,
+)
 
 Sizes = list[list[int]]
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.data.batches import BatchReader, Samples
-from relayrun.data.order.sampler import MixtureSampler, Part
-from relayrun.data.order.samples import SampleOrder
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.tokens.order.batches import BatchReader, Samples
+from relayrun.tokens.order.sampler import MixtureSampler, Part
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 SEQ_LENGTH = 3
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.data.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.permutation import Permutation, permutation_key
 
 keys = st.builds(permutation_key, st.integers(0, 2**63), st.text(max_size=5), st.integers(0, 10**6))
 

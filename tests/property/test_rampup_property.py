@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.data.batches import BatchReader
-from relayrun.data.order.schedule import Schedule, integer_weights
-from relayrun.data.progress import Progress
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.tokens.order.batches import BatchReader
+from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.schedule import Schedule, integer_weights
 
 
 @st.composite

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayrun.control.rundir import rounds, views
+from relayrun.control.rundir.lineage import Durable, line
+from relayrun.control.rundir.records import AttemptStart, Commit, End
+from relayrun.control.rundir.rewinds import Rewind, append
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.views import Views, lines_that_count, newest_lines
 from relayrun.files import append_line, read_lines, read_lines_backwards
-from relayrun.rundir import rounds, views
-from relayrun.rundir.lineage import Durable, line
-from relayrun.rundir.records import AttemptStart, Commit, End
-from relayrun.rundir.rewinds import Rewind, append
-from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.run import Run
-from relayrun.rundir.views import Views, lines_that_count, newest_lines
 from tests.history import began
 
 

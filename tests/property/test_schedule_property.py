@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.data.order.schedule import TOTAL, Interleave, Schedule, integer_weights
+from relayrun.tokens.order.schedule import TOTAL, Interleave, Schedule, integer_weights
 
 NAMES = "abcdefg"
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.document_window import DocumentWindow
-from relayrun.data.order.sampler import MixtureSampler
-from relayrun.data.streams import blocks
-from relayrun.data.streams.cursor import LaneCursor
+from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams.cursor import LaneCursor
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
 

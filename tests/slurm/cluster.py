@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from relayrun.scheduler import job_text
+from relayrun.control.scheduler import job_text
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

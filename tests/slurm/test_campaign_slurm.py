@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir import campaign
-from relayrun.rundir.campaign import Begun, Campaign, Member
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
+from relayrun.control.rundir import campaign
+from relayrun.control.rundir.campaign import Begun, Campaign, Member
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
 from tests.campaigns import attempts, iterations, words, write_config, write_stages
 
 from .cluster import ROOT, TestCluster

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
 from relayrun.files import read_lines
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
 from tests.campaigns import attempts, iterations, write_config, write_evaluated_stages
 
 from .cluster import ROOT, TestCluster

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.nodes import expand, read_strikes
+from relayrun.control.chain.nodes import expand, read_strikes
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import SchedulerError
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, End
-from relayrun.rundir.run import Run
-from relayrun.scheduler.slurm import Slurm
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster

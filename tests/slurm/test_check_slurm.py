@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir.run import Run
 from relayrun.errors import SchedulerError
-from relayrun.rundir.run import Run
 from relayrun.submit import submission
 from relayrun.submit.check.finding import Finding
 from relayrun.submit.check.state import Intent

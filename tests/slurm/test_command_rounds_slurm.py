@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import rounds
-from relayrun.rundir.run import Run
 from tests.chain.test_local_command_rounds import PROGRAM, ranks_of, undisturbed
 from tests.workspace import ends
 

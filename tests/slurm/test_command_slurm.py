@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
 from tests.command_examples import (
     LAST_CHECKPOINT,
     NAMES,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir.run import Run
 
 from .cluster import ROOT, TestCluster
 from .conftest import MakeCluster

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir.plan import Plan
 from relayrun.files import read_lines
-from relayrun.rundir.plan import Plan
 from tests.export.models import SHAPES, write_task
 from tests.workspace import Workspace, ends, steps
 
@@ -20,7 +20,7 @@ from .test_training_chain import SLURM, TWO_NODES, job_of, submit, wait_for_end
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
 STEPS, INTERVAL = 300, 100
-FAULTS = "relayrun.drill.inject:Faults"
+FAULTS = "relayrun.lab.faults.inject:Faults"
 
 
 def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it(

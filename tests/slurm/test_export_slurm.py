@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.run import Run
 from tests.workspace import VOCABULARY, Workspace, ends
 
 from .cluster import ROOT, TestCluster

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir import triggers
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.stop import stop_reason
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.stop import stop_reason
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster
@@ -127,9 +127,9 @@ def test_a_fallback_job_whose_node_goes_to_another_job_comes_back(
 ) -> None:
     here, begun = tmp_path / "here", tmp_path / "begun"
     text = (
-        f'if [[ " $* " == *" relayrun.chain begin "* && ! -e "{begun}" ]]; then\n'
+        f'if [[ " $* " == *" relayrun.control.chain begin "* && ! -e "{begun}" ]]; then\n'
         f'  touch "{begun}"\n  kill -KILL "${{PPID}}"\n  sleep 1000\nfi\n'
-        f'if [[ " $* " == *" relayrun.chain fallback "* && ! -e "{here}" ]]; then touch "{here}"; sleep 1000; fi\n'
+        f'if [[ " $* " == *" relayrun.control.chain fallback "* && ! -e "{here}" ]]; then touch "{here}"; sleep 1000; fi\n'
         f'exec "{sys.executable}" "$@"'
     )
     python = str(program(tmp_path, "host-python", text))

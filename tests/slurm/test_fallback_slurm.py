@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.monitoring import queue
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
 from relayrun.submit import submission
+from relayrun.watch.status import queue
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import QueuedJob, TestCluster
@@ -189,8 +189,8 @@ def test_a_controller_that_is_away_when_it_is_needed(
     cluster = make_cluster()
     here, go = tmp_path / "here", tmp_path / "go"
     text = (
-        f'if [[ " $* " == *" relayrun.chain begin "* && ! -e "{here}" ]]; then kill -KILL "${{PPID}}"; sleep 1000; fi\n'
-        f'if [[ " $* " == *" relayrun.chain fallback "* ]]; then touch "{here}"; until [[ -e "{go}" ]]; do sleep 0.2; '
+        f'if [[ " $* " == *" relayrun.control.chain begin "* && ! -e "{here}" ]]; then kill -KILL "${{PPID}}"; sleep 1000; fi\n'
+        f'if [[ " $* " == *" relayrun.control.chain fallback "* ]]; then touch "{here}"; until [[ -e "{go}" ]]; do sleep 0.2; '
         f'done; fi\nexec "{sys.executable}" "$@"'
     )
     python = str(program(tmp_path, "host-python", text))

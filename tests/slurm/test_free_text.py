@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from relayrun.scheduler.slurm import Slurm
+from relayrun.control.scheduler.slurm import Slurm
 
 from .cluster import TestCluster
 

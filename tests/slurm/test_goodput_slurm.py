@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.monitoring.goodput.account import Account, account
-from relayrun.monitoring.goodput.ledger import SECOND
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.watch.goodput.account import Account, account
+from relayrun.watch.goodput.ledger import SECOND
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.workspace import Workspace
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import yamlfile
-from relayrun.gpucheck import report
+from relayrun.config.compose import yamlfile
+from relayrun.lab.gpucheck import report
 from tests import warm
 
 from .cluster import ROOT, TestCluster

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import Shard
+from relayrun.control.rundir.run import Run
+from relayrun.tokens.shards.indexed import Shard
 from tests.readme import ROOT, blocks, checkout, tokenize
 from tests.workspace import ends
 

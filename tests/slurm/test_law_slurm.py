@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, End
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster
@@ -54,7 +54,7 @@ def program(folder: Path, name: str, text: str) -> Path:
 
 def host_python(folder: Path, at_begin: str) -> str:
     """A Python of the batch script that does `at_begin` (Bash) before it starts `begin`."""
-    text = f'if [[ " $* " == *" relayrun.chain begin "* ]]; then\n{at_begin}\nfi\nexec "{sys.executable}" "$@"'
+    text = f'if [[ " $* " == *" relayrun.control.chain begin "* ]]; then\n{at_begin}\nfi\nexec "{sys.executable}" "$@"'
     return str(program(folder, "host-python", text))
 
 
@@ -411,7 +411,7 @@ def test_the_end_of_an_attempt_is_recorded_once(cluster: TestCluster, make_run: 
     """`end` is killed; the batch script calls it again."""
     once = tmp_path / "once"
     text = (
-        f'if [[ " $* " == *" relayrun.chain end "* && ! -e "{once}" ]]; then touch "{once}"; kill -KILL $$; fi\n'
+        f'if [[ " $* " == *" relayrun.control.chain end "* && ! -e "{once}" ]]; then touch "{once}"; kill -KILL $$; fi\n'
         f'exec "{sys.executable}" "$@"'
     )
     run, plan = make_run(

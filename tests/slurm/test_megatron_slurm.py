@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import megatron_lm_checkpoints
+from relayrun.control.trainers.megatron_lm_program import Dialect
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.run import Run
-from relayrun.trainers.megatron_lm import checkpoints
-from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.workspace import steps
@@ -151,7 +151,7 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
     assert begin is not None
     assert begin.base_iteration == 5
     assert [path.name for path in (run.checkpoints / ".quarantine").iterdir()] == ["iter_0000010-0002"]
-    assert checkpoints.tracked(run.checkpoints) == durable(run).iteration == 20
+    assert megatron_lm_checkpoints.tracked(run.checkpoints) == durable(run).iteration == 20
 
 
 @BOTH

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import nodes
-from relayrun.rundir import node_health
-from relayrun.rundir.run import Run
+from relayrun.control.chain import nodes
+from relayrun.control.rundir import node_health
+from relayrun.control.rundir.run import Run
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
 from tests.workspace import Workspace, ends
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from relayrun.rundir import notices
+from relayrun.control.notify import notices
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_notices import tell
 from tests.receivers import Mailbox, Web

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir import triggers
-from relayrun.rundir.run import Run
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.run import Run
 from tests.wheel import build, install
 from tests.workspace import ends
 

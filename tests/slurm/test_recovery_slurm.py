@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import rounds
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run, with_kills
 from tests.workspace import Workspace, ends
 
@@ -50,7 +50,7 @@ def test_ranks_on_two_nodes_are_started_again_in_the_same_job(cluster: TestClust
 @pytest.mark.parametrize("how", ["limit", "cancel", "agent"])
 def test_what_ends_a_job_ends_it_as_without_agents(cluster: TestCluster, tmp_path: Path, how: str) -> None:
     workspace = Workspace.make(tmp_path)
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=3:2"}}
+    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "slow-after=3:2"}}
     changes: dict[str, dict[str, object]] = {"training": {"hooks": [slow], "steps": 1000}}
     if how == "limit":
         changes |= {"job": {"time": "2"}, "chain": {"lead": 80, "signal_lead": 1}}
@@ -87,6 +87,6 @@ def agents(run: Run) -> list[int]:
             words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0") if name.isdecimal() else []
         except OSError:
             continue
-        if words[1:3] == [b"-m", b"relayrun.agent"] and f"--run-dir={run.path}".encode() in words:
+        if words[1:3] == [b"-m", b"relayrun.control.agent"] and f"--run-dir={run.path}".encode() in words:
             found.append(int(name))
     return sorted(found)

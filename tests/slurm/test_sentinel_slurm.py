@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.notify import notices
+from relayrun.control.rundir.run import Run
 from relayrun.errors import user_name
-from relayrun.monitoring import sentinel
-from relayrun.rundir import notices
-from relayrun.rundir import sentinel as records
-from relayrun.rundir.run import Run
+from relayrun.watch import sentinel
+from relayrun.watch.status import sentinel as records
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_notices import tell
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from relayrun.data.audit import audit, ledger
-from relayrun.drill.kills.compare import gaps
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import rounds
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
+from relayrun.lab.compare import gaps
+from relayrun.tokens.mixture.audit import audit, ledger
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
 from tests.workspace import Workspace, ends, steps
 
@@ -54,7 +54,7 @@ def config(
     host_python: str | None = None,
     **chain: object,
 ) -> Path:
-    hook = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": f"slow-after=6:{step_seconds}"}}
+    hook = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": f"slow-after=6:{step_seconds}"}}
     sections = SETTINGS | {
         "training": SETTINGS["training"] | {"hooks": [hook], "elastic": elastic},
         "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": memory_interval},

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.nodes import read_strikes
-from relayrun.monitoring import queue, run_status
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.control.chain.nodes import read_strikes
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.watch.status import queue, run_status
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import ROOT, TestCluster
@@ -48,7 +48,7 @@ def test_a_rank_that_is_killed_is_blamed_and_its_neighbour_that_noticed_is_not(
 
 
 def test_a_python_that_is_on_no_node_stops_the_chain_at_once(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
-    run, plan = make_run(program=["/no/such/python", "-m", "relayrun.training"], **SLURM)
+    run, plan = make_run(program=["/no/such/python", "-m", "relayrun.train"], **SLURM)
     start(cluster, run)
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["fatal"], logs(run)

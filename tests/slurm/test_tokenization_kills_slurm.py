@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.files import read_lines
-from relayrun.shards.indexed import Shard
-from relayrun.tokenization.dumps.metadata import MetadataFolder
-from relayrun.tokenization.dumps.status import read_status
-from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.status import read_status
 
 from .cluster import TestCluster
 from .conftest import MakeCluster
@@ -145,7 +145,7 @@ def tell_to_leave(cluster: TestCluster, job: str) -> None:
     for process in processes(cluster, job):
         with contextlib.suppress(OSError):
             name = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ")
-            if b"relayrun.tokenization run" in name or b"submitit.core._submit" in name:
+            if b"relayrun.tokens.tokenize run" in name or b"submitit.core._submit" in name:
                 os.kill(process, signal.SIGUSR2)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
 from relayrun.errors import RelayrunError
-from relayrun.tokenization.dumps.metadata import MetadataFolder
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.split import prepare
 from tests import stand_ins
 
 from .cluster import TestCluster

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked
@@ -75,7 +75,7 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     assert [end.cause for end in ends(reference)] == ["done"]
     # A job makes 35 steps and then few, so that 120 take at least three, however fast the machine is; of its two
     # minutes, the least that Slurm's clock of whole minutes allows, it has 40 s: some steps, however slow it is
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=35:3"}}
+    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "slow-after=35:3"}}
     submit(
         cluster,
         workspace.config(

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RunDirError
-from relayrun.rundir import triggers
-from relayrun.rundir.run import Run
 
 
 class Person(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import yamlfile
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.run import Run
+from relayrun.config.compose import yamlfile
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.run import Run
 from tests.workspace import ends
 
 from .cluster import TestCluster

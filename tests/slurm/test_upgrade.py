@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import FORMAT, Plan
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.views import lines_that_count
 from relayrun.files import read_json, read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.plan import FORMAT, Plan
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
-from relayrun.rundir.views import lines_that_count
 from tests.workspace import Workspace, ends, steps
 
 from .cluster import ROOT, TestCluster

@@ -25,12 +25,12 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, Successor
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
 from relayrun.files import read_lines
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, Successor
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
 from tests.workspace import Workspace, ends, steps
 
 from .cluster import ROOT, TestCluster
@@ -356,7 +356,7 @@ def test_a_run_that_is_closed_to_the_group_is_refused_before_anything_is_queued(
 @pytest.mark.long
 def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> None:
     """With all that a chain writes: views, checkpoints that are removed, copies of the code, TensorBoard's files."""
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=5:0.5"}}
+    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "slow-after=5:0.5"}}
     sections: dict[str, Any] = {
         "chain": {"auto_requeue": True},
         "checkpoint": {"interval": 5, "keep_last": 2},

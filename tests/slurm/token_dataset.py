@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from relayrun.tokenization.dumps.jobs import tokenize_dump
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokens.tokenize.dumps_jobs import tokenize_dump
+from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.split import prepare
 
 from .cluster import ROOT
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.trainers.base import ENDED_BY_ITSELF, Ending
+from relayrun.control.trainers.command_checkpoints import CheckpointRule
+from relayrun.control.trainers.command_program import CommandProgram
+from relayrun.control.trainers.progress import LogPattern
 from relayrun.errors import RunDirError
 from relayrun.files import sizes
-from relayrun.trainers.base import ENDED_BY_ITSELF, Ending
-from relayrun.trainers.command.checkpoints import CheckpointRule
-from relayrun.trainers.command.program import CommandProgram
-from relayrun.trainers.command.progress import LogPattern
 
 PROGRESS = LogPattern(re.compile(r"step (?P<iteration>\d+) loss (?P<loss>\S+)"))
 

@@ -9,12 +9,12 @@ from signal import Signals
 
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import BEGINNING, Durable, durable
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.base import Observing
+from relayrun.control.trainers.command_trainer import Command, CommandSettings
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import BEGINNING, Durable, durable
-from relayrun.rundir.run import Run
-from relayrun.trainers.base import Observing
-from relayrun.trainers.command.trainer import Command, CommandSettings
 from tests.history import began
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.trainers.megatron_lm import program as module
-from relayrun.trainers.megatron_lm.program import Dialect, MegatronLM
+from relayrun.control.trainers import megatron_lm_program as module
+from relayrun.control.trainers.megatron_lm_program import Dialect, MegatronLM
 
 
 class Clock:

@@ -9,13 +9,13 @@ from signal import Signals
 
 import pytest
 
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import BEGINNING, Durable
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
-from relayrun.trainers.megatron_lm import checkout
-from relayrun.trainers.megatron_lm.program import Dialect, MegatronLM, dialect_of
-from relayrun.trainers.megatron_lm.trainer import MegatronSettings, MegatronTrainer
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import BEGINNING, Durable
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import checkout
+from relayrun.control.trainers.megatron_lm_program import Dialect, MegatronLM, dialect_of
+from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings, MegatronTrainer
 from tests.history import began
 
 TOKEN = "ghp_" + "a1B2" * 9

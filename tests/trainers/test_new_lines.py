@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun.trainers.new_lines import LINE_BYTES, NewLines
+from relayrun.control.new_lines import LINE_BYTES, NewLines
 
 
 def test_each_whole_line_comes_once(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.lineage import durable, is_own
+from relayrun.control.rundir.records import AttemptStart, Heartbeat, Outcome, Started
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.base import Ending, FoundCheckpoint, ObservedStep
+from relayrun.control.trainers.observer import Observer
+from relayrun.control.trainers.retention import Retention
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.lineage import durable, is_own
-from relayrun.rundir.records import AttemptStart, Heartbeat, Outcome, Started
-from relayrun.rundir.run import Run
-from relayrun.trainers.base import Ending, FoundCheckpoint, ObservedStep
-from relayrun.trainers.observer import Observer
-from relayrun.trainers.retention import Retention
 from tests.history import began
 
 
@@ -425,7 +425,7 @@ def test_the_time_of_a_step_is_seen_where_the_program_does_not_say_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("relayrun.trainers.observer.time.monotonic", lambda: now)
+    monkeypatch.setattr("relayrun.control.trainers.observer.time.monotonic", lambda: now)
     for iterations in ((1,), (2, 3), (4,)):
         scene.script.said += [ObservedStep(iteration=iteration) for iteration in iterations]
         scene.observer.look()

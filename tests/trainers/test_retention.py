@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.run import Run
-from relayrun.trainers import retention
-from relayrun.trainers.base import Ending
-from relayrun.trainers.observer import Observer
-from relayrun.trainers.retention import Retention
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import retention
+from relayrun.control.trainers.base import Ending
+from relayrun.control.trainers.observer import Observer
+from relayrun.control.trainers.retention import Retention
 from tests.history import began
 
 from .test_observer import Scene

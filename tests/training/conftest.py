@@ -20,22 +20,22 @@ import numpy as np
 import pytest
 import yaml
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.attempt import Attempt as AttemptDir
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.tasks import free_port
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.attempt import Attempt as AttemptDir
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome
-from relayrun.rundir.run import Run
-from relayrun.scheduler.tasks import free_port
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
 from tests import warm
 from tests.waiting import wait_for
 
 VOCABULARY = 300
 RANKS = 2
-FAULTS = "relayrun.drill.inject:Faults"
+FAULTS = "relayrun.lab.faults.inject:Faults"
 Rank = subprocess.Popen[bytes] | warm.Warm
 STARTED: list[Rank] = []
 """Ranks of the test that runs."""
@@ -194,7 +194,7 @@ class Harness:
     ) -> Attempt:
         """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes.
 
-        `inject`: faults of `relayrun.drill.inject`, of this attempt alone. `prefix`: put before the program.
+        `inject`: faults of `relayrun.lab.faults.inject`, of this attempt alone. `prefix`: put before the program.
         `imported`: from a process that has done the imports, see tests/warm.
         """
         attempt = attempt or self.begin(**changes)
@@ -216,7 +216,7 @@ class Harness:
                 *prefix,
                 sys.executable,
                 "-m",
-                "relayrun.training",
+                "relayrun.train",
                 f"--run-dir={self.run.path}",
                 f"--attempt={attempt.number}",
             ]

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from relayrun.training.checkpoint.checksums import Damaged
-from relayrun.training.checkpoint.division import Place, divide
-from relayrun.training.checkpoint.exchange import Exchange
-from relayrun.training.messages import Messages
+from relayrun.train.checkpoint.checksums import Damaged
+from relayrun.train.checkpoint.division import Place, divide
+from relayrun.train.checkpoint.exchange import Exchange
+from relayrun.train.messages import Messages
 
 RANKS = 4
 FOLDER = Path(sys.argv[1])

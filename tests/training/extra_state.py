@@ -19,16 +19,16 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 
-from relayrun.config import yamlfile  # noqa: E402
-from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.training import parallel  # noqa: E402
-from relayrun.training.checkpoint import strategy  # noqa: E402
-from relayrun.training.checkpoint.reader import CheckedReader  # noqa: E402
-from relayrun.training.checkpoint.strategy import InProcessStrategy  # noqa: E402
-from relayrun.training.messages import Messages  # noqa: E402
-from relayrun.training.model import device_shim, layers  # noqa: E402
-from relayrun.training.model.gpt import Model  # noqa: E402
-from relayrun.training.model.norm import Norm, NormWithState  # noqa: E402
+from relayrun.config.compose import yamlfile  # noqa: E402
+from relayrun.config.compose.schema import RunConfig  # noqa: E402
+from relayrun.train import parallel  # noqa: E402
+from relayrun.train.checkpoint import strategy  # noqa: E402
+from relayrun.train.checkpoint.reader import CheckedReader  # noqa: E402
+from relayrun.train.checkpoint.strategy import InProcessStrategy  # noqa: E402
+from relayrun.train.messages import Messages  # noqa: E402
+from relayrun.train.model import device_shim, layers  # noqa: E402
+from relayrun.train.model.gpt import Model  # noqa: E402
+from relayrun.train.model.norm import Norm, NormWithState  # noqa: E402
 
 VOCABULARY = 300
 

@@ -89,8 +89,8 @@ def install() -> None:
     import megatron.core.optimizer as megatron
     from megatron.core.optimizer import distrib_optimizer
 
-    import relayrun.training.model.gpt  # noqa: F401 - its layers have looked for TransformerEngine before
-    from relayrun.training import optimizer
+    import relayrun.train.model.gpt  # noqa: F401 - its layers have looked for TransformerEngine before
+    from relayrun.train.optimizer import optimizer
 
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
         sys.modules[name] = ModuleType(name)

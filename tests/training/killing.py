@@ -15,9 +15,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from relayrun.agent.memory import HEADER
-from relayrun.training.checkpoint.neighbour import Neighbour
-from relayrun.training.hooks import Context, Gradients, Hook, StepStart
+from relayrun.control.agent.memory import HEADER
+from relayrun.train.checkpoint.neighbour import Neighbour
+from relayrun.train.hooks import Context, Gradients, Hook, StepStart
 
 
 class Kills(Hook):

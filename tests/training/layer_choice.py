@@ -13,11 +13,11 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 
-from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.config.transformer import Transformer  # noqa: E402
+from relayrun.config.compose.schema import RunConfig  # noqa: E402
+from relayrun.config.sections.transformer import Transformer  # noqa: E402
 from relayrun.errors import FatalTrainingError  # noqa: E402
-from relayrun.training.model import fp8, fusions  # noqa: E402
-from relayrun.training.model.gpt import layers  # noqa: E402
+from relayrun.train.model import fp8, fusions  # noqa: E402
+from relayrun.train.model.gpt import layers  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "project": "tests",

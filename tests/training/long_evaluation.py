@@ -1,5 +1,5 @@
 """Stands before the training program as a command prefix, and makes it believe that an evaluation takes ages:
-`python -m tests.training.long_evaluation -- PYTHON -m relayrun.training ARG...`
+`python -m tests.training.long_evaluation -- PYTHON -m relayrun.train ARG...`
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import sys
 
 
 def main() -> None:
-    module = sys.argv.index("relayrun.training")
+    module = sys.argv.index("relayrun.train")
     sys.argv = sys.argv[module:]
-    from relayrun.training.evaluation import Evaluation
+    from relayrun.train.evaluation import Evaluation
 
     Evaluation.samples = property(lambda self: 10**12)  # type: ignore[assignment]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

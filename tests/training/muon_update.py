@@ -12,8 +12,8 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from relayrun.config.optimizer import Optimizer  # noqa: E402
-from relayrun.training import muon  # noqa: E402
+from relayrun.config.sections.optimizer import Optimizer  # noqa: E402
+from relayrun.train.optimizer import muon  # noqa: E402
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 torch.set_num_threads(1)

@@ -22,14 +22,14 @@ import numpy as np  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
-from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.data.progress import Progress  # noqa: E402
-from relayrun.training import parallel  # noqa: E402
-from relayrun.training.checkpoint.strategy import InProcessStrategy  # noqa: E402
-from relayrun.training.messages import Messages  # noqa: E402
-from relayrun.training.model import device_shim  # noqa: E402
-from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
-from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer, TorchDistributedOptimizer  # noqa: E402
+from relayrun.config.compose.schema import RunConfig  # noqa: E402
+from relayrun.tokens.order.progress import Progress  # noqa: E402
+from relayrun.train import parallel  # noqa: E402
+from relayrun.train.checkpoint.strategy import InProcessStrategy  # noqa: E402
+from relayrun.train.messages import Messages  # noqa: E402
+from relayrun.train.model import device_shim  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.optimizer.optimizer import Optimizer, ShardedDistributedOptimizer, TorchDistributedOptimizer  # noqa: E402
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 CONFIG = {

@@ -20,13 +20,13 @@ os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.training import parallel  # noqa: E402
-from relayrun.training.model import device_shim  # noqa: E402
+from relayrun.config.compose.schema import RunConfig  # noqa: E402
+from relayrun.train import parallel  # noqa: E402
+from relayrun.train.model import device_shim  # noqa: E402
 
 device_shim.install()
 
-from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
 
 VOCABULARY, LENGTH, EOD, STEPS = 64, 96, 5, 12
 SECTIONS: dict[str, Any] = json.loads(settings)

@@ -19,17 +19,17 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.data.order.document_order import DocumentOrder  # noqa: E402
-from relayrun.data.rows import Rows  # noqa: E402
-from relayrun.shards.indexed import ShardWriter  # noqa: E402
-from relayrun.shards.manifest import DatasetManifest  # noqa: E402
-from relayrun.training import parallel  # noqa: E402
-from relayrun.training.model import device_shim  # noqa: E402
+from relayrun.config.compose.schema import RunConfig  # noqa: E402
+from relayrun.tokens.order.document_order import DocumentOrder  # noqa: E402
+from relayrun.tokens.order.rows import Rows  # noqa: E402
+from relayrun.tokens.shards.indexed import ShardWriter  # noqa: E402
+from relayrun.tokens.shards.manifest import DatasetManifest  # noqa: E402
+from relayrun.train import parallel  # noqa: E402
+from relayrun.train.model import device_shim  # noqa: E402
 
 device_shim.install()
 
-from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
 
 VOCABULARY, LENGTH, BOS, EOS = 64, 48, 1, 2
 PACKINGS = ("none", "pad", "greedy", "first_fit", "best_fit")

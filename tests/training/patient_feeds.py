@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from relayrun.training.reporting import trackers
+from relayrun.train import trackers
 
 trackers.LEAVE_SECONDS = 600.0
 module = sys.argv.index("-m") + 1

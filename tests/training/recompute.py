@@ -15,17 +15,17 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.training import parallel  # noqa: E402
-from relayrun.training.model import device_shim  # noqa: E402
+from relayrun.config.compose.schema import RunConfig  # noqa: E402
+from relayrun.train import parallel  # noqa: E402
+from relayrun.train.model import device_shim  # noqa: E402
 
 device_shim.install()
 
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from relayrun.training.model.attention import CausalAttention  # noqa: E402
-from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.attention import CausalAttention  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
 
 VOCABULARY, LENGTH, SIZE = 64, 48, 2
 CONFIG: dict[str, Any] = {

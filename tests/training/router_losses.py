@@ -18,14 +18,14 @@ os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.training import parallel  # noqa: E402
-from relayrun.training.model import device_shim  # noqa: E402
+from relayrun.config.compose.schema import RunConfig  # noqa: E402
+from relayrun.train import parallel  # noqa: E402
+from relayrun.train.model import device_shim  # noqa: E402
 
 device_shim.install()
 
-from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
-from relayrun.training.optimizer import Optimizer  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.optimizer.optimizer import Optimizer  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH, EOD = 64, 32, 8, 5
 LOSSES: dict[str, dict[str, Any]] = {

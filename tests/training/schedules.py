@@ -9,10 +9,10 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
-from relayrun.config import compose  # noqa: E402
-from relayrun.data.progress import Progress  # noqa: E402
+from relayrun.config.compose import compose  # noqa: E402
 from relayrun.places import CODE as ROOT  # noqa: E402
-from relayrun.training.optimizer import schedule  # noqa: E402
+from relayrun.tokens.order.progress import Progress  # noqa: E402
+from relayrun.train.optimizer.optimizer import schedule  # noqa: E402
 
 RUN = ROOT / "configs" / "runs" / "my-run.yaml"
 COMMON = ["optimizer.lr=1.0", "optimizer.min_lr=0.1", "optimizer.lr_warmup_steps=10", "optimizer.lr_decay_steps=110"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from relayrun.data.batches import BatchReader
-from relayrun.training.checkpoint.state import Checkpointer
-from relayrun.training.hooks import Context, Hook
+from relayrun.tokens.order.batches import BatchReader
+from relayrun.train.checkpoint.state import Checkpointer
+from relayrun.train.hooks import Context, Hook
 
 
 def slower(kind: Any, name: str, seconds: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from relayrun.training.messages import Messages
+from relayrun.train.messages import Messages
 
 LIMIT = timedelta(minutes=5)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from relayrun.training.hooks import Context, Hook, StepStart
-from relayrun.training.reporting import sections
+from relayrun.train.hooks import Context, Hook, StepStart
+from relayrun.train.reporting import sections
 
 
 class Stalls(Hook):
@@ -23,7 +23,7 @@ class Stalls(Hook):
 
     def setup(self, context: Context) -> None:
         self._rank = context.ranks.rank
-        from relayrun.data.batches import BatchReader
+        from relayrun.tokens.order.batches import BatchReader
 
         read = BatchReader.__next__
 

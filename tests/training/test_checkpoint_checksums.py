@@ -16,14 +16,14 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.files import sizes, write_atomic
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums, publish
-from relayrun.training.checkpoint.checksums import Damaged, verify
-from relayrun.training.checkpoint.reader import CheckedReader, damage
-from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete
+from relayrun.train.checkpoint import checksums, publish
+from relayrun.train.checkpoint.checksums import Damaged, verify
+from relayrun.train.checkpoint.reader import CheckedReader, damage
+from relayrun.train.checkpoint.writer import ThreadedWriter, check_complete
 from tests.chain.exhaustion import KILL, run_child
 from tests.chain.fake_slurm import FakeSlurm
 from tests.history import began

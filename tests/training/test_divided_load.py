@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint.metadata import read_metadata
+from relayrun.control.rundir.run import Run
+from relayrun.train.checkpoint.metadata import read_metadata
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import xxhash
 
-from relayrun.training.checkpoint import host_copy
-from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
-from relayrun.training.checkpoint.pieces import ALIGNMENT, layout
+from relayrun.train.checkpoint import host_copy
+from relayrun.train.checkpoint.host_copy import HostCopy, Reserved
+from relayrun.train.checkpoint.pieces import ALIGNMENT, layout
 
 CPU = torch.device("cpu")
 

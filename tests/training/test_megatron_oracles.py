@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.data.order import index_cache
-from relayrun.data.order.schedule import Interleave, integer_weights
-from relayrun.data.order.spec import DatasetSpec
-from relayrun.shards.indexed import Shard, ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.tokens.order import index_cache
+from relayrun.tokens.order.schedule import Interleave, integer_weights
+from relayrun.tokens.order.spec import DatasetSpec
+from relayrun.tokens.shards.indexed import Shard, ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
 
@@ -63,7 +63,7 @@ def ours(  # type: ignore[no-untyped-def]
     split: float = 0.0,
     opening: str | None = None,
 ):
-    from relayrun.data.order.megatron import MegatronOrder
+    from relayrun.tokens.order.megatron import MegatronOrder
 
     return MegatronOrder(
         DatasetSpec(
@@ -263,7 +263,7 @@ def test_blending_counts_are_within_two_of_megatrons_after_every_sample(weights:
 def test_masks_and_positions_are_those_of_megatron(share: float) -> None:
     import torch
 
-    from relayrun.data import documents
+    from relayrun.tokens.order import documents
 
     generator = np.random.default_rng(3)
     for length in (1, 2, 33):
@@ -295,7 +295,7 @@ def test_a_masked_loss_is_divided_as_by_megatrons_loss_func(per_token: bool) -> 
     import torch
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
-    from relayrun.training.loss import loss_function
+    from relayrun.train.loss import loss_function
 
     losses = (torch.arange(1, 25).reshape(3, 8).double() ** 0.5).float().requires_grad_()
     function = loss_function(
@@ -318,7 +318,7 @@ def test_a_masked_loss_is_divided_as_by_megatrons_loss_func(per_token: bool) -> 
 def test_the_mean_of_samples_is_that_of_before_to_the_last_bit(masked: bool) -> None:
     import torch
 
-    from relayrun.training.loss import loss_function
+    from relayrun.train.loss import loss_function
 
     generator = torch.Generator().manual_seed(3)
     losses = torch.rand((5, 33), generator=generator) * 12
@@ -340,7 +340,7 @@ def test_the_mean_of_samples_is_that_of_before_to_the_last_bit(masked: bool) -> 
 def test_in_an_evaluation_the_tokens_of_samples_that_fill_up_a_batch_do_not_count() -> None:
     import torch
 
-    from relayrun.training.loss import loss_function
+    from relayrun.train.loss import loss_function
 
     losses = torch.arange(1.0, 25.0).reshape(3, 8)
     mask, weights = torch.tensor(MASK, dtype=torch.float32), torch.tensor([1.0, 1.0, 0.0])

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 def activations() -> Any:
     with warnings.catch_warnings():  # megatron-core's own, at import
         warnings.simplefilter("ignore")
-        from relayrun.training.model import activations
+        from relayrun.train.model import activations
 
     return activations
 

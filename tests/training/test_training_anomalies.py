@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.data.progress import Progress
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.quarantine import in_quarantine
+from relayrun.control.rundir.views import Views, merged_metrics
 from relayrun.files import read_json, read_lines
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.quarantine import in_quarantine
-from relayrun.rundir.views import Views, merged_metrics
+from relayrun.tokens.order.progress import Progress
 from tests.checkpoints import assert_same_bytes, contents, state_tensors
 from tests.waiting import wait_for
 

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.training.checkpoint.background import NICE, BackgroundSave
-from relayrun.training.checkpoint.writer import ThreadedWriter
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.train.checkpoint.background import NICE, BackgroundSave
+from relayrun.train.checkpoint.writer import ThreadedWriter
 from tests.checkpoints import assert_same_bytes
 from tests.waiting import wait_for
 

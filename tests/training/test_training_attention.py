@@ -32,7 +32,7 @@ def transformer_config(**fields: Any) -> Any:
 
 def causal_attention(layer: int = 1, **fields: Any) -> Any:
     config = transformer_config(**fields)
-    from relayrun.training.model.attention import CausalAttention
+    from relayrun.train.model.attention import CausalAttention
 
     return CausalAttention(config, layer_number=layer)
 
@@ -73,7 +73,7 @@ DOCUMENTS = ((50, 1, 141), (SEQUENCE,))
 
 def in_documents(lengths: Any) -> tuple[Any, torch.Tensor]:
     """The documents as the attention takes them, and which tokens are of one: [batch, 1, sequence, sequence]."""
-    from relayrun.training.model.documents import Documents
+    from relayrun.train.model.documents import Documents
 
     number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     same = number[:, None, :, None] == number[:, None, None, :]
@@ -126,7 +126,7 @@ def test_a_window_is_that_of_megatron_cores_masked_attention(monkeypatch: pytest
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.utils import GlobalMemoryBuffer
 
-    from relayrun.training.model.attention import CausalAttention
+    from relayrun.train.model.attention import CausalAttention
 
     real = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *shape, device=None, **named: real(*shape, **named))  # device="cuda"
@@ -192,8 +192,8 @@ def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
     window: int | None, documents: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU: a stand-in with the arguments of torch's function, which attends to one document at a time."""
-    from relayrun.training.model import varlen
-    from relayrun.training.model.documents import Documents
+    from relayrun.train.model import varlen
+    from relayrun.train.model.documents import Documents
 
     calls = []
 
@@ -240,8 +240,8 @@ def test_transformer_engine_gets_documents_in_its_own_format() -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from relayrun.training.model.document_attention import document_attention
-    from relayrun.training.model.documents import Documents
+    from relayrun.train.model.document_attention import document_attention
+    from relayrun.train.model.documents import Documents
 
     class Stand:
         def forward(

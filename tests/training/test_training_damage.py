@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.quarantine import in_quarantine
-from relayrun.rundir.run import Run
-from relayrun.rundir.views import Views
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.quarantine import in_quarantine
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.views import Views
 from tests.crafted import in_common, in_metadata, in_object
 
 from .conftest import Harness

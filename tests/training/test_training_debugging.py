@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.schema import MOCK_ORDER
+from relayrun.config.compose.schema import MOCK_ORDER
 from relayrun.files import read_json
-from relayrun.shards.manifest import Manifest
+from relayrun.tokens.shards.manifest import Manifest
 
 from .conftest import VOCABULARY, Harness
 
@@ -53,7 +53,7 @@ def test_a_profile_per_rank_the_surroundings_and_made_up_data(
         # two iterations, each with 8 / (2 x 2) micro-batches, and nothing of the others
         assert sum(name == "aten::embedding" for name in names) == 2 * 2
     text = (folder / "compute_environment.txt").read_text()
-    assert "-m relayrun.training" in text
+    assert "-m relayrun.train" in text
     assert "RANK=0" in text
     assert "hf_ThisIsASecret" not in text
     (log,) = folder.glob("memory_logging-*.txt")

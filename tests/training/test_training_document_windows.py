@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.scheduler.tasks import free_port
 from relayrun.files import read_json
-from relayrun.scheduler.tasks import free_port
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 
@@ -104,10 +104,10 @@ def test_another_window_is_refused_by_the_ranks(harness: Callable[..., Any]) -> 
 SCORED = """
 import json, sys
 from pathlib import Path
-from relayrun.config.schema import Evaluation
-from relayrun.export import score
-from relayrun.export.checkpoint_source import find_checkpoint
-from relayrun.rundir.run import Run
+from relayrun.config.compose.schema import Evaluation
+from relayrun.train.export import score
+from relayrun.train.export.checkpoint_source import find_checkpoint
+from relayrun.control.rundir.run import Run
 source, model = find_checkpoint(Run(Path(sys.argv[1]))), Path(sys.argv[2])
 score.export(source, model)
 print(json.dumps(score.held_out(source, model, Evaluation(interval=4))[0]))

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
 
 from .conftest import RANKS, VOCABULARY, Attempt, Harness
 
@@ -86,7 +86,7 @@ def test_no_rank_trains_on_cpus_where_its_job_asks_for_gpus(
 def test_gpus_are_asked_for_in_any_way(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core's imports
-        from relayrun.training import parallel
+        from relayrun.train import parallel
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = Path(__file__).resolve().parents[2] / "configs/runs/demo-slurm.yaml"
     others = ("chain.recovery=job", "training.precision=bf16")

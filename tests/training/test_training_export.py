@@ -54,9 +54,9 @@ import sys
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 from relayrun.errors import InputError
-from relayrun.export import logits
-from relayrun.export.checkpoint_source import find_checkpoint
-from relayrun.rundir.run import Run
+from relayrun.train.export import logits
+from relayrun.train.export.checkpoint_source import find_checkpoint
+from relayrun.control.rundir.run import Run
 folder = Path(sys.argv[2])
 weights = load_file(folder / "model.safetensors")
 name = "model.layers.1.self_attn.q_proj.weight"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.export import importer
+from relayrun.train.export import importer
 from tests.export.models import make_hf
 
 pytestmark = pytest.mark.slow

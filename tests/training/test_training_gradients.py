@@ -108,7 +108,7 @@ def test_a_fused_adamw_resumes_exactly_and_goes_on_from_one_that_was_not(
 PROGRAM = """
 import json, types
 import torch
-from relayrun.training import optimizer
+from relayrun.train import optimizer
 
 def adam(device, fused):
     made = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(2)], lr=0.1)

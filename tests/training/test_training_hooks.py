@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from relayrun.control.rundir.lineage import durable
 from relayrun.files import read_lines
-from relayrun.rundir.lineage import durable
 from tests.checkpoints import assert_same_bytes, contents
 from tests.waiting import wait_for
 
@@ -176,7 +176,7 @@ def test_an_end_of_the_process_and_a_state_that_no_checkpoint_keeps_are_errors_o
     [
         ("nowhere:Hook", "hook nowhere:Hook cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
         (f"{HOOKS}:Absent", f"hook {HOOKS}:Absent cannot be imported: AttributeError"),
-        (f"{HOOKS}:NoHook", f"hook {HOOKS}:NoHook is no class that inherits relayrun.training.hooks.Hook"),
+        (f"{HOOKS}:NoHook", f"hook {HOOKS}:NoHook is no class that inherits relayrun.train.hooks.Hook"),
         (f"{HOOKS}:OneWay", f"hook {HOOKS}:OneWay has one of state_dict and load_state_dict without the other"),
         (
             {"hook": COUNT, "options": {"colour": "red"}},

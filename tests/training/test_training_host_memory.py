@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.schema import RunConfig
-from relayrun.submit.forecast.host_memory import host_copy_bytes
-from relayrun.training.model.size import padded, parameters
+from relayrun.config.compose.schema import RunConfig
+from relayrun.submit.host_memory import host_copy_bytes
+from relayrun.train.model.size import padded, parameters
 
 from .conftest import VOCABULARY, Harness
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config import yamlfile
-from relayrun.config.schema import RunConfig
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
-from relayrun.submit.find_data import build_manifest
-from relayrun.tokenization.byte_tokenizer import byte_tokenizer
+from relayrun.config.compose import yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.submit.check.find_data import build_manifest
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
 
 from .conftest import Harness
 

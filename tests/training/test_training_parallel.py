@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.schema import RunConfig
-from relayrun.rundir.run import Run
-from relayrun.submit.forecast.saves import checkpoint_size
-from relayrun.training.model.size import padded, parameters
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
+from relayrun.submit.saves import checkpoint_size
+from relayrun.train.model.size import padded, parameters
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import VOCABULARY
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.records import Started
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Started
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
 from tests.waiting import wait_for
 
 Make = Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.records import AttemptStart
+from relayrun.control.rundir.records import AttemptStart
 from tests.checkpoints import assert_same_bytes
 
 STEPS = 30

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from relayrun.monitoring.trackers.wandb_files import history, offline_files
-from relayrun.rundir import views
-from relayrun.rundir.lineage import durable
+from relayrun.control.rundir import views
+from relayrun.control.rundir.lineage import durable
+from relayrun.train.reporting.wandb_files import history, offline_files
 from tests.waiting import wait_for
 
 from .conftest import Harness

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.schema import RunConfig
-from relayrun.training.model.size import padded, parameters
+from relayrun.config.compose.schema import RunConfig
+from relayrun.train.model.size import padded, parameters
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import VOCABULARY
 

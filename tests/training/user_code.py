@@ -10,8 +10,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from relayrun.training.model.attention import CausalAttention
-from relayrun.training.model.norm import Norm, NormWithState
+from relayrun.train.model.attention import CausalAttention
+from relayrun.train.model.norm import Norm, NormWithState
 
 
 class Signs(torch.optim.Optimizer):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from relayrun.rundir.records import Commit, Outcome
-from relayrun.training.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
+from relayrun.control.rundir.records import Commit, Outcome
+from relayrun.train.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
 
 
 class CountSteps(Hook):

@@ -1,5 +1,5 @@
 """Stands before the training program as a command prefix, and changes one thing in it:
-`python -m tests.training.variants CHANGE -- PYTHON -m relayrun.training ARG...`
+`python -m tests.training.variants CHANGE -- PYTHON -m relayrun.train ARG...`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def compare_gradients() -> None:
     import torch
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    from relayrun.training import gradients
+    from relayrun.train.optimizer import gradients
 
     total_norm, clip = gradients.total_norm, gradients.clip
 
@@ -48,7 +48,7 @@ def fuse_adamw() -> None:
     """AdamW is fused as on GPUs, with torch's kernel for CPUs; a rank says that it has run."""
     import torch
 
-    from relayrun.training import optimizer
+    from relayrun.train.optimizer import optimizer
 
     kernel: Any = torch._fused_adamw_
 
@@ -68,7 +68,7 @@ def fuse_adamw() -> None:
 
 def report_host_memory() -> None:
     """Each rank says what its copies of saves take: as they are, and pinned."""
-    from relayrun.training.checkpoint import host_copy
+    from relayrun.train.checkpoint import host_copy
 
     layout = host_copy.layout
 
@@ -83,7 +83,7 @@ def report_host_memory() -> None:
 
 def keep_pipeline_outputs() -> None:
     """Stages keep what they have sent until its backward pass."""
-    from relayrun.training.model import gpt
+    from relayrun.train.model import gpt
 
     gpt.TransformerConfig = partial(gpt.TransformerConfig, deallocate_pipeline_outputs=False)
 
@@ -96,7 +96,7 @@ def count_waits() -> None:
     """
     import torch
 
-    from relayrun.training import loop, parallel
+    from relayrun.train import loop, parallel
 
     counted = 0
     paused = False
@@ -141,7 +141,7 @@ def reduce_too_early() -> None:
     """Gradients of the output layer that were deferred come after their reduction has begun, as in megatron-core."""
     from megatron.core.distributed import finalize_model_grads
 
-    from relayrun.training.model import weight_gradients
+    from relayrun.train.model import weight_gradients
 
     weight_gradients.reduced_last = lambda chunk: finalize_model_grads
 
@@ -155,7 +155,7 @@ def stand_in_fused_adam() -> None:
 
 def main() -> None:
     change = globals()[sys.argv[1].replace("-", "_")]
-    module = sys.argv.index("relayrun.training")
+    module = sys.argv.index("relayrun.train")
     sys.argv = sys.argv[module:]
     change()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

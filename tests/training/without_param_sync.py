@@ -1,5 +1,5 @@
 """Stands before the training program as a command prefix, and takes away the synchronization of parameters that
-comes before a save: `python -m tests.training.without_param_sync -- PYTHON -m relayrun.training ARG...`
+comes before a save: `python -m tests.training.without_param_sync -- PYTHON -m relayrun.train ARG...`
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def main() -> None:
-    module = sys.argv.index("relayrun.training")
+    module = sys.argv.index("relayrun.train")
     sys.argv = sys.argv[module:]
-    from relayrun.training.model.gpt import DistributedDataParallel
+    from relayrun.train.model.gpt import DistributedDataParallel
 
     original = DistributedDataParallel.start_param_sync
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from relayrun.agent.agent import ENVIRONMENT
-from relayrun.training import __main__ as program
-from relayrun.training import fork_server
+from relayrun.control.agent.agent import ENVIRONMENT
+from relayrun.train import __main__ as program
+from relayrun.train import fork_server
 
 asked: list[str] = []
 SERVER = os.getpid()

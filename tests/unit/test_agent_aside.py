@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.agent import journal
-from relayrun.agent.aside import Aside
-from relayrun.agent.journal import Journal
+from relayrun.control import journal
+from relayrun.control.agent.aside import Aside
+from relayrun.control.journal import Journal
 from tests.waiting import wait_for
 
 

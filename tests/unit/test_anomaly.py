@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.schema import Training
-from relayrun.rundir.records import Commit
-from relayrun.rundir.rewinds import Rewind, append, pending
-from relayrun.rundir.run import Run
-from relayrun.rundir.views import merged_metrics
-from relayrun.training.anomaly import LossGuard
-from relayrun.training.hooks import Action
+from relayrun.config.compose.schema import Training
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.rewinds import Rewind, append, pending
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.views import merged_metrics
+from relayrun.train.anomaly import LossGuard
+from relayrun.train.hooks import Action
 from tests.history import began
 
 NAN = float("nan")

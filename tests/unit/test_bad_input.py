@@ -19,14 +19,14 @@ import zstandard
 from datatrove.data import Document
 
 from relayrun.errors import InputError
-from relayrun.shuffle.reshard import ReshardOptions, reshard
-from relayrun.tokenization import MegatronTokenWriter
-from relayrun.tokenization.dumps.jobs import tokenize_dump
-from relayrun.tokenization.dumps.status import read_status, table
-from relayrun.tokenization.options import TokenizeOptions, _renamed
-from relayrun.tokenization.readers import jsonlines
-from relayrun.tokenization.readers.columns import read_column
-from relayrun.tokenization.readers.faults import LineFaults
+from relayrun.tokens.readers import jsonlines
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
+from relayrun.tokens.tokenize import MegatronTokenWriter
+from relayrun.tokens.tokenize.dumps_jobs import tokenize_dump
+from relayrun.tokens.tokenize.options import TokenizeOptions, _renamed
+from relayrun.tokens.tokenize.status import read_status, table
 
 from .test_dumps_status import settings
 from .test_preprocess import Run, data, out, run, shards, tokenizer, write_jsonl

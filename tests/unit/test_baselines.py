@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import compose, yamlfile
-from relayrun.config.schema import Model
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import Model
 from relayrun.errors import ConfigError
 from relayrun.places import CODE as ROOT
 from relayrun.submit.check.report import of_config
-from relayrun.training.model.size import flops_per_token, memory_bytes, padded, parameters, peak_flops
+from relayrun.train.model.size import flops_per_token, memory_bytes, padded, parameters, peak_flops
 
 VOCABULARY = 128_256
 # Sums of the safetensors metadata of meta-llama/Llama-3.2-1B, -3.2-3B, -3.1-8B and -3.1-70B on the Hugging Face hub

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.data.batches import BatchReader
-from relayrun.data.order.samples import SampleOrder
+from relayrun.config.sections.rampup import BatchSizes
 from relayrun.errors import ConfigError, InputError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.tokens.order.batches import BatchReader
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 TWELVE = BatchSizes(12)
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from relayrun.cli import main
-from relayrun.data import documents
-from relayrun.data.run_tokenizer import ids_of_characters
 from relayrun.errors import ConfigError
-from relayrun.tokenization.byte_tokenizer import byte_tokenizer, letters_of_bytes
-from relayrun.tokenization.encode.engines import Selection, select
-from relayrun.tokenization.encode.families import plan_of
-from relayrun.tokenization.encode.libraries import HuggingFace
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.order import documents
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.streams.run_tokenizer import ids_of_characters
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer, letters_of_bytes
+from relayrun.tokens.tokenize.encode.engines import Selection, select
+from relayrun.tokens.tokenize.encode.families import plan_of
+from relayrun.tokens.tokenize.encode.libraries import HuggingFace
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
 from tests.workspace import Workspace
 
 BASES = [65, 67, 71, 84, 97, 99, 103, 116]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import campaign, compose
-from relayrun.config.schema import RunConfig
-from relayrun.config.sweep_filter import SweepFilter
+from relayrun.config.compose import campaign, compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.sweep_filter import SweepFilter
 from relayrun.errors import RelayrunError
-from relayrun.submit import campaign as submission
+from relayrun.submit import submit_campaign as submission
 from tests.workspace import Workspace
 
 

@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.chain.quota import quotas
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.chain.quota import quotas
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, parts_of
 from relayrun.files import append_line, write_json
-from relayrun.rundir.run import Run
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.merge import merge
-from relayrun.shards.record import RECORD, MadeBy, Records
 from relayrun.submit import submission
 from relayrun.submit.check import node, slurm, tracking
+from relayrun.submit.check.find_data import build_manifest
 from relayrun.submit.check.finding import Finding, Findings
 from relayrun.submit.check.report import of_config
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import usage
-from relayrun.submit.find_data import build_manifest
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.record import RECORD, MadeBy, Records
 from tests.workspace import VOCABULARY, Workspace
 
 
@@ -178,7 +178,7 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
     assert (a.samples, b.samples) == (600, 200)
     assert a.epochs == 600 / a.windows
     # brute force: the step in which sample number windows - 1 of `a` is read
-    from relayrun.data.order.schedule import Schedule, integer_weights
+    from relayrun.tokens.order.schedule import Schedule, integer_weights
 
     schedule = Schedule.of(integer_weights({"a": 3.0, "b": 1.0}))
     last = next(k for k in range(800) if schedule.locate(k) == ("a", a.windows - 1))
@@ -398,7 +398,7 @@ def test_the_state_of_a_run_is_looked_at_and_its_changes_shown(
 def test_speed_is_that_of_a_run_of_the_same_shape_or_of_a_setting(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from relayrun.rundir import find
+    from relayrun.control.rundir import find
 
     def forecast(*overrides: str) -> Any:
         return submission.report_on(compose.load(workspace.config("run"), overrides), intent=Intent()).forecast

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
 from relayrun.submit import run_plan, submission
 from relayrun.submit.check.finding import Finding
 from relayrun.submit.check.state import Intent

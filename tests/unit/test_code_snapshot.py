@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_json, umask
 from relayrun.masking import masked
-from relayrun.monitoring.environment import code, without_secrets
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
 from relayrun.submit.code_snapshot import LARGEST, snapshot, snapshot_of_checkout
+from relayrun.train.reporting.environment import code, without_secrets
 from tests.readme import break_code, copy_tracked
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends, steps
@@ -78,7 +78,7 @@ def test_the_same_code_is_the_same_snapshot_and_other_code_another(checkout: Pat
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.run import Run
 from relayrun.submit import code_snapshot
 code_snapshot._copy = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
 code_snapshot.snapshot(Run(Path(sys.argv[1])), Path(sys.argv[2]))
@@ -96,11 +96,14 @@ def test_what_a_killed_submit_left_of_a_snapshot_goes_with_the_next(checkout: Pa
 
 def test_a_folder_without_git_gives_its_code(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    for name in ("relayrun/cli.py", "relayrun/__pycache__/cli.pyc", "launchers/lib/job.sh", "data/tokens.bin"):
+    for name in ("relayrun/cli/__init__.py", "relayrun/__pycache__/cli.pyc", "launchers/lib/job.sh", "data/tokens.bin"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
     taken = snapshot(run_dir(tmp_path / "run"), root)
-    assert {str(path.relative_to(taken)) for path in taken.rglob("*.*")} == {"relayrun/cli.py", "launchers/lib/job.sh"}
+    assert {str(path.relative_to(taken)) for path in taken.rglob("*.*")} == {
+        "relayrun/cli/__init__.py",
+        "launchers/lib/job.sh",
+    }
 
 
 SECRETS = (".env", ".env.local", ".netrc", "conf/prod.env", "id_ed25519", "tls/server.key", "ca.pem", ".aws/config")
@@ -127,11 +130,11 @@ def test_what_looks_like_a_secret_is_left_out_and_named(
 
 
 def test_without_git_too(tmp_path: Path) -> None:
-    for name in ("relayrun/cli.py", "configs/.env", "scripts/id_rsa"):
+    for name in ("relayrun/cli/__init__.py", "configs/.env", "scripts/id_rsa"):
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text("x")
     taken = snapshot(run_dir(tmp_path / "run"), tmp_path / "root")
-    assert [str(path.relative_to(taken)) for path in taken.rglob("*") if path.is_file()] == ["relayrun/cli.py"]
+    assert [str(path.relative_to(taken)) for path in taken.rglob("*") if path.is_file()] == ["relayrun/cli/__init__.py"]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import COMMANDS, adder
-from relayrun.config import describe
-from relayrun.config.schema import KINDS
-from relayrun.rundir import triggers
-from relayrun.rundir.run import Run
+from relayrun.config.compose import describe
+from relayrun.config.compose.schema import KINDS
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.run import Run
 from relayrun.submit import launcher_environment
-from relayrun.tokenization import settings as tokenization
+from relayrun.tokens.tokenize import settings as tokenization
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/coming-from-megatron-lm.md").read_text(encoding="utf-8")

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from relayrun import places
-from relayrun.chain import render
-from relayrun.config import compose, yamlfile
-from relayrun.config.schema import Data
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import Data
+from relayrun.control.chain import render
 from relayrun.errors import ConfigError
 from relayrun.slurmtime import format_time, parse_time
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.mixture import parse_data_args
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.mixture import parse_data_args
+from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, InputError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.prefixes import expand
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.prefixes import expand
 from tests.workspace import Workspace
 
 

@@ -14,20 +14,20 @@ import pytest
 import submitit
 from pydantic import ValidationError
 
-from relayrun.chain import render
-from relayrun.config import compose
-from relayrun.config.container import Container
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.container import Container
+from relayrun.control.chain import render
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, SchedulerError
-from relayrun.gpucheck import job as gpu_job
-from relayrun.gpucheck import site
-from relayrun.gpucheck.setup import Setup
-from relayrun.rundir.run import Run
-from relayrun.scheduler.slurm import Slurm
-from relayrun.shards.indexed import ShardWriter
+from relayrun.lab.gpucheck import job as gpu_job
+from relayrun.lab.gpucheck import site
+from relayrun.lab.gpucheck.setup import Setup
 from relayrun.submit import evaluation_job, run_plan
-from relayrun.tokenization.dumps import jobs
-from relayrun.tokenization.settings import TokenizationConfig, load_config
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.tokenize import dumps_jobs
+from relayrun.tokens.tokenize.settings import TokenizationConfig, load_config
 from tests import stand_ins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,10 +130,10 @@ def test_the_job_of_a_dump_starts_python_in_the_container(
         raise SchedulerError("enough")
 
     monkeypatch.setattr(submitit.SlurmExecutor, "map_array", map_array)
-    monkeypatch.setattr(jobs.Slurm, "max_array_size", lambda self: 1000)
+    monkeypatch.setattr(dumps_jobs.Slurm, "max_array_size", lambda self: 1000)
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda cls: 2))
     with pytest.raises(SchedulerError, match="enough"):
-        jobs._submit_slurm(load_config(place / "dumps.yaml"), [0, 1])
+        dumps_jobs._submit_slurm(load_config(place / "dumps.yaml"), [0, 1])
     (text,) = texts
     header = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     for option in ("--account=proj", "--gres=gpu:4", "--mail-type=END", "--contiguous", "--time=60", "--exclusive"):
@@ -180,7 +180,7 @@ def test_a_dump_may_not_be_written_below_a_protected_path(place: Path) -> None:
     given = load_config(place / "a.yaml")
     assert given.executor == "local"
     with pytest.raises(ConfigError, match=r"output_folder: .*/data/tokens lies below .*/data, where cluster 'here'"):
-        jobs.submit_dumps(given)
+        dumps_jobs.submit_dumps(given)
 
 
 @pytest.mark.parametrize(

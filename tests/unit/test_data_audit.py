@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.data import audit
-from relayrun.data.build import training_order
-from relayrun.data.progress import Progress
+from relayrun.config.compose import compose
+from relayrun.control.rundir import run as rundir
+from relayrun.control.rundir.records import Commit
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
-from relayrun.rundir import run as rundir
-from relayrun.rundir.records import Commit
-from relayrun.shards.indexed import Shard
-from relayrun.shards.manifest import Manifest
-from relayrun.submit.find_data import build_manifest
+from relayrun.submit.check.find_data import build_manifest
+from relayrun.tokens.mixture import audit
+from relayrun.tokens.mixture.build import training_order
+from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.manifest import Manifest
 from tests.history import began
 from tests.workspace import Workspace
 

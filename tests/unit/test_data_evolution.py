@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
-from relayrun.data.evolution import Evolved, evolve
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import InputError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
-from relayrun.submit.find_data import build_manifest
+from relayrun.submit.check.find_data import build_manifest
+from relayrun.tokens.mixture.evolution import Evolved, evolve
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
 from tests.workspace import Workspace
 
 

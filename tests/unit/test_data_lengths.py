@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.cli import main
-from relayrun.data import lengths as module
-from relayrun.data.lengths import summarize
-from relayrun.data.order.document_windows import Cut, DocumentWindows
-from relayrun.data.order.packing import PackedRows
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.tokens.order import lengths as module
+from relayrun.tokens.order.document_windows import Cut, DocumentWindows
+from relayrun.tokens.order.lengths import summarize
+from relayrun.tokens.order.packing import PackedRows
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 from tests.workspace import Workspace
 
 

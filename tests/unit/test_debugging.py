@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.schema import Debug
-from relayrun.data.order.mock import WINDOWS, MockDataset
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import Debug
+from relayrun.control.rundir.records import AttemptStart
 from relayrun.errors import ConfigError
-from relayrun.monitoring import environment, gpus, memory
-from relayrun.rundir.records import AttemptStart
-from relayrun.training.reporting import debugging
+from relayrun.tokens.order.mock import WINDOWS, MockDataset
+from relayrun.train.reporting import debugging, environment, gpus, memory
 from tests.workspace import Workspace
 
 BEGIN = AttemptStart(
@@ -171,8 +170,8 @@ def test_nsys_traces_what_the_earlier_system_traced_and_takes_options(tmp_path: 
     )
     nsys.chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from relayrun.config.schema import Debug\n"
-        "from relayrun.training.reporting import debugging\n"
+        "import sys; from pathlib import Path; from relayrun.config.compose.schema import Debug\n"
+        "from relayrun.train.reporting import debugging\n"
         "options = ['--trace=cuda,osrt', '--gpu-metrics-devices=all'] if sys.argv[1:] else []\n"
         "debugging.enter_nsys(Debug(profile='nsys', nsys_options=options), Path('profile'), 0)\n"
         "print('trained')"

@@ -14,12 +14,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.demo.corpus import Corpus, build_corpus, docstrings, learnable, topics
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_json
-from relayrun.tokenization import train_tokenizer as module
-from relayrun.tokenization.byte_tokenizer import byte_tokenizer
-from relayrun.tokenization.train_tokenizer import BEGIN, END, train_tokenizer
+from relayrun.lab.demo.corpus import Corpus, build_corpus, docstrings, learnable, topics
+from relayrun.tokens.tokenize import train_tokenizer as module
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
+from relayrun.tokens.tokenize.train_tokenizer import BEGIN, END, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,7 @@ def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: C
 
 def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Corpus, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from relayrun.tokenization.train_tokenizer import train_tokenizer\n"
+        "import sys; from pathlib import Path; from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer\n"
         "train_tokenizer([Path(sys.argv[1])], Path(sys.argv[2]))"
     )
     for number in ("1", "2"):

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from relayrun.config import compose
-from relayrun.demo import __main__ as demo
+from relayrun.config.compose import compose
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.monitoring import report
-from relayrun.monitoring.report import AttemptRow, Report, attempts_table
+from relayrun.lab.demo import __main__ as demo
 from relayrun.places import CODE as ROOT
-from relayrun.rundir.run import Run
+from relayrun.watch.report import report
+from relayrun.watch.report.report import AttemptRow, Report, attempts_table
 
 PAGE = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config import compose
-from relayrun.demo import __main__ as demo
-from relayrun.demo import stories
+from relayrun.config.compose import compose
+from relayrun.control.rundir.records import Commit, End, Started
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.monitoring import report
+from relayrun.lab.demo import __main__ as demo
+from relayrun.lab.demo import stories
 from relayrun.places import CODE as ROOT
-from relayrun.rundir.records import Commit, End, Started
-from relayrun.rundir.run import Run
 from relayrun.slurmtime import parse_time
+from relayrun.watch.report import report
 from tests.history import began
 
 STEPS = 360

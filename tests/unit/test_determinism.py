@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import determinism
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import determinism
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.rundir.run import Run
 from relayrun.submit import run_plan
 from relayrun.submit.check.report import of_config
 from tests import warm
@@ -95,10 +95,10 @@ def test_on_gpus_the_precision_must_be_said() -> None:
 RANK = """
 import os, sys
 import torch
-from relayrun.config.determinism import ACCEPTED
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose.determinism import ACCEPTED
+from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError
-from relayrun.training import determinism, parallel
+from relayrun.train import determinism, parallel
 
 off, on = map(RunConfig.model_validate_json, sys.argv[1:])
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from relayrun.shards import direct_io
-from relayrun.shards.direct_io import ALIGNMENT, DirectFile
+from relayrun.tokens.stores import direct_io
+from relayrun.tokens.stores.direct_io import ALIGNMENT, DirectFile
 
 BLOCK = 4 * ALIGNMENT
 DIRECT = os.O_DIRECT

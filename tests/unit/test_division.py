@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from relayrun.training.checkpoint.division import Place, divide, rounds
+from relayrun.train.checkpoint.division import Place, divide, rounds
 
 
 def wanted_by(ranks: int, seed: int) -> list[list[Place]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.order.document_windows import BLOCK, Cut, DocumentWindows, Place
 from relayrun.errors import FatalTrainingError, InputError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.tokens.order.document_windows import BLOCK, Cut, DocumentWindows, Place
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 
 def shards(folder: Path, sizes: Sequence[Sequence[int]], dtype: type[np.generic] = np.int32) -> DatasetManifest:

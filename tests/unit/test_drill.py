@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main, parse
-from relayrun.cli.drill import FAULTS as DEFAULT
-from relayrun.config import compose
-from relayrun.drill import page, session
-from relayrun.drill.judge import checkpoint_differences
-from relayrun.drill.perform import Company
-from relayrun.drill.programs import provoked, write_commands
-from relayrun.drill.reach import StepReach
-from relayrun.drill.result import Result
-from relayrun.drill.session import Session
-from relayrun.drill.site import REFERENCE, Site
-from relayrun.drill.table import BY_NAME, FAULTS
+from relayrun.cli.site.drill import FAULTS as DEFAULT
+from relayrun.config.compose import compose
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
-from relayrun.gpucheck.site import read_cluster
-from relayrun.scheduler.slurm import Slurm
-from relayrun.training.checkpoint import checksums
+from relayrun.lab.faults import page, session
+from relayrun.lab.faults.judge import checkpoint_differences
+from relayrun.lab.faults.perform import Company
+from relayrun.lab.faults.programs import provoked, write_commands
+from relayrun.lab.faults.reach import StepReach
+from relayrun.lab.faults.result import Result
+from relayrun.lab.faults.session import Session
+from relayrun.lab.faults.site import REFERENCE, Site
+from relayrun.lab.faults.table import BY_NAME, FAULTS
+from relayrun.lab.gpucheck.site import read_cluster
+from relayrun.train.checkpoint import checksums
 from tests.readme import ROOT
 
 CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "local")
@@ -122,7 +122,7 @@ def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_pat
 
 
 def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1"})
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1"})
     found = drill(tmp_path)
     with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
         Session(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
@@ -131,7 +131,7 @@ def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1", "n2"})
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1", "n2"})
     monkeypatch.setattr("relayrun.submit.submission.report_on", lambda *a, **k: type("R", (), {"findings": Quiet()})())
     found = drill(tmp_path)
     found.check()

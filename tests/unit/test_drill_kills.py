@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import xxhash
 
-from relayrun.drill.kills import compare, timeline
-from relayrun.drill.kills.verdict import Event, Shown
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.rundir import rounds
-from relayrun.rundir.records import Commit
-from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums
+from relayrun.lab import compare, timeline
+from relayrun.lab.verdict import Event, Shown
+from relayrun.train.checkpoint import checksums
 from tests.history import began
 
 FAILED = FailedRound(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import InputError, RelayrunError, SchedulerError
-from relayrun.tokenization.dumps import split as dumps_module
-from relayrun.tokenization.dumps.metadata import MetadataFolder, dump_size
-from relayrun.tokenization.dumps.split import DataFile, estimated_hours, find_files, linked_twice, prepare, split
-from relayrun.tokenization.readers.inputs import read_paths_file
+from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.tokenize import split as dumps_module
+from relayrun.tokens.tokenize.metadata import MetadataFolder, dump_size
+from relayrun.tokens.tokenize.split import DataFile, estimated_hours, find_files, linked_twice, prepare, split
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -221,7 +221,7 @@ def test_a_kill_while_dumps_are_replaced_never_leaves_a_mixture_or_none(
 import os, shutil, signal
 from itertools import count
 from relayrun import files
-from relayrun.tokenization.dumps import split
+from relayrun.tokens.tokenize import split
 calls = count()
 def cut(does):
     def call(*given, **more):

@@ -13,18 +13,11 @@ import pytest
 
 from relayrun import cli
 from relayrun.errors import InputError
-from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.dumps.status import (
-    GONE_SECONDS,
-    all_done,
-    read_status,
-    seconds_left,
-    table,
-    tokens_per_byte,
-)
-from relayrun.tokenization.progress import FOLDER, STALE_SECONDS, Progress
-from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokens.tokenize.dumps_jobs import begin, tokenize_dump
+from relayrun.tokens.tokenize.progress import FOLDER, STALE_SECONDS, Progress
+from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.status import GONE_SECONDS, all_done, read_status, seconds_left, table, tokens_per_byte
 from tests.waiting import wait_for
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
@@ -165,7 +158,7 @@ def test_a_task_says_how_far_it_is_and_watch_ends_when_all_is_done(
     os.mkfifo(file)
     tokenize_dump(settings, 1)
     call = f"tokenize_dump(TokenizationSettings(**{settings.model_dump()!r}), 0)"
-    code = f"from relayrun.tokenization.dumps.jobs import *; {call}"
+    code = f"from relayrun.tokens.tokenize.dumps_jobs import *; {call}"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
 
         def runs() -> bool:

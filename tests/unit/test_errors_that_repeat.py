@@ -7,8 +7,8 @@ import json
 import pytest
 
 from relayrun.errors import ConfigError, FatalTrainingError, InputError, RunDirError
-from relayrun.training.__main__ import would_come_again
-from relayrun.training.hook_list import HookFailed
+from relayrun.train.__main__ import would_come_again
+from relayrun.train.hook_list import HookFailed
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
 from relayrun.places import CODE as ROOT
-from relayrun.rundir.run import Run
 from relayrun.submit import evaluation_job, run_plan
 from relayrun.submit.check.report import of_config
 from tests.workspace import Workspace
@@ -88,7 +88,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
         "[--environment=x y]",
         "[/env/bin/python]",
         "[-m]",
-        "[relayrun.export.evaluate]",
+        "[relayrun.train.export.evaluate]",
         f"[--run-dir={run.path}]",
         "[--iteration=20]",
         "[--attempt=1]",
@@ -116,7 +116,7 @@ def test_its_log_lies_in_the_run_where_the_folder_of_logs_is_away(tmp_path: Path
         ["bash", str(tmp_path / "script")], capture_output=True, text=True, check=True, env=environment, timeout=600
     )
     assert (done.stdout, done.stderr) == ("", "")
-    assert "relayrun.export.evaluate" in (run.path / "j-20-7.out").read_text()
+    assert "relayrun.train.export.evaluate" in (run.path / "j-20-7.out").read_text()
     assert f"this log is in {run.path} of " in (run.path / "j-20-7.err").read_text()
 
 

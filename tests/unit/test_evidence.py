@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relayrun.chain import evidence
-from relayrun.chain.evidence import excerpt, failure_words, fatal_reason
-from relayrun.rundir.records import Failure
+from relayrun.control.chain import evidence
+from relayrun.control.chain.evidence import excerpt, failure_words, fatal_reason
+from relayrun.control.rundir.records import Failure
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:26077"
 TRACEBACK = """Traceback (most recent call last):

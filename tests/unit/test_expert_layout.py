@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from relayrun.config.expert_layout import expert_layers
-from relayrun.config.schema import Model, RunConfig
-from relayrun.training.model.size import flops_per_token, memory_bytes, parameters, routed
+from relayrun.config.compose.expert_layout import expert_layers
+from relayrun.config.compose.schema import Model, RunConfig
+from relayrun.train.model.size import flops_per_token, memory_bytes, parameters, routed
 
 EXPERTS: dict[str, Any] = {"num_moe_experts": 8, "moe_aux_loss_coeff": 0.01}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

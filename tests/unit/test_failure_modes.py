@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from relayrun.drill.table import FAULTS
+from relayrun.lab.faults.table import FAULTS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/failure-modes.md").read_text(encoding="utf-8")
 

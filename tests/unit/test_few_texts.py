@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.tokenization.encode import engines
-from relayrun.tokenization.encode.engines import select
-from relayrun.tokenization.encode.families import OF_BYTES, plan_of
-from relayrun.tokenization.encode.few import MOST, FewTexts
-from relayrun.tokenization.encode.libraries import Engine, HuggingFace
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode import engines
+from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.tokenize.encode.families import OF_BYTES, plan_of
+from relayrun.tokens.tokenize.encode.few import MOST, FewTexts
+from relayrun.tokens.tokenize.encode.libraries import Engine, HuggingFace
 from tests.fuzz_tokenizers import random_texts
 from tests.published import FORMS, added, bpe, byte_letters, byte_level, definition, published, small
 

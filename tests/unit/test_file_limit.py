@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from relayrun.training import file_limit
+from relayrun.train import file_limit
 
 
 @pytest.fixture

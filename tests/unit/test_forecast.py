@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.rundir.records import Commit, End
-from relayrun.rundir.run import Run
-from relayrun.submit.forecast.forecast import in_bytes
-from relayrun.submit.forecast.saves import checkpoint_size, daly, save_interval
+from relayrun.config.compose import compose
+from relayrun.control.rundir.records import Commit, End
+from relayrun.control.rundir.run import Run
+from relayrun.submit.forecast import in_bytes
+from relayrun.submit.saves import checkpoint_size, daly, save_interval
 from tests.history import began
 from tests.workspace import Workspace
 

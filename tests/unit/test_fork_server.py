@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.agent.lines import Lines, Message
-from relayrun.agent.rank_server import Child, RankServer
-from relayrun.rundir.run import Run
-from relayrun.training import __main__ as program
-from relayrun.training import fork_server
+from relayrun.control.agent.lines import Lines, Message
+from relayrun.control.agent.rank_server import Child, RankServer
+from relayrun.control.rundir.run import Run
+from relayrun.train import __main__ as program
+from relayrun.train import fork_server
 from tests.history import began
 
 ROOT = Path(__file__).resolve().parents[2]

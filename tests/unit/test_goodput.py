@@ -14,26 +14,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.chain import decide
 from relayrun.cli import main
+from relayrun.control import chain_decide
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.ways_back import went_back
+from relayrun.control.scheduler import allocations, history
+from relayrun.control.scheduler.allocations import Allocation, joined
 from relayrun.files import append_line
-from relayrun.monitoring.goodput import view
-from relayrun.monitoring.goodput.account import Account, account
-from relayrun.monitoring.goodput.book import NEEDED, Booked, book
-from relayrun.monitoring.goodput.facts import AttemptFacts, Stay, stays
-from relayrun.monitoring.goodput.ledger import SECOND
-from relayrun.monitoring.goodput.metrics import Block, read_blocks
-from relayrun.monitoring.goodput.parts import NAMES, PARTS
-from relayrun.monitoring.page.document import as_json
-from relayrun.monitoring.page.gather import read_page
-from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
-from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.run import Run
-from relayrun.rundir.ways_back import went_back
-from relayrun.scheduler import allocations, history
-from relayrun.scheduler.allocations import Allocation, joined
+from relayrun.watch.goodput import view
+from relayrun.watch.goodput.account import Account, account
+from relayrun.watch.goodput.book import NEEDED, Booked, book
+from relayrun.watch.goodput.facts import AttemptFacts, Stay, stays
+from relayrun.watch.goodput.ledger import SECOND
+from relayrun.watch.goodput.metrics import Block, read_blocks
+from relayrun.watch.goodput.parts import NAMES, PARTS
+from relayrun.watch.report.document import as_json
+from relayrun.watch.report.gather import read_page
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
 
@@ -304,7 +304,7 @@ def test_ranks_that_are_killed_without_a_word_stand_still_until_that_is_noticed(
 
 
 def test_where_nobody_saw_the_end_the_rest_is_unknown_and_slurm_knows_better(tmp_path: Path) -> None:
-    closed = ended(500.0, cause="unknown", code=decide.UNKNOWN)
+    closed = ended(500.0, cause="unknown", code=chain_decide.UNKNOWN)
     place = stay(facts=facts(end=closed), end_known=False, source="the chain")
     assert booked(tmp_path, [step(1, 25.0, 15.0)], place) == START | {"step": 15.0, "unknown": 75.0}
     place = stay(facts=facts(end=closed))
@@ -565,7 +565,7 @@ LINES = st.lists(
     lines=LINES,
     times=st.lists(TIMES, min_size=12, max_size=12),
     there=st.lists(st.booleans(), min_size=6, max_size=6),
-    code=st.sampled_from([0, 1, decide.UNKNOWN]),
+    code=st.sampled_from([0, 1, chain_decide.UNKNOWN]),
     limit=st.sampled_from([0.0, 4.0, float("inf")]),
     losses=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 3)), max_size=3),
 )
@@ -594,7 +594,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     folder = tmp_path_factory.mktemp("lines")
     told: list[tuple[str, int, int, int]] = []
     resized = [(at, 4 - number) for number, at in enumerate(sorted(at for _, at, _ in losses), 1)]
-    place = stay(facts=found, ended=there[5], end_known=code != decide.UNKNOWN, nodes=4, resized=resized)
+    place = stay(facts=found, ended=there[5], end_known=code != chain_decide.UNKNOWN, nodes=4, resized=resized)
     whole: Booked = book(place, written(folder, lines), sink=lambda *each: told.append(each), grain=7 * SECOND)
     each_node = [whole.end] + [min(whole.end, round(at * SECOND)) for at, _ in resized] + 3 * [whole.end]
     assert sum(whole.parts.values()) == sum(each_node[:4]) - 4 * whole.start
@@ -638,7 +638,7 @@ def test_blocks_hold_what_the_lines_hold(tmp_path: Path) -> None:
 def test_a_file_that_changes_its_form_is_read_as_a_parser_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relayrun.monitoring.goodput.metrics.CHUNK", 1000)
+    monkeypatch.setattr("relayrun.watch.goodput.metrics.CHUNK", 1000)
     lines = [step(n, float(n), timers={"a": {"min": 1.0}}) if n % 3 else step(n, float(n)) for n in range(1, 40)]
     lines += [step(n, float(n), params_norm=2.0, memory=[1, 2]) for n in range(40, 90)]
     blocks = written(tmp_path, lines)

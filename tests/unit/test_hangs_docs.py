@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.rundir.stragglers import RATIO, SECTIONS, WINDOW
-from relayrun.training.reporting import sections
+from relayrun.config.compose import compose
+from relayrun.control.rundir.stragglers import RATIO, SECTIONS, WINDOW
+from relayrun.train.reporting import sections
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.schema import RunConfig
-from relayrun.data.build import VALIDATION_SEED, validation_orders
-from relayrun.data.order.document_order import DocumentOrder
-from relayrun.data.order.samples import SampleOrder
-from relayrun.shards.manifest import Manifest
+from relayrun.config.compose.schema import RunConfig
+from relayrun.tokens.mixture.build import VALIDATION_SEED, validation_orders
+from relayrun.tokens.order.document_order import DocumentOrder
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.shards.manifest import Manifest
 from tests.unit.test_packing import shard
 
 CUT = {"window": 12, "overlap": 2, "bos": 1, "eos": 2}

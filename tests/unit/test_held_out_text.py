@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.data import Data, DataSource
-from relayrun.config.schema import RunConfig
-from relayrun.data.mixture.folder import create_mixture
-from relayrun.data.streams import files
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.data import Data, DataSource
 from relayrun.errors import InputError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest, Manifest
-from relayrun.shards.merge import merge
-from relayrun.shards.prefixes import expand
-from relayrun.shards.record import MadeBy
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import data_paths
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
+from relayrun.tokens.mixture.folder import create_mixture
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.prefixes import expand
+from relayrun.tokens.shards.record import MadeBy
+from relayrun.tokens.streams import files
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
 from tests.workspace import Workspace
 
 from .tokenization_corpus import TEXTS, train_tokenizer

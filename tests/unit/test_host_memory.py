@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.submit.forecast.host_memory import host_copy_bytes
-from relayrun.training.checkpoint.pieces import PIECE, layout, pinned
-from relayrun.training.model.size import padded, parameters
+from relayrun.config.compose import compose
+from relayrun.submit.host_memory import host_copy_bytes
+from relayrun.train.checkpoint.pieces import PIECE, layout, pinned
+from relayrun.train.model.size import padded, parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30

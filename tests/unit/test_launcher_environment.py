@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
 from relayrun.errors import ConfigError
 from relayrun.submit import launcher_environment
 

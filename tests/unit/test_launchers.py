@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.schema import CommonConfig, RunConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.slurmtime import parse_time
 from relayrun.submit import submission
 from relayrun.submit.launcher_environment import PROFILER, job_overrides, names_of, overrides

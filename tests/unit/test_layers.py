@@ -48,7 +48,7 @@ def modules() -> list[Path]:
 
 
 def dotted(path: Path, package: Path = PACKAGE) -> str:
-    """relayrun/chain/decide.py → chain.decide; relayrun/chain/__init__.py → chain"""
+    """relayrun/control/chain_decide.py → chain.decide; relayrun/control/chain/__init__.py → chain"""
     return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -110,10 +110,10 @@ def test_dependencies_point_one_way(path: Path) -> None:
     ("place", "line"),
     [
         ("files.py", "from relayrun.cli import main"),
-        ("rundir/records.py", "from relayrun.chain import decide"),
-        ("data/build.py", "def later():\n    from relayrun.training.model import size"),
-        ("config/data.py", 'ORDER = "relayrun.data.order.mock:MockDataset"'),
-        ("scheduler/local.py", 'COMMAND = ["python3", "-m", "relayrun.chain"]'),
+        ("rundir/records.py", "from relayrun.control.chain import decide"),
+        ("data/build.py", "def later():\n    from relayrun.train.model import size"),
+        ("config/data.py", 'ORDER = "relayrun.tokens.order.mock:MockDataset"'),
+        ("scheduler/local.py", 'COMMAND = ["python3", "-m", "relayrun.control.chain"]'),
     ],
 )
 def test_a_planted_import_in_the_wrong_direction_is_found(tmp_path: Path, place: str, line: str) -> None:
@@ -165,7 +165,7 @@ def test_only_the_scheduler_starts_slurm_commands(path: Path) -> None:
 
 
 def test_a_submit_does_not_import_torch() -> None:
-    code = "import sys, relayrun.cli.submit, relayrun.submit.submission; print('torch' in sys.modules)"
+    code = "import sys, relayrun.cli.run.submit, relayrun.submit.submission; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert result.stdout == "False\n"
 
@@ -173,7 +173,7 @@ def test_a_submit_does_not_import_torch() -> None:
 def test_the_supervisor_runs_on_a_bare_host_python() -> None:
     """Isolated from the environment's packages: -S leaves site-packages out."""
     result = subprocess.run(
-        [sys.executable, "-S", "-m", "relayrun.chain", "--help"],
+        [sys.executable, "-S", "-m", "relayrun.control.chain", "--help"],
         capture_output=True,
         text=True,
         check=False,

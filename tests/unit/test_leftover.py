@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.scheduler import leftover, tasks
+from relayrun.control.scheduler import leftover, tasks
 from tests.waiting import read_line, wait_for
 
 WORKER = """

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.cli import main
-from relayrun.data.length_order import POINTS, length_order
+from relayrun.tokens.order.length_order import POINTS, length_order
 from tests import genomes
 
 

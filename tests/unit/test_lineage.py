@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir.lineage import BEGINNING, Durable, Lineage, durable, line
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.rundir.lineage import BEGINNING, Durable, Lineage, durable, line
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
 from tests.history import began
 
 

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.data import streams
-from relayrun.data.order.sampler import MixtureSampler
-from relayrun.data.streams import blocks
 from relayrun.errors import ConfigError
+from relayrun.tokens import streams
+from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.streams import blocks
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
 

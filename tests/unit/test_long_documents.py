@@ -19,11 +19,11 @@ from .tokenization_corpus import TEXTS, train_tokenizer
 MB = 1_000_000
 PROGRAM = """
 import json, sys
-from relayrun.tokenization.pool import one_thread
+from relayrun.tokens.tokenize.pool import one_thread
 one_thread()
 import resource
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
 if __name__ == "__main__":
     tokenizer, data = sys.argv[1:]
     tokenize(TokenizeOptions(tokenizer=tokenizer, workers=2), output_folder="out", dataset=data, paths_file="paths")

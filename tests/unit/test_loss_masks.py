@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.data import Data
-from relayrun.data.rows import row_of
+from relayrun.config.sections.data import Data
 from relayrun.errors import FatalTrainingError
+from relayrun.tokens.order.rows import row_of
 
 
 class Pair:

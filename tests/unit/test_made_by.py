@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.config import compose
-from relayrun.config.schema import Data
-from relayrun.data.mixture.folder import create_mixture
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import Data
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import read_json, write_json
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.made_by import check_tokenizer
-from relayrun.shards.manifest import Manifest
-from relayrun.shards.merge import merge
-from relayrun.shards.record import OWN_RECORD, RECORD
 from relayrun.submit import submission
 from relayrun.submit.check.state import Intent
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.identity import ids_fingerprint
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
-from relayrun.training.data_check import check_data
+from relayrun.tokens.mixture.folder import create_mixture
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.made_by import check_tokenizer
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.record import OWN_RECORD, RECORD
+from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.train.data_check import check_data
 from tests.megatron_lm.stand_in import stand_in
 from tests.workspace import Workspace
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit.check.report import of_config
 

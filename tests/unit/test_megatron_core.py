@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from relayrun.config import compose
+from relayrun.config.compose import compose
 from relayrun.errors import FatalTrainingError
 from relayrun.submit.check import node
 from relayrun.submit.check.finding import Findings
-from relayrun.training import megatron_core
+from relayrun.train import megatron_core
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.submit import submission
 from relayrun.submit.check.state import Intent
-from relayrun.trainers.megatron_lm import checkpoints
 from tests.history import make_history
 from tests.unit.test_trainer_configs import MEGATRON, written
 
@@ -28,10 +28,10 @@ def checkout(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, iteration: int) -> Path:
-    rank = folder / checkpoints.folder_name(iteration) / "mp_rank_00"
+    rank = folder / megatron_lm_checkpoints.folder_name(iteration) / "mp_rank_00"
     rank.mkdir(parents=True)
     (rank / "model_optim_rng.pt").write_text("x")
-    checkpoints.track(folder, iteration)
+    megatron_lm_checkpoints.track(folder, iteration)
     return rank.parent
 
 

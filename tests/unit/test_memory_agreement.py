@@ -15,16 +15,16 @@ from typing import Any, cast
 
 import pytest
 
-from relayrun.agent.memory import Slot, held, newest
-from relayrun.data.progress import Progress
+from relayrun.control.agent.memory import Slot, held, newest
+from relayrun.tokens.order.progress import Progress
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
-    from relayrun.training.checkpoint.memory import MemoryTier
-    from relayrun.training.checkpoint.memory_copy import MemoryCopy
-    from relayrun.training.checkpoint.memory_interval import CopyInterval, StepsBeside
-    from relayrun.training.checkpoint.neighbour import Neighbour
-    from relayrun.training.parallel import Ranks
+    from relayrun.train.checkpoint.memory import MemoryTier
+    from relayrun.train.checkpoint.memory_copy import MemoryCopy
+    from relayrun.train.checkpoint.memory_interval import CopyInterval, StepsBeside
+    from relayrun.train.checkpoint.neighbour import Neighbour
+    from relayrun.train.parallel import Ranks
 
 COPIES = 12
 INTERVAL = 2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.training.checkpoint.memory_interval import LEAST, SHARE, CopyInterval, Measured, StepsBeside
+from relayrun.train.checkpoint.memory_interval import LEAST, SHARE, CopyInterval, Measured, StepsBeside
 
 seconds = st.floats(1e-4, 1e3)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.agent import memory
-from relayrun.agent.memory import HEADER, Held, NoRoom, Slot, held, newest
+from relayrun.control.agent import memory
+from relayrun.control.agent.memory import HEADER, Held, NoRoom, Slot, held, newest
 from relayrun.files import remove_leftovers
 
 

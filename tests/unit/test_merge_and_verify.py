@@ -17,10 +17,10 @@ import pytest
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.shards import merge as module
-from relayrun.shards.indexed import HEADER, Shard, ShardWriter
-from relayrun.shards.merge import merge
-from relayrun.shards.verify import verify
+from relayrun.tokens.shards import merge as module
+from relayrun.tokens.shards.indexed import HEADER, Shard, ShardWriter
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 9
@@ -184,7 +184,7 @@ def test_of_two_merges_into_one_shard_one_is_whole_and_the_other_is_refused(
 def test_a_merge_goes_on_where_one_was_killed_and_removes_what_that_one_left(shards: list[str], tmp_path: Path) -> None:
     program = f"""
 import os, signal
-from relayrun.shards import merge
+from relayrun.tokens.shards import merge
 merge.index_bytes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 merge.merge({shards!r}, {str(tmp_path / "to/merged")!r})
 """

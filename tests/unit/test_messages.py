@@ -17,21 +17,21 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.data.mixture.folder import create_mixture
+from relayrun.control.rundir import find
 from relayrun.errors import MOST_NAMED, InputError, nearest, refuse_unwritable, run_main, together
-from relayrun.rundir import find
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
-from relayrun.shards.merge import merge
-from relayrun.shards.prefixes import expand, find_prefixes
-from relayrun.tokenization.dumps.jobs import begin
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.encode import hub, tokenizer
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
-from relayrun.tokenization.readers.rows import look_at
-from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokens.mixture.folder import create_mixture
+from relayrun.tokens.readers.rows import look_at
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.prefixes import expand, find_prefixes
+from relayrun.tokens.tokenize.dumps_jobs import begin
+from relayrun.tokens.tokenize.encode import hub, tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.split import prepare
 
 from .test_submission_refusals import ordinary_user
 from .tokenization_corpus import train_tokenizer, write_parquet

@@ -18,17 +18,17 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.cli import checkpoint as command
 from relayrun.cli import main
+from relayrun.cli.model import checkpoint as command
+from relayrun.control.rundir import mirror as records
+from relayrun.control.rundir.lineage import commit_of, durable
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import sizes
-from relayrun.rundir import mirror as records
-from relayrun.rundir.lineage import commit_of, durable
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums, publish
-from relayrun.training.checkpoint.mirror import place, restore, sync
-from relayrun.training.checkpoint.mirror.pace import Pace
+from relayrun.train.checkpoint import checksums, publish
+from relayrun.train.mirror import place, restore, sync
+from relayrun.train.mirror.pace import Pace
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
 from tests.mirrored import SIZE, Mirrored, digest, flip
@@ -171,7 +171,7 @@ def test_a_pass_that_is_cut_anywhere_claims_nothing_that_is_not_there(
 def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> None:
     mirrored.policy(megabytes_per_second=1e-4)  # a hundred bytes a second
     monitored = mirrored.place / ".staging/iter_0000030/common.pt"
-    program = "import sys; from relayrun.training.checkpoint.mirror import place; place.PIECE = 100; " + (
+    program = "import sys; from relayrun.train.mirror import place; place.PIECE = 100; " + (
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
+from relayrun.control.rundir import mirror as records
+from relayrun.control.rundir.lineage import durable
 from relayrun.errors import InputError, RunDirError
-from relayrun.rundir import mirror as records
-from relayrun.rundir.lineage import durable
-from relayrun.training.checkpoint.mirror import restore
-from relayrun.training.checkpoint.mirror.place import NotCopied
+from relayrun.train.mirror import restore
+from relayrun.train.mirror.place import NotCopied
 from tests.mirrored import SIZE, Mirrored, digest, flip
 from tests.unit.test_mirror import Cut, cut_at, make_run, mirrored  # noqa: F401 - the last two are fixtures
 

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from relayrun.control.rundir import mirror as records
 from relayrun.errors import RunDirError
-from relayrun.monitoring import run_status, run_status_view
-from relayrun.monitoring.queue import Queue
-from relayrun.rundir import mirror as records
-from relayrun.training.checkpoint.mirror import sync
+from relayrun.train.mirror import sync
+from relayrun.watch.status import run_status, run_status_view
+from relayrun.watch.status.queue import Queue
 from tests.mirrored import Mirrored
 from tests.unit.test_mirror import Cut, make_run, mirrored  # noqa: F401 - the last two are fixtures
 

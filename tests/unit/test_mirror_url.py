@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
+from relayrun.control.rundir import mirror as records
+from relayrun.control.rundir.lineage import durable
 from relayrun.errors import ConfigError, InputError, RunDirError
 from relayrun.files import sizes
-from relayrun.rundir import mirror as records
-from relayrun.rundir.lineage import durable
-from relayrun.tokenization.readers import remote
-from relayrun.training.checkpoint.mirror import place, restore, store, sync
-from relayrun.training.checkpoint.mirror.choose import place_at
-from relayrun.training.checkpoint.mirror.pace import Pace
+from relayrun.tokens.stores import remote
+from relayrun.train.mirror import place, restore, store, sync
+from relayrun.train.mirror.choose import place_at
+from relayrun.train.mirror.pace import Pace
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.mirrored import SIZE, Mirrored, digest, flip
 from tests.object_store import ObjectStore
@@ -191,7 +191,7 @@ def test_a_process_that_is_killed_goes_on_with_the_file_that_it_was_at(
     url = f"file://{tmp_path}/files/my-project/my-run"
     mirrored.policy(folder=url, megabytes_per_second=3e-4)
     first, second = (tmp_path / f"files/my-project/my-run/iter_0000030/{name}" for name in ("common.pt", "part/data"))
-    program = "import sys; from relayrun.training.checkpoint.mirror import place; place.PIECE = 100; " + (
+    program = "import sys; from relayrun.train.mirror import place; place.PIECE = 100; " + (
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])

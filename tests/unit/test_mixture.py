@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.mixture.folder import create_mixture, distinct
-from relayrun.data.mixture.select import normalised, select_whole_shards, shuffled_order
 from relayrun.errors import ConfigError, InputError
-from relayrun.shards.indexed import Shard, ShardWriter
-from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT
-from relayrun.shards.prefixes import find_prefixes
+from relayrun.tokens.mixture.folder import create_mixture, distinct
+from relayrun.tokens.mixture.select import normalised, select_whole_shards, shuffled_order
+from relayrun.tokens.shards.indexed import Shard, ShardWriter
+from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT
+from relayrun.tokens.shards.prefixes import find_prefixes
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 
@@ -143,7 +143,7 @@ def test_a_kill_in_the_middle_leaves_the_former_mixture_and_the_next_run_tidies_
     shard(a / "dump_0" / "new", 10)
     code = """
 import os, signal, sys
-import relayrun.data.mixture.folder as mixture
+import relayrun.tokens.mixture.folder as mixture
 made, symlink = [], os.symlink
 def killing(*arguments):
     symlink(*arguments)

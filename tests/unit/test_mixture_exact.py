@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.data.mixture import select
-from relayrun.data.mixture.folder import create_mixture
-from relayrun.data.order.windows import WindowDataset
 from relayrun.errors import ConfigError, InputError
-from relayrun.shards.indexed import Shard, ShardWriter
-from relayrun.shards.manifest import DatasetManifest, Manifest
-from relayrun.shards.merge import merge
-from relayrun.shards.mixture_folder import SUMMARY_JSON
-from relayrun.shards.prefixes import find_prefixes
-from relayrun.shards.verify import verify
+from relayrun.tokens.mixture import select
+from relayrun.tokens.mixture.folder import create_mixture
+from relayrun.tokens.order.windows import WindowDataset
+from relayrun.tokens.shards.indexed import Shard, ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON
+from relayrun.tokens.shards.prefixes import find_prefixes
+from relayrun.tokens.shards.verify import verify
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 EOD = 99

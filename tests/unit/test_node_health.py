@@ -20,24 +20,24 @@ from typing import Any
 
 import pytest
 
-from relayrun.agent import health as health_module
-from relayrun.agent import node_facts, own_health
-from relayrun.agent.aside import Aside
-from relayrun.agent.clocks import QUESTIONS, Clocks
-from relayrun.agent.health import Health
-from relayrun.agent.lines import Lines
-from relayrun.agent.node_facts import Program, available_memory, gather, quick
-from relayrun.agent.node_findings import decided, judged, of_clock, of_facts, of_probe
-from relayrun.agent.own_health import OwnHealth
-from relayrun.agent.places import Places
-from relayrun.chain import nodes
+from relayrun.control.agent import health as health_module
+from relayrun.control.agent import node_facts, own_health
+from relayrun.control.agent.aside import Aside
+from relayrun.control.agent.clocks import QUESTIONS, Clocks
+from relayrun.control.agent.health import Health
+from relayrun.control.agent.lines import Lines
+from relayrun.control.agent.node_facts import Program, available_memory, gather, quick
+from relayrun.control.agent.node_findings import decided, judged, of_clock, of_facts, of_probe
+from relayrun.control.agent.own_health import OwnHealth
+from relayrun.control.agent.places import Places
+from relayrun.control.chain import nodes
+from relayrun.control.rundir import node_health
+from relayrun.control.rundir.node_health import Finding, HealthPlan, History
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import node_health
-from relayrun.rundir.node_health import Finding, HealthPlan, History
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.training.node_gpus import xids_of
-from relayrun.training.node_probe import pairs
+from relayrun.train.node_gpus import xids_of
+from relayrun.train.node_probe import pairs
 from tests.history import began
 from tests.waiting import wait_for
 
@@ -102,7 +102,7 @@ def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
     began(run, 1)
     plan_of(run, mode="warn", open_files=1024).write(run.plan)
     answer = subprocess.run(
-        [sys.executable, "-m", "relayrun.agent.node_facts", f"--run-dir={run.path}", "--attempt=1"],
+        [sys.executable, "-m", "relayrun.control.agent.node_facts", f"--run-dir={run.path}", "--attempt=1"],
         capture_output=True,
         check=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
@@ -187,10 +187,10 @@ def nvmlDeviceGetRemappedRows(handle):
 
 def test_gpus_that_are_lost_or_have_errors_are_found(tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text(PYNVML)
-    program = Program([sys.executable, "-m", "relayrun.training.node_gpus"], 60.0)
+    program = Program([sys.executable, "-m", "relayrun.train.node_gpus"], 60.0)
     assert "gpu_error" in node_facts.of_gpus(program)  # this machine has none, or says so
     environment = f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    facts = node_facts.of_gpus(Program(["env", environment, sys.executable, "-m", "relayrun.training.node_gpus"], 60.0))
+    facts = node_facts.of_gpus(Program(["env", environment, sys.executable, "-m", "relayrun.train.node_gpus"], 60.0))
     there = found(facts, gpus=3)
     assert {check: each.hard for check, each in there.items() if check != "gpu_xid"} == {
         "gpus": True,
@@ -536,10 +536,10 @@ def test_every_node_exchanges_with_both_neighbours_and_with_one_at_a_time(count:
 
 @pytest.mark.slow
 def test_nodes_are_measured_with_each_other_and_their_numbers_are_right() -> None:
-    from relayrun.scheduler.tasks import free_port
+    from relayrun.control.scheduler.tasks import free_port
 
     code = (
-        "import sys, json, torch; from relayrun.training import node_probe; place = int(sys.argv[1]); "
+        "import sys, json, torch; from relayrun.train import node_probe; place = int(sys.argv[1]); "
         "print(json.dumps(node_probe.run(place=place, nodes=3, address='127.0.0.1', port=int(sys.argv[2]), gpus=0)))"
     )
     port = str(free_port())

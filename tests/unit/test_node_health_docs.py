@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.config.node_health import NodeHealthLimits
+from relayrun.config.compose import compose
+from relayrun.config.sections.node_health import NodeHealthLimits
+from relayrun.control.rundir.node_health import Finding, HealthPlan
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.rundir.node_health import Finding, HealthPlan
-from relayrun.rundir.run import Run
 from relayrun.submit.run_plan import make_plan
 from tests.workspace import Workspace
 
@@ -49,7 +49,7 @@ def test_its_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
     table = PAGE.partition("| check |")[2].partition("\n\n")[0]
     named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
-    source = (ROOT / "relayrun/rundir/node_health.py").read_text(encoding="utf-8")
+    source = (ROOT / "relayrun/control/rundir/node_health.py").read_text(encoding="utf-8")
     checks = source.partition("check: str")[2].partition("value: float")[0]
     assert named == set(re.findall(r"`(\w+)`", checks))
     settings = {

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.evidence import failure_words
-from relayrun.chain.nodes import Strike, blamed, excluded, read_strikes, strike
-from relayrun.rundir.records import Failure
-from relayrun.rundir.run import Run
+from relayrun.control.chain.evidence import failure_words
+from relayrun.control.chain.nodes import Strike, blamed, excluded, read_strikes, strike
+from relayrun.control.rundir.records import Failure
+from relayrun.control.rundir.run import Run
 
 
 def failure(rank: int, node: str, error: str = "CUDA error", time: float = 1.0) -> Failure:

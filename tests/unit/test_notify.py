@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose, yamlfile
-from relayrun.config import notify as settings
-from relayrun.config.notify import secret_in
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.sections import notify as settings
+from relayrun.config.sections.notify import secret_in
+from relayrun.control.notify import notices
+from relayrun.control.notify.notices import Delivery, Message, Notice, NoticePolicy, Target
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import write_stop
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError, SchedulerError
-from relayrun.monitoring import channels, notification
-from relayrun.monitoring.channels import NotSent, expand, without_secrets
-from relayrun.rundir import notices
-from relayrun.rundir.notices import Delivery, Message, Notice, NoticePolicy, Target
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import write_stop
-from relayrun.scheduler.local import LocalScheduler
 from relayrun.submit import notice_policy, submission
+from relayrun.watch import channels, notification
+from relayrun.watch.channels import NotSent, expand, without_secrets
 from tests.receivers import Mailbox, Web, web_server
 from tests.workspace import Workspace
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose, yamlfile
-from relayrun.config.schema import RunConfig
-from relayrun.data.streams.fragments import groups_of
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import RunConfig
 from relayrun.places import CODE as ROOT
-from relayrun.training.model.size import memory_bytes, parameters
+from relayrun.tokens.streams.fragments import groups_of
+from relayrun.train.model.size import memory_bytes, parameters
 
 RUNS = ("og2_7b_thd_gqa", "og2_7b_thd_gqa_global_shuffle")
 PAGE = (ROOT / "docs/opengenome2-options.md").read_text(encoding="utf-8")

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.order.samples import SampleOrder
 from relayrun.errors import ConfigError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 
 def dataset(folder: Path, sizes: list[int]) -> DatasetManifest:

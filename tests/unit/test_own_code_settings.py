@@ -8,10 +8,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from relayrun.config.model import Model
-from relayrun.config.optimizer import Optimizer
-from relayrun.config.schema import RunConfig
-from relayrun.config.training import Training
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.model import Model
+from relayrun.config.sections.optimizer import Optimizer
+from relayrun.config.sections.training import Training
 
 RUN: dict[str, Any] = {
     "project": "tests",

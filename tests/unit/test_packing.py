@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.data import Data, DataSource
-from relayrun.config.document_window import DocumentWindow
-from relayrun.config.rampup import BatchSizes
-from relayrun.data import documents
-from relayrun.data.batches import BatchReader
-from relayrun.data.order import packing
-from relayrun.data.order.document_order import DocumentOrder
-from relayrun.data.order.document_windows import Cut, DocumentWindows
-from relayrun.data.order.packing import PackedRows, assign
-from relayrun.data.order.sampler import MixtureSampler, Part
-from relayrun.data.order.samples import SampleOrder
-from relayrun.data.rows import Row, Rows
+from relayrun.config.sections.data import Data, DataSource
+from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.rampup import BatchSizes
 from relayrun.errors import ConfigError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.tokens.order import documents, packing
+from relayrun.tokens.order.batches import BatchReader
+from relayrun.tokens.order.document_order import DocumentOrder
+from relayrun.tokens.order.document_windows import Cut, DocumentWindows
+from relayrun.tokens.order.packing import PackedRows, assign
+from relayrun.tokens.order.rows import Row, Rows
+from relayrun.tokens.order.sampler import MixtureSampler, Part
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 Sample = tuple[Any, Any, Any]
 """Tokens, lengths and loss mask of a row."""

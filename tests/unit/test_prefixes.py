@@ -14,8 +14,8 @@ import pytest
 
 from relayrun.errors import InputError
 from relayrun.files import ASIDE, replaced_folder
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.prefixes import find_prefixes, one_line
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.prefixes import find_prefixes, one_line
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_config.py"
 NAMES = ["a'; echo foo", "-dash", 'quote"d', "größe 数据", "new\nline", ".hidden", "x.bin", "$HOME"]
@@ -138,7 +138,7 @@ def test_the_door_reports_a_missing_folder_without_a_traceback(tmp_path: Path) -
 
 def test_the_door_imports_nothing_heavy() -> None:
     code = (
-        "import sys, relayrun.shards.prefixes\n"
+        "import sys, relayrun.tokens.shards.prefixes\n"
         "print(sorted({'torch', 'datatrove', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=600).stdout == b"[]\n"

@@ -16,9 +16,9 @@ import pytest
 import zstandard
 
 from relayrun.errors import InputError
-from relayrun.shards.indexed import Shard
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import Result, tokenize
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import Result, tokenize
 from tests.waiting import wait_for
 
 from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer, write_parquet

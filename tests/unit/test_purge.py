@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.monitoring import run_status, run_status_view, sentinel
-from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.symptoms import purged_soon
-from relayrun.monitoring.terminal import show
-from relayrun.rundir import purge
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.purge import DAY
-from relayrun.rundir.run import Run
+from relayrun.control.rundir import purge
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.purge import DAY
+from relayrun.control.rundir.run import Run
+from relayrun.watch import sentinel
+from relayrun.watch.status import run_status, run_status_view
+from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.terminal import show
+from relayrun.watch.symptoms import purged_soon
 from tests.history import make_history
 from tests.workspace import Workspace
 

@@ -12,23 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import quota as measuring
-from relayrun.chain.notices import note
-from relayrun.chain.quota import QuotaWatch, measure, quotas
-from relayrun.chain.quota_table import parse
 from relayrun.cli import main
+from relayrun.control.chain import quota as measuring
+from relayrun.control.chain.quota import QuotaWatch, measure, quotas
+from relayrun.control.chain.quota_table import parse
+from relayrun.control.notify import notices
+from relayrun.control.notify.chain_notices import note
+from relayrun.control.notify.notices import NoticePolicy, Target
+from relayrun.control.rundir import quota
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.purge import DAY
+from relayrun.control.rundir.quota import FILE_SYSTEM, Foreseen
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.monitoring import run_status, run_status_view, symptoms
-from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.run_status import RunStatus
-from relayrun.monitoring.terminal import show
-from relayrun.rundir import notices, quota
-from relayrun.rundir.notices import NoticePolicy, Target
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.purge import DAY
-from relayrun.rundir.quota import FILE_SYSTEM, Foreseen
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
+from relayrun.watch import symptoms
+from relayrun.watch.status import run_status, run_status_view
+from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.status.terminal import show
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import ROOT, began
 
@@ -302,10 +304,10 @@ def test_a_real_file_system_that_is_small_is_foreseen(make_run: MakeRun, tmp_pat
     program = f"""
 import os, sys
 from pathlib import Path
-from relayrun.chain.quota import measure
-from relayrun.rundir import quota
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.control.chain.quota import measure
+from relayrun.control.rundir import quota
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 run = Run(Path({str(run.path)!r}))
 for number in range(8):
     (run.checkpoints / f"others-{{number}}").write_bytes(bytes(2_000_000))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.quota import quotas
-from relayrun.chain.quota_table import parse
-from relayrun.rundir.quota import Limit
+from relayrun.control.chain.quota import quotas
+from relayrun.control.chain.quota_table import parse
+from relayrun.control.rundir.quota import Limit
 
 HEAD = "     Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace\n"
 KIB = 1024

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.agent.between import last_words
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.rundir.rounds import SECONDS, FailedRound
+from relayrun.config.compose import compose
+from relayrun.control.agent.between import last_words
+from relayrun.control.rundir.rounds import SECONDS, FailedRound
 from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
 

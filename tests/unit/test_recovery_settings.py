@@ -9,13 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.agent.places import Places
-from relayrun.chain import render
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.agent.places import Places
+from relayrun.control.chain import render
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.scheduler.slurm import Slurm
 from relayrun.submit.run_plan import make_plan
 from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
@@ -40,9 +40,9 @@ def test_agents_are_off_and_a_plan_of_an_earlier_version_has_none(tmp_path: Path
 def test_an_agent_is_started_with_the_python_and_the_arguments_of_the_ranks(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, chain=NODE | {"max_failed_rounds": 2}, cluster={"python": sys.executable})
     assert plan.max_failed_rounds == 2
-    assert plan.fork_server == [sys.executable, "-m", "relayrun.training.fork_server", f"--run-dir={tmp_path}/run"]
+    assert plan.fork_server == [sys.executable, "-m", "relayrun.train.fork_server", f"--run-dir={tmp_path}/run"]
     command = render.program(plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={tmp_path}/run", "--attempt=1"])
-    assert command == [sys.executable, "-m", "relayrun.agent", f"--run-dir={tmp_path}/run", "--attempt=1"]
+    assert command == [sys.executable, "-m", "relayrun.control.agent", f"--run-dir={tmp_path}/run", "--attempt=1"]
 
 
 def test_slurm_starts_one_agent_a_node_with_the_processors_of_its_ranks(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_another_trainer_has_a_server_that_starts_its_command(tmp_path: Path) ->
     config = compose.load(written(tmp_path, COMMAND, chain=NODE))
     plan = make_plan(config, Run(tmp_path / "run"), tmp_path, revision=1)
     where = [f"--run-dir={tmp_path}/run"]
-    assert plan.fork_server == [sys.executable, "-P", "-m", "relayrun.agent.start_server", *where]
+    assert plan.fork_server == [sys.executable, "-P", "-m", "relayrun.control.agent.start_server", *where]
     command = render.program(plan, ["its-own"], where=[*where, "--attempt=2"])
-    assert command == [sys.executable, "-P", "-m", "relayrun.agent", *where, "--attempt=2"]
+    assert command == [sys.executable, "-P", "-m", "relayrun.control.agent", *where, "--attempt=2"]
 
 
 ELASTIC: dict[str, Any] = {

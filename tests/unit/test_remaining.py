@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relayrun.monitoring.remaining import LAST, Past, Remaining, remaining
+from relayrun.watch.status.remaining import LAST, Past, Remaining, remaining
 
 HOUR = 3600.0
 

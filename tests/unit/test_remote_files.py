@@ -18,10 +18,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from relayrun.errors import InputError
-from relayrun.tokenization.readers import remote, stores
-from relayrun.tokenization.readers.columns import read_column
-from relayrun.tokenization.readers.inputs import stat_inputs
-from relayrun.tokenization.readers.remote import RemoteFile, StoreError
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.inputs import stat_inputs
+from relayrun.tokens.stores import remote, stores
+from relayrun.tokens.stores.remote import RemoteFile, StoreError
 
 from .test_preprocess import Run, data, out, run, tokenizer, write_jsonl
 from .tokenization_corpus import write_parquet

@@ -13,22 +13,21 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from relayrun.config import yamlfile
-from relayrun.config.data import Data
-from relayrun.config.document_window import DocumentWindow
-from relayrun.config.schema import RunConfig
-from relayrun.data import remote_shards
-from relayrun.data.build import training_order
-from relayrun.data.order import block_cache
-from relayrun.data.order.block_cache import LEAST, SLOT, WAYS, BlockCache
-from relayrun.data.order.document_order import DocumentOrder
-from relayrun.data.order.samples import SampleOrder
+from relayrun.config.compose import yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.data import Data
+from relayrun.config.sections.document_window import DocumentWindow
 from relayrun.errors import ConfigError, InputError
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import DatasetManifest
-from relayrun.submit.find_data import build_manifest
-from relayrun.tokenization.readers import remote
-from relayrun.tokenization.readers.remote import StoreError
+from relayrun.submit.check.find_data import build_manifest
+from relayrun.tokens.mixture.build import training_order
+from relayrun.tokens.order import block_cache, remote_shards
+from relayrun.tokens.order.block_cache import LEAST, SLOT, WAYS, BlockCache
+from relayrun.tokens.order.document_order import DocumentOrder
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.stores import remote
+from relayrun.tokens.stores.remote import StoreError
 from tests.workspace import Workspace
 
 from .test_remote_files import Server

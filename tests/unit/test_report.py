@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main, parse
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.monitoring import report
-from relayrun.monitoring.page.series import reduced, ticks
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.watch.report import report
+from relayrun.watch.report.series import reduced, ticks
 from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.monitoring.page import overview
-from relayrun.monitoring.page.document import document
-from relayrun.monitoring.page.gather import RunPage, read_page
-from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.remaining import Remaining
-from relayrun.monitoring.run_status import gather
-from relayrun.monitoring.standing import Damaged
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.run import Run
+from relayrun.watch.report import overview
+from relayrun.watch.report.document import document
+from relayrun.watch.report.gather import RunPage, read_page
+from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.remaining import Remaining
+from relayrun.watch.status.run_status import gather
+from relayrun.watch.status.standing import Damaged
 from tests import pages
 from tests.browser import Page
 from tests.history import STEP

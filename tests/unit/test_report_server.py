@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.monitoring.page import server
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.watch.report import server
 from tests import pages
 from tests.browser import Page
 from tests.history import STEP, make_history

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.monitoring.page import server
-from relayrun.monitoring.page.worker import Worker
-from relayrun.rundir.run import Run
+from relayrun.watch.report import server
+from relayrun.watch.report.worker import Worker
 from tests.history import make_history
 from tests.unit.test_report_server import asked
 from tests.waiting import wait_for

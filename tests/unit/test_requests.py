@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.agent import requests
-from relayrun.agent.requests import LOOK_SECONDS, Requests
-from relayrun.rundir import triggers
-from relayrun.rundir.records import Hang
-from relayrun.rundir.run import Run
+from relayrun.control.agent import requests
+from relayrun.control.agent.requests import LOOK_SECONDS, Requests
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.records import Hang
+from relayrun.control.rundir.run import Run
 from tests.unit.test_spare_nodes import Nodes
 
 

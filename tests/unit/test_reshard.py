@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from relayrun import files
 from relayrun.errors import RelayrunError
-from relayrun.shuffle import buckets
-from relayrun.shuffle import reshard as module
-from relayrun.shuffle.buckets import keys
-from relayrun.shuffle.lengths import Lengths, points
-from relayrun.shuffle.reshard import ReshardOptions
+from relayrun.tokens.shuffle import buckets
+from relayrun.tokens.shuffle import reshard as module
+from relayrun.tokens.shuffle.buckets import keys
+from relayrun.tokens.shuffle.lengths import Lengths, points
+from relayrun.tokens.shuffle.reshard import ReshardOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 3000
@@ -333,7 +333,7 @@ def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: P
         import resource
         from pathlib import Path
         from relayrun.errors import run_main
-        from relayrun.shuffle import reshard
+        from relayrun.tokens.shuffle import reshard
         reshard._BASE = reshard._THREAD = reshard._PAGES = reshard._GROUP_COPIES = 0
         reshard._LEAST = 4
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayrun.cli import main
-from relayrun.config.document_window import DocumentWindow
-from relayrun.data.streams.cursor import LaneCursor
+from relayrun.config.sections.document_window import DocumentWindow
 from relayrun.errors import InputError
-from relayrun.shuffle import reshard as module
-from relayrun.shuffle.pieces import Cut
-from relayrun.shuffle.reshard import ReshardOptions
+from relayrun.tokens.shuffle import reshard as module
+from relayrun.tokens.shuffle.pieces import Cut
+from relayrun.tokens.shuffle.reshard import ReshardOptions
+from relayrun.tokens.streams.cursor import LaneCursor
 from tests import streaming
 from tests.unit.test_reshard import digests
 from tests.unit.test_reshard_tasks import run

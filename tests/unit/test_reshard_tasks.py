@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.shuffle import buckets, output, reshard, tasks
-from relayrun.shuffle.reshard import ReshardOptions
-from relayrun.shuffle.tasks import ReshardTask
+from relayrun.tokens.shuffle import buckets, output, reshard, tasks
+from relayrun.tokens.shuffle.reshard import ReshardOptions
+from relayrun.tokens.shuffle.tasks import ReshardTask
 
 STAGES = ("begin", "scatter", "measure", "write", "finish")
 ROWS = 3000

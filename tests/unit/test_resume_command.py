@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason, write_stop
-from relayrun.scheduler.local import LocalScheduler
 from relayrun.submit.check import state
 from tests.history import make_history
 from tests.workspace import Workspace

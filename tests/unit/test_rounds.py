@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from relayrun.agent.decide import Death, RoundFacts, first_death, why_not_again
+from relayrun.control.agent_decide import Death, RoundFacts, first_death, why_not_again
+from relayrun.control.rundir import rewinds, rounds
+from relayrun.control.rundir.lineage import Durable
+from relayrun.control.rundir.records import Commit, Failure
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.views import Views, lines_that_count, merged_metrics, newest_lines
 from relayrun.files import append_line, read_lines
-from relayrun.rundir import rewinds, rounds
-from relayrun.rundir.lineage import Durable
-from relayrun.rundir.records import Commit, Failure
-from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.run import Run
-from relayrun.rundir.views import Views, lines_that_count, merged_metrics, newest_lines
 from tests.history import began
 
 KILLED = Death(rank=3, node="n1", code=-signal.SIGKILL)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from relayrun.config.row_filter import columns, parse
-from relayrun.data.streams.conditions import compiled
+from relayrun.config.sections.row_filter import columns, parse
+from relayrun.tokens.streams.conditions import compiled
 
 ROWS = pa.table(
     {

@@ -17,15 +17,15 @@ import pytest
 
 from relayrun import places
 from relayrun.cli import main
-from relayrun.cli import runs as command
+from relayrun.cli.watch import runs as command
+from relayrun.control.rundir import campaign
+from relayrun.control.rundir.campaign import Begun, Campaign, Member, Membership
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.monitoring.queue import Queue
-from relayrun.rundir import campaign
-from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
 from relayrun.submit import relocate
+from relayrun.watch.status.queue import Queue
 from tests.history import make_history, queue_is_run
 from tests.unit.test_resume_command import submitted  # noqa: F401 - a fixture
 

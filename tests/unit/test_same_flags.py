@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import places
-from relayrun.cli import dumps, mixture
+from relayrun.cli.data import dumps, mixture
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/tokenization.md").read_text(encoding="utf-8")
 PAIRS = re.findall(r"^\| `(\w+\.py)` \| `relayrun (\w+) (\w+)` \|$", PAGE, re.M)

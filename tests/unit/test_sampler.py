@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.errors import FatalTrainingError
+from relayrun.tokens.order.sampler import MixtureSampler, Part
 
 
 class Numbers:

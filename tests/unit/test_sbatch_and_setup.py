@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import render
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
-from relayrun.config.setup_lines import check_setup
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.setup_lines import check_setup
+from relayrun.control.chain import render
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import gres, sbatch_options
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError
-from relayrun.rundir.run import Run
-from relayrun.scheduler import gres, sbatch_options
-from relayrun.scheduler.slurm import Slurm
 from relayrun.submit import evaluation_job, run_plan, submission
 from relayrun.submit.check import job as check
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.scheduler import slurm_command, tasks
+from relayrun.control.scheduler.base import clean_environment
+from relayrun.control.scheduler.job_text import is_ambiguous, parse_job, timestamp
+from relayrun.control.scheduler.local_queue import LocalJob
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import SchedulerError
-from relayrun.rundir.plan import Plan
-from relayrun.scheduler import slurm_command, tasks
-from relayrun.scheduler.base import clean_environment
-from relayrun.scheduler.job_text import is_ambiguous, parse_job, timestamp
-from relayrun.scheduler.local_queue import LocalJob
-from relayrun.scheduler.slurm import Slurm
 
 LINE = (
     "JobId=17 JobName=relayrun-demo-1a2b3c4d UserId=ann(1000) Priority=1 QOS=long JobState=RUNNING Reason=None "
@@ -187,7 +187,7 @@ def test_whatever_a_question_meets_is_asked_again(tmp_path: Path, monkeypatch: p
 
 def test_a_command_that_hangs_is_ended_and_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = tmp_path / "once"
-    monkeypatch.setattr("relayrun.scheduler.slurm.COMMAND_SECONDS", 3.0)
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.COMMAND_SECONDS", 3.0)
     script = f'if [ ! -e {once} ]; then touch {once}; exec sleep 100; fi; echo "{LINE}"'
     assert slurm_of(tmp_path, monkeypatch, scontrol=script).query("17") is not None
 
@@ -290,7 +290,7 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
     slurm = slurm_of(tmp_path, monkeypatch, srun='echo "$@"')
     monkeypatch.setattr(slurm, "query", lambda _id: parse_job(LINE.replace("BatchHost=n0", "BatchHost=n1")))
     steps = [slurm.run_beside("17", ["env"], nodes=1).split()]
-    monkeypatch.setattr("relayrun.scheduler.slurm.subprocess.Popen", lambda words, **_: steps.append(words))
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.subprocess.Popen", lambda words, **_: steps.append(words))
     slurm.guard("17", ["env"], log=tmp_path / "guard.log")
     assert len(steps) == 2
     for words in steps:
@@ -299,7 +299,7 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
 
 
 def test_a_job_that_is_queued_again_takes_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, nodes: [nodes])
+    monkeypatch.setattr("relayrun.control.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, nodes: [nodes])
     ports = []
     for count in (None, "0", "1", "2"):
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.agent import sections as pages
-from relayrun.agent.hangs import Hangs, record
-from relayrun.agent.sections import Page, Standing
-from relayrun.training.reporting import sections
-from relayrun.training.reporting.sections import Sections
-from relayrun.training.reporting.timings import Timings
+from relayrun.control.agent import sections as pages
+from relayrun.control.agent.hangs import Hangs, record
+from relayrun.control.agent.sections import Page, Standing
+from relayrun.train.reporting import sections
+from relayrun.train.reporting.sections import Sections
+from relayrun.train.reporting.timings import Timings
 from tests.unit.test_training_timings import begin
 from tests.waiting import wait_for
 

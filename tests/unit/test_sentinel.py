@@ -17,26 +17,28 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import quota
 from relayrun.cli import main
+from relayrun.control.chain import quota
+from relayrun.control.notify import notices
+from relayrun.control.notify.notices import EVENTS, NoticePolicy, Target
+from relayrun.control.rundir import campaign, find, mirror
+from relayrun.control.rundir.campaign import Begun, Campaign, Member, Membership
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.mirror import LastPass, MirrorPolicy
+from relayrun.control.rundir.quota import Limit
+from relayrun.control.rundir.records import Commit, End, Heartbeat, Started
+from relayrun.control.rundir.stop import write_stop
+from relayrun.control.scheduler import history, together
+from relayrun.control.scheduler.base import Job
+from relayrun.control.scheduler.history import JobEnd
+from relayrun.control.scheduler.together import Waiting
 from relayrun.errors import InputError, SchedulerError, user_name
-from relayrun.monitoring import queue as asking
-from relayrun.monitoring import run_status, sentinel, standing_view, symptoms, unsent
-from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.run_status import RunStatus
-from relayrun.rundir import campaign, find, mirror, notices
-from relayrun.rundir import sentinel as records
-from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
-from relayrun.rundir.lineage import Lineage
-from relayrun.rundir.mirror import LastPass, MirrorPolicy
-from relayrun.rundir.notices import EVENTS, NoticePolicy, Target
-from relayrun.rundir.quota import Limit
-from relayrun.rundir.records import Commit, End, Heartbeat, Started
-from relayrun.rundir.stop import write_stop
-from relayrun.scheduler import history, together
-from relayrun.scheduler.base import Job
-from relayrun.scheduler.history import JobEnd
-from relayrun.scheduler.together import Waiting
+from relayrun.watch import sentinel, symptoms, unsent
+from relayrun.watch.status import queue as asking
+from relayrun.watch.status import run_status, standing_view
+from relayrun.watch.status import sentinel as records
+from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.run_status import RunStatus
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
 from tests.owners import give_away
@@ -284,7 +286,7 @@ def test_a_disk_that_fills_while_the_run_waits_is_told_as_a_job_would(
     world.end(1, 100)
     world.queue(("8", "PENDING", "Priority"))
     assert world.look() == []
-    monkeypatch.setattr("relayrun.chain.notices.free_space", lambda _: 9)
+    monkeypatch.setattr("relayrun.control.notify.chain_notices.free_space", lambda _: 9)
     for _ in range(3):
         assert world.look() == []
     assert world.notices() == ["disk-0001"]
@@ -793,7 +795,7 @@ def test_a_folder_that_is_not_there_keeps_no_other_from_being_looked_at(
 def test_a_look_that_hangs_ends(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from relayrun.cli import sentinel as command
+    from relayrun.cli.watch import sentinel as command
 
     monkeypatch.setattr(command, "LIMIT", 1)
     monkeypatch.setattr(world, "jobs_of", lambda *_, **__: time.sleep(100))
@@ -807,7 +809,7 @@ def test_a_look_that_fails_says_so_once_an_hour(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """Cron would mail it every two minutes; another folder is looked at all the same, and the exit code says it."""
-    from relayrun.cli import sentinel as command
+    from relayrun.cli.watch import sentinel as command
 
     other = world.folder.parent / "others"
     other.mkdir()

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from relayrun.cli import main
-from relayrun.config import compose, describe
-from relayrun.rundir.run import Run
+from relayrun.config.compose import compose, describe
+from relayrun.control.rundir.run import Run
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from relayrun.agent import coordinator, requests
-from relayrun.agent.lines import Lines
-from relayrun.agent.reception import Reception
-from relayrun.rundir import node_health, rounds
-from relayrun.rundir.node_health import HealthPlan
-from relayrun.rundir.records import Hang
+from relayrun.control.agent import coordinator, requests
+from relayrun.control.agent.lines import Lines
+from relayrun.control.agent.reception import Reception
+from relayrun.control.rundir import node_health, rounds
+from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.records import Hang
 
 from .test_spare_nodes import NAMES, Nodes
 

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.config.yamlfile import LocatedSettings
+from relayrun.config.compose import compose
+from relayrun.config.compose.yamlfile import LocatedSettings
 from relayrun.submit import submission
 from relayrun.submit.check import report
-from relayrun.tokenization import site
+from relayrun.tokens.tokenize import site
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "configs/clusters"
@@ -238,7 +238,7 @@ def test_a_launchers_plan_has_the_account_of_its_job_whatever_the_shell_said(
     for name, value in {"SBATCH_ACCOUNT": "proj2", "SLURM_JOB_ACCOUNT": "proj3", "SBATCH_TIMELIMIT": "5"}.items():
         monkeypatch.setenv(name, value)
     seen: list[LocatedSettings] = []
-    monkeypatch.setattr("relayrun.cli.launch.check.dry_run", lambda given, _: seen.append(given) or 0)
+    monkeypatch.setattr("relayrun.cli.run.launch.check.dry_run", lambda given, _: seen.append(given) or 0)
     assert main(["launch", "--dry-run", str(run_config(tmp_path))]) == 0
     assert seen[0].values["job"]["account"] == "proj3"
     assert "not heeded" not in capsys.readouterr().err

@@ -10,22 +10,22 @@ from typing import Any, cast
 
 import pytest
 
-from relayrun.agent import coordinator as module
-from relayrun.agent import hangs, heard
-from relayrun.agent.coordinator import Coordinator
-from relayrun.agent.health import Health
-from relayrun.agent.heard import SILENT_BEATS
-from relayrun.agent.lines import Lines
-from relayrun.agent.sections import Standing
-from relayrun.chain.orphaned import lost_batch_host
+from relayrun.control.agent import coordinator as module
+from relayrun.control.agent import hangs, heard
+from relayrun.control.agent.coordinator import Coordinator
+from relayrun.control.agent.health import Health
+from relayrun.control.agent.heard import SILENT_BEATS
+from relayrun.control.agent.lines import Lines
+from relayrun.control.agent.sections import Standing
+from relayrun.control.chain.orphaned import lost_batch_host
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
+from relayrun.control.scheduler.job_text import parse_job
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.files import append_line
-from relayrun.rundir import rounds
-from relayrun.rundir.node_health import HealthPlan
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.scheduler.base import Job
-from relayrun.scheduler.job_text import parse_job
-from relayrun.scheduler.slurm import Slurm
 from tests.history import began
 
 NAMES = ("n0", "n1", "n2", "n3", "n4")

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import render
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.config.elastic import elastic_nodes
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.elastic import elastic_nodes
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.chain import render
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
+from relayrun.control.scheduler.slurm import Slurm, SlurmNodes
 from relayrun.errors import ConfigError
-from relayrun.rundir.run import Run
-from relayrun.scheduler.base import Job
-from relayrun.scheduler.slurm import Slurm, SlurmNodes
 from relayrun.submit.run_plan import make_plan
 from tests.workspace import Workspace
 
@@ -73,8 +73,8 @@ def test_the_job_asks_for_all_nodes_and_outlives_the_loss_of_one(
     program = render.program(plan, [*plan.program, "--attempt=1"], where=where)
     setup = run.attempt(1).setup
     words = render.task_command(plan, launch.command, program, setup=setup, nodes=launch.nodes)
-    assert words[:8] == ["python3", "-P", "-m", "relayrun.agent.steps", *where, "--nodes=n0,n1,n2", "--"]
-    assert words[-8:] == ["--", "python3", "-P", "-m", "relayrun.chain", "orphaned", *where]
+    assert words[:8] == ["python3", "-P", "-m", "relayrun.control.agent.steps", *where, "--nodes=n0,n1,n2", "--"]
+    assert words[-8:] == ["--", "python3", "-P", "-m", "relayrun.control.chain", "orphaned", *where]
     assert words.index("srun") == 8
     without = make_plan(
         compose.load(Workspace.make(tmp_path / "without").config("run", cluster=SLURM)), run, tmp_path, revision=1

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from relayrun.errors import RelayrunError
-from relayrun.tokenization.readers import spill
-from relayrun.tokenization.readers.spill import Spill, let_go
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers import spill
+from relayrun.tokens.readers.spill import Spill, let_go
+from relayrun.tokens.readers.texts import Texts
 
 
 @pytest.fixture(autouse=True)

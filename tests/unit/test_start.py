@@ -12,7 +12,16 @@ import pytest
 from relayrun import places
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("pydantic", "yaml", "numpy", "rich", "torch", "tokenizers", "relayrun.trainers.choose", "relayrun.config")
+HEAVY = (
+    "pydantic",
+    "yaml",
+    "numpy",
+    "rich",
+    "torch",
+    "tokenizers",
+    "relayrun.control.trainers.choose",
+    "relayrun.config.compose",
+)
 SCRIPTS = [
     path for folder in ("benchmarks", "examples", "launchers", "scripts") for path in (ROOT / folder).rglob("*.py")
 ]

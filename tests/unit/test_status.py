@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 
 from relayrun import cli, files
-from relayrun.chain import nodes
+from relayrun.control.chain import nodes
+from relayrun.control.rundir import evaluations, find, triggers
+from relayrun.control.rundir.evaluations import Result, Submitted
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Commit, End, Heartbeat
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import queue, run_status, run_status_view, standing_view
-from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.run_status import RunStatus
-from relayrun.monitoring.standing import Damaged, Standing
-from relayrun.monitoring.terminal import show
-from relayrun.monitoring.watcher import Watcher
-from relayrun.rundir import evaluations, find, triggers
-from relayrun.rundir.evaluations import Result, Submitted
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Commit, End, Heartbeat
-from relayrun.rundir.run import Run
-from relayrun.scheduler.base import Job
+from relayrun.watch.status import queue, run_status, run_status_view, standing_view
+from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.status.standing import Damaged, Standing
+from relayrun.watch.status.terminal import show
+from relayrun.watch.status.watcher import Watcher
 from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began, make_history
@@ -322,8 +322,8 @@ def test_a_glance_opens_few_files_of_a_run_whatever_its_age(tmp_path: Path) -> N
     """Its cost with a thousand runs is the files that it opens."""
     runs = [make_history(tmp_path / str(attempts), lines=300, attempts=attempts) for attempts in (10, 60)]
     program = (
-        "import sys; from pathlib import Path; from relayrun.monitoring.watcher import Watcher; "
-        "from relayrun.rundir.run import Run; run = Run(Path(sys.argv[1])); opened = []\n"
+        "import sys; from pathlib import Path; from relayrun.watch.status.watcher import Watcher; "
+        "from relayrun.control.rundir.run import Run; run = Run(Path(sys.argv[1])); opened = []\n"
         "sys.addaudithook(lambda event, details: event == 'open' and opened.append(str(details[0])))\n"
         "Watcher().glance([run], now=0.0)\n"
         "print(sum(path.startswith(sys.argv[1]) for path in opened))"

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.monitoring import queue, run_status
-from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.run_status import RunStatus
-from relayrun.rundir.lineage import Lineage
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.scheduler import history
-from relayrun.scheduler.base import Job
-from relayrun.scheduler.history import JobEnd
-from relayrun.scheduler.local import LocalScheduler
+from relayrun.config.compose import compose
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import history
+from relayrun.control.scheduler.base import Job
+from relayrun.control.scheduler.history import JobEnd
+from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.submit import submission
+from relayrun.watch.status import queue, run_status
+from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.run_status import RunStatus
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.unit.test_status import NOW, begin, commit, end, steps, text_of
 from tests.workspace import Workspace

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from relayrun.cli import status
-from relayrun.monitoring import queue, standing_view
-from relayrun.monitoring.run_status import RunStatus
-from relayrun.monitoring.watcher import Watcher
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
+from relayrun.cli.watch import status
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.watch.status import queue, standing_view
+from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.status.watcher import Watcher
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.waiting import read_line
 

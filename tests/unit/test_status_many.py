@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from relayrun import cli, places
+from relayrun.control.rundir.campaign import Membership, membership_path
+from relayrun.control.rundir.find import every_run
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Hang, Heartbeat
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import queue, run_status, standing_view
-from relayrun.monitoring.standing import Damaged, Standing
-from relayrun.monitoring.watcher import Watcher
-from relayrun.rundir.campaign import Membership, membership_path
-from relayrun.rundir.find import every_run
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Hang, Heartbeat
-from relayrun.rundir.run import Run
-from relayrun.rundir.sentinel import Memory, write_memory
-from relayrun.scheduler.local_queue import LocalQueue
+from relayrun.watch.status import queue, run_status, standing_view
+from relayrun.watch.status.sentinel import Memory, write_memory
+from relayrun.watch.status.standing import Damaged, Standing
+from relayrun.watch.status.watcher import Watcher
 from tests.history import STEP, began, make_history
 
 

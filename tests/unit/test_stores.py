@@ -16,14 +16,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from relayrun.errors import InputError
-from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
-from relayrun.tokenization.dumps.metadata import MetadataFolder, dump_size
-from relayrun.tokenization.dumps.split import find_files, linked_twice, prepare
-from relayrun.tokenization.dumps.tune import tune
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.readers import stores
-from relayrun.tokenization.readers.inputs import read_paths_file
-from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.stores import stores
+from relayrun.tokens.tokenize.dumps_jobs import begin, tokenize_dump
+from relayrun.tokens.tokenize.metadata import MetadataFolder, dump_size
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.split import find_files, linked_twice, prepare
+from relayrun.tokens.tokenize.tune import tune
 
 from .test_preprocess import write_jsonl
 from .tokenization_corpus import EOS, TEXTS, train_tokenizer, write_parquet

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from relayrun.monitoring.trackers.points import Point
-from relayrun.rundir.stragglers import RATIO, Straggler, slowest
+from relayrun.control.rundir.stragglers import RATIO, Straggler, slowest
+from relayrun.train.reporting.points import Point
 
 USUAL = [0.001, 0.100, 0.010, 0.002]
 FOUND = Straggler(rank=3, node="n1", section="forward", ratio=1.42, seconds=0.05)

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from relayrun.data import streams
-from relayrun.data.streams.buckets import Bucketing, batches, bucketed
 from relayrun.errors import ConfigError, InputError
+from relayrun.tokens import streams
+from relayrun.tokens.streams.buckets import Bucketing, batches, bucketed
 from tests import streaming
 from tests.streaming import write
 

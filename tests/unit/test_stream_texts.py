@@ -10,17 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config.data import DataSource
-from relayrun.config.document_window import DocumentWindow
-from relayrun.config.streams import Stream
-from relayrun.data.streams.cursor import LaneCursor
-from relayrun.data.streams.files import freeze
-from relayrun.data.streams.samples import Shape
-from relayrun.data.streams.stream import TextStream
-from relayrun.tokenization.encode.engines import select
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import EngineName, TokenizeOptions
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.config.sections.data import DataSource
+from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.streams import Stream
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.streams.cursor import LaneCursor
+from relayrun.tokens.streams.files import freeze
+from relayrun.tokens.streams.samples import Shape
+from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import EngineName, TokenizeOptions
 from tests import streaming
 
 from .tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from relayrun.data.build import training_order
-from relayrun.data.order.lanes import LaneReading
-from relayrun.data.order.sampler import MixtureSampler
-from relayrun.data.stream_worker import Worker, WorkerDied
 from relayrun.errors import InputError
 from relayrun.files import write_json
-from relayrun.shards.manifest import Manifest
+from relayrun.tokens.mixture.build import training_order
+from relayrun.tokens.mixture.stream_worker import Worker, WorkerDied
+from relayrun.tokens.order.lanes import LaneReading
+from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.shards.manifest import Manifest
 from tests import streaming
 from tests.streaming import write
 from tests.waiting import read_line, wait_for
@@ -131,10 +131,10 @@ def test_it_ends_with_its_rank_however_that_dies(run: StreamedRun, tmp_path: Pat
     code = (
         "import json, sys, time\n"
         "from pathlib import Path\n"
-        "from relayrun.config.schema import RunConfig\n"
-        "from relayrun.data.build import training_order\n"
-        "from relayrun.data.stream_worker import Worker\n"
-        "from relayrun.shards.manifest import Manifest\n"
+        "from relayrun.config.compose.schema import RunConfig\n"
+        "from relayrun.tokens.mixture.build import training_order\n"
+        "from relayrun.tokens.mixture.stream_worker import Worker\n"
+        "from relayrun.tokens.shards.manifest import Manifest\n"
         "config = RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text()))\n"
         "order = training_order(config, Manifest.read(sys.argv[2]))\n"
         "worker = Worker(config, Path(sys.argv[2]), order, consumed=0, replica=0, replicas=1)\n"

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.document_window import DocumentWindow
-from relayrun.data.order.lanes import OpenLanes
-from relayrun.data.order.sampler import MixtureSampler
-from relayrun.data.order.schedule import Interleave, Schedule, Turned, integer_weights
-from relayrun.data.streams import blocks
-from relayrun.data.streams.ahead import Ahead
-from relayrun.data.streams.cursor import LaneCursor, Place
-from relayrun.data.streams.fragments import groups_of
-from relayrun.data.streams.rows import TEXT
-from relayrun.data.streams.stream import TextStream
+from relayrun.config.sections.document_window import DocumentWindow
 from relayrun.errors import ConfigError, FatalTrainingError, InputError
+from relayrun.tokens.order.lanes import OpenLanes
+from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.order.schedule import Interleave, Schedule, Turned, integer_weights
+from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams.ahead import Ahead
+from relayrun.tokens.streams.cursor import LaneCursor, Place
+from relayrun.tokens.streams.fragments import groups_of
+from relayrun.tokens.streams.rows import TEXT
+from relayrun.tokens.streams.stream import TextStream
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
 
@@ -468,7 +468,7 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
 READS_AT_ITS_END = """
 import io, sys, time
 import pyarrow as pa, pyarrow.parquet as pq
-from relayrun.data.streams.ahead import Ahead
+from relayrun.tokens.streams.ahead import Ahead
 
 class Slow(io.BytesIO):
     def read(self, size=-1):

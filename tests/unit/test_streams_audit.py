@@ -12,19 +12,19 @@ import pytest
 from tokenizers import Tokenizer
 
 from relayrun.cli import main
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
-from relayrun.data import audit
-from relayrun.data.build import training_order
-from relayrun.data.progress import Progress
-from relayrun.data.streams import blocks
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run, data_of_checkpoint
 from relayrun.errors import InputError
 from relayrun.files import write_json
-from relayrun.monitoring import run_status, run_status_view
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run, data_of_checkpoint
-from relayrun.shards.manifest import Manifest
-from relayrun.submit.find_data import build_manifest
+from relayrun.submit.check.find_data import build_manifest
+from relayrun.tokens.mixture import audit
+from relayrun.tokens.mixture.build import training_order
+from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.streams import blocks
+from relayrun.watch.status import run_status, run_status_view
 from tests.chain.conftest import MakeRun, make_run
 from tests.history import began
 from tests.streaming import write

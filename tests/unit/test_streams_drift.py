@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.data.streams import blocks, lane_blocks
-from relayrun.data.streams.stream import TextStream
 from relayrun.errors import FatalTrainingError
+from relayrun.tokens.streams import blocks, lane_blocks
+from relayrun.tokens.streams.stream import TextStream
 from tests.streaming import digest, stream, write
 
 LONG_IN_TURN = [("long " * 60 if row % 2 else "short") + f" {row}" for row in range(90)]

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config import row_filter
-from relayrun.data.streams import blocks
-from relayrun.data.streams.conditions import Misfit, compiled, fulfils
-from relayrun.data.streams.cursor import LaneCursor
-from relayrun.data.streams.stream import TextStream
+from relayrun.config.sections import row_filter
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.tokenization.readers import rows as parquet_rows
+from relayrun.tokens.readers import rows as parquet_rows
+from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams.conditions import Misfit, compiled, fulfils
+from relayrun.tokens.streams.cursor import LaneCursor
+from relayrun.tokens.streams.stream import TextStream
 from tests import streaming
 from tests.streaming import numbers_in, stream, write
 

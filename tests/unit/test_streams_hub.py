@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.tokenization.byte_tokenizer import byte_tokenizer
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
 from tests.streaming import write
 from tests.unit.test_download import COMMIT, NAME, DatasetHub
 from tests.unit.test_streams_urls import samples, stream
@@ -30,7 +30,7 @@ URL = f"hf://datasets/{NAME}"
 PROGRAM = """
 import json, sys
 from relayrun.errors import run_main
-from relayrun.tokenization.readers import remote
+from relayrun.tokens.readers import remote
 from tests.unit import test_streams_hub
 remote.PAUSES = (0.0, 0.0, 0.0)
 raise SystemExit(run_main(lambda: print(json.dumps(getattr(test_streams_hub, sys.argv[1])(*sys.argv[2:])))))
@@ -44,7 +44,7 @@ def streamed(place: str) -> list[str]:
 
 def answered(place: str) -> list[dict[str, Any]]:
     """The rows that fairseq2's example of the hub asks for, in the program."""
-    from relayrun.data import streams
+    from relayrun.tokens import streams
 
     options: dict[str, Any] = {"fragment_shuffle_window": 0, "drop_null": False, "num_parallel_fragments": 4}
     tables = streams.open(place, nb_epochs=1, filters='pc.field("answer") == 0', **options)
@@ -53,9 +53,9 @@ def answered(place: str) -> list[dict[str, Any]]:
 
 def version(place: str) -> list[Any]:
     """What a submit keeps of a file, in the program."""
-    from relayrun.data.streams.files import _frozen
-    from relayrun.shards.manifest import FileEntry
-    from relayrun.tokenization.readers import stores
+    from relayrun.tokens.shards.manifest import FileEntry
+    from relayrun.tokens.stores import stores
+    from relayrun.tokens.streams.files import _frozen
 
     file = _frozen(FileEntry(path=place, size=stores.stat(place)[0], fingerprint=""), [], whole=True)
     return [file.size, file.fingerprint, file.changed]
@@ -63,7 +63,7 @@ def version(place: str) -> list[Any]:
 
 def hashed(place: str) -> str:
     """The hash of a file that is read piece by piece, in the program."""
-    from relayrun.tokenization.readers import stores
+    from relayrun.tokens.stores import stores
 
     found = hashlib.sha256()
     with stores.open_input(place) as file:

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from relayrun.data.streams import blocks, lane_blocks
-from relayrun.data.streams.samples import encoded
-from relayrun.data.streams.stream import TextStream
 from relayrun.errors import FatalTrainingError
-from relayrun.tokenization.encode.characters import holding_bytes
-from relayrun.tokenization.encode.libraries import Encoded
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.streams import blocks, lane_blocks
+from relayrun.tokens.streams.samples import encoded
+from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.tokenize.encode.characters import holding_bytes
+from relayrun.tokens.tokenize.encode.libraries import Encoded
 from tests import streaming
 from tests.streaming import numbers_in, stream, write
 

@@ -10,11 +10,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from relayrun.config.data import DataSource
-from relayrun.data.streams.files import find
-from relayrun.data.streams.stream import TextStream
+from relayrun.config.sections.data import DataSource
 from relayrun.errors import InputError
-from relayrun.tokenization.readers.remote import RemoteFile, StoreError
+from relayrun.tokens.stores.remote import RemoteFile, StoreError
+from relayrun.tokens.streams.files import find
+from relayrun.tokens.streams.stream import TextStream
 from tests import streaming
 from tests.streaming import write
 

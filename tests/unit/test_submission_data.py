@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir.records import Commit
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
-from relayrun.rundir.records import Commit
-from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.manifest import Manifest
 from relayrun.submit import submission
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.manifest import Manifest
 from tests.history import began
 from tests.workspace import Workspace
 

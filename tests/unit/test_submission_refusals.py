@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.config import compose
+from relayrun.config.compose import compose
 from relayrun.errors import RelayrunError
-from relayrun.shards.indexed import ShardWriter
 from relayrun.submit import submission
 from relayrun.submit.check import place
+from relayrun.tokens.shards.indexed import ShardWriter
 from tests.workspace import Workspace
 
 NOBODY = 65_534

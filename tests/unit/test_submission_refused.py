@@ -12,24 +12,25 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import supervisor, take_over
-from relayrun.config import compose
-from relayrun.config.schema import RunConfig
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control import take_over
+from relayrun.control.chain import supervisor
+from relayrun.control.rundir import mirror
+from relayrun.control.rundir.mirror import Copy, MirrorPolicy, Owner
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Heartbeat
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import write_stop
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
 from relayrun.files import append_line, read_lines
-from relayrun.rundir import mirror
-from relayrun.rundir.mirror import Copy, MirrorPolicy, Owner
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Heartbeat
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import write_stop
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.submit import mirror_policy, submission
 from relayrun.submit.check.state import Intent
-from relayrun.training.checkpoint.mirror import sync
-from relayrun.training.checkpoint.mirror.choose import place_at
-from relayrun.training.checkpoint.mirror.pace import Pace
+from relayrun.train.mirror import sync
+from relayrun.train.mirror.choose import place_at
+from relayrun.train.mirror.pace import Pace
 from tests.history import began
 from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
 from tests.workspace import Workspace

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.tokenization.readers.texts import large_strings
+from relayrun.tokens.readers.texts import large_strings
 
 READ = """
 import sys
-from relayrun.tokenization.readers.columns import read_column
+from relayrun.tokens.readers.columns import read_column
 for path in sys.argv[1:]:
     print(sum(map(len, read_column(path, "text", batch_bytes=10_000))))
 print([name for name in ("pandas", "pyarrow") if name in sys.modules])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir import start_time
+from relayrun.control.rundir.records import Commit, Started
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.rundir import start_time
-from relayrun.rundir.records import Commit, Started
-from relayrun.rundir.run import Run
 from relayrun.submit import submission
 from tests.history import began
 from tests.workspace import Workspace

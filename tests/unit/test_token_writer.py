@@ -12,12 +12,12 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 
-from relayrun.shards.record import Records
-from relayrun.shards.verify import verify
-from relayrun.tokenization import MegatronTokenWriter
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.identity import ids_fingerprint
-from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokens.shards.record import Records
+from relayrun.tokens.shards.verify import verify
+from relayrun.tokens.tokenize import MegatronTokenWriter
+from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
 
 from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer
 

@@ -15,17 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import ConfigError, InputError, RelayrunError, SchedulerError
-from relayrun.tokenization.dumps.jobs import CSV_COLUMNS, append_row, begin, submit_dumps, tokenize_dump
-from relayrun.tokenization.dumps.metadata import MetadataFolder
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
-from relayrun.tokenization.settings import (
+from relayrun.tokens.tokenize.dumps_jobs import CSV_COLUMNS, append_row, begin, submit_dumps, tokenize_dump
+from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.settings import (
     TokenizationConfig,
     TokenizationSettings,
     load_config,
     settings_from_environment,
 )
+from relayrun.tokens.tokenize.split import prepare
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import RelayrunError
-from relayrun.tokenization.dumps.jobs import begin
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.limit import requeued_before_the_limit
-from relayrun.tokenization.settings import settings_from_environment
+from relayrun.tokens.tokenize.dumps_jobs import begin
+from relayrun.tokens.tokenize.limit import requeued_before_the_limit
+from relayrun.tokens.tokenize.settings import settings_from_environment
+from relayrun.tokens.tokenize.split import prepare
 from tests.waiting import wait_for
 
 from .test_preprocess import workers_of
@@ -51,7 +51,7 @@ def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_p
     settings = settings_from_environment(environment)
     begin(settings)
     environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    command = [sys.executable, "-m", "relayrun.tokenization", "run", "0"]
+    command = [sys.executable, "-m", "relayrun.tokens.tokenize", "run", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     out = settings.dump_output(0)
     record = out / "tokenization.json"

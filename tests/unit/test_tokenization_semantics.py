@@ -21,12 +21,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
-from relayrun.shards.indexed import Shard
-from relayrun.tokenization import fused
-from relayrun.tokenization.encode import engines
-from relayrun.tokenization.pipeline import Result
-from relayrun.tokenization.readers.columns import read_column
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.tokenize import fused
+from relayrun.tokens.tokenize.encode import engines
+from relayrun.tokens.tokenize.pipeline import Result
 
 from .test_preprocess import data, out, run, tokenizer, write_jsonl  # noqa: F401 - fixtures
 from .tokenization_corpus import EOS, TEXTS, expected_ids, shard_documents, write_parquet
@@ -336,8 +336,8 @@ def test_another_tokenizer_under_the_same_path_is_another_tokenizer(
 
 MEMORY = """
 import resource, sys
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
 if __name__ == "__main__":
     tokenizer, out, data, paths = sys.argv[1:]
     tokenize(TokenizeOptions(tokenizer=tokenizer), output_folder=out, dataset=data, paths_file=paths)

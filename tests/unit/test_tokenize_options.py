@@ -15,15 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yamlfile
 from relayrun.errors import InputError
 from relayrun.slurmtime import parse_time
-from relayrun.tokenization import MegatronTokenWriter
-from relayrun.tokenization.dumps import tune
-from relayrun.tokenization.flags import FLAGS, add_flags, from_flags, to_flags
-from relayrun.tokenization.options import AppendEod, EngineName, OnError, TokenizeOptions
-from relayrun.tokenization.pipeline import tokenize
-from relayrun.tokenization.settings import (
+from relayrun.tokens.tokenize import MegatronTokenWriter, tune
+from relayrun.tokens.tokenize.flags import FLAGS, add_flags, from_flags, to_flags
+from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.settings import (
     CURATOR,
     ENVIRONMENT,
     TokenizationConfig,
@@ -115,11 +114,11 @@ def twice(path: Path) -> list[str]:
 def sources() -> list[Path]:
     inside = [*(ROOT / "relayrun/tokenization").rglob("*.py"), *(ROOT / "relayrun/shuffle").rglob("*.py")]
     programs = [*(ROOT / "scripts/tokenization").glob("*.py"), *(ROOT / "launchers").glob("*.py")]
-    return [*inside, *programs, ROOT / "relayrun/cli/dumps.py"]
+    return [*inside, *programs, ROOT / "relayrun/cli/data/dumps.py"]
 
 
 def test_no_default_stands_twice() -> None:
-    options = ROOT / "relayrun/tokenization/options.py"
+    options = ROOT / "relayrun/tokens/tokenize/options.py"
     assert len(twice(options)) == sum(value is not None for value in DEFAULTS.values())
     assert [line for path in sources() if path != options for line in twice(path)] == []
 

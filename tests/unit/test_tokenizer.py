@@ -8,10 +8,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
-from relayrun.tokenization.encode.engines import HuggingFace
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode.engines import HuggingFace
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
 
 from .tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer
 

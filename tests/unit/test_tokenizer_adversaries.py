@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.tokenization.encode.engines import HuggingFace, select
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode.engines import HuggingFace, select
 from tests import published
 from tests.published import added, small
 

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
 
 from .tokenization_corpus import EOS, TEXTS, train_tokenizer
 

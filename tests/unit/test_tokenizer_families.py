@@ -14,18 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from relayrun.tokenization.encode import engines, families
-from relayrun.tokenization.encode.added import longest_of
-from relayrun.tokenization.encode.characters import (
-    FIRST_UNASSIGNED_LEAD,
-    numeric_table,
-    places_of,
-    unassigned_table,
-)
-from relayrun.tokenization.encode.digits import DigitsApart
-from relayrun.tokenization.encode.engines import HuggingFace, select
-from relayrun.tokenization.encode.families import plan_of, spelled
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode import engines, families
+from relayrun.tokens.tokenize.encode.added import longest_of
+from relayrun.tokens.tokenize.encode.characters import FIRST_UNASSIGNED_LEAD, numeric_table, places_of, unassigned_table
+from relayrun.tokens.tokenize.encode.digits import DigitsApart
+from relayrun.tokens.tokenize.encode.engines import HuggingFace, select
+from relayrun.tokens.tokenize.encode.families import plan_of, spelled
 from tests import published
 from tests.fuzz_tokenizers import compare, random_texts
 from tests.published import (

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.tokenization.encode import engines, memory
-from relayrun.tokenization.encode import tokenizer as loading
-from relayrun.tokenization.encode.engines import HuggingFace, Selection, select
-from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
-from relayrun.tokenization.readers.texts import Texts
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode import engines, memory
+from relayrun.tokens.tokenize.encode import tokenizer as loading
+from relayrun.tokens.tokenize.encode.engines import HuggingFace, Selection, select
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
 from tests.published import small
 
 EOS = "<|endoftext|>"

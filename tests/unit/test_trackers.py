@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir.records import AttemptStart, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.streams import record_streams
+from relayrun.control.trainers.wandb import wandb_mode
 from relayrun.files import append_line
-from relayrun.monitoring.trackers import feed, wandb_files
-from relayrun.monitoring.trackers.points import Point, PointReader, Rewound
-from relayrun.monitoring.trackers.sinks import highest_event
-from relayrun.rundir.records import AttemptStart, Outcome
-from relayrun.rundir.run import Run
-from relayrun.rundir.streams import record_streams
-from relayrun.trainers.wandb import wandb_mode
-from relayrun.training.reporting import trackers
+from relayrun.train import trackers
+from relayrun.train.reporting import feed, wandb_files
+from relayrun.train.reporting.points import Point, PointReader, Rewound
+from relayrun.train.reporting.sinks import highest_event
 from tests.history import began
 from tests.waiting import read_line, wait_for
 
@@ -172,7 +172,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     command = [
         sys.executable,
         "-m",
-        "relayrun.monitoring.trackers.feed",
+        "relayrun.train.reporting.feed",
         "tensorboard",
         f"--run-dir={run.path}",
         "--attempt=1",
@@ -314,7 +314,7 @@ def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     step(run, 1, 1, 2, 3)
     reading, writing = os.pipe()
     command = (
-        f"{sys.executable} -m relayrun.monitoring.trackers.feed tensorboard --run-dir '{run.path}' --attempt 1 "
+        f"{sys.executable} -m relayrun.train.reporting.feed tensorboard --run-dir '{run.path}' --attempt 1 "
         "--parent $$ --last-seconds 120 <&0 & echo $!; sleep 1"
     )
     shell = subprocess.run(["bash", "-c", command], stdin=reading, capture_output=True, text=True, timeout=300)

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose, describe, yamlfile
-from relayrun.config.schema import KINDS, CommandConfig, MegatronConfig, RunConfig
+from relayrun.config.compose import compose, describe, yamlfile
+from relayrun.config.compose.schema import KINDS, CommandConfig, MegatronConfig, RunConfig
 from relayrun.errors import ConfigError
 from tests.workspace import Workspace
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from relayrun.agent import requests
+from relayrun.control.agent import requests
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.rundir import triggers
-from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.records import AttemptStart
-from relayrun.rundir.run import Run
-from relayrun.training.control import Agreement, Control
-from relayrun.training.hooks import Step
-from relayrun.training.reporting.metrics import Metrics
-from relayrun.training.signals import SignalFlag
+from relayrun.train.control import Agreement, Control
+from relayrun.train.hooks import Step
+from relayrun.train.reporting.metrics import Metrics
+from relayrun.train.signals import SignalFlag
 from tests.waiting import wait_for
 
 

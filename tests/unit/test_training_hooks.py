@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from relayrun.config.training import Training
+from relayrun.config.sections.training import Training
 from relayrun.errors import FatalTrainingError
-from relayrun.training.hook_list import HookFailed, Hooks
-from relayrun.training.hooks import Action, Gradients, Hook, StepStart, Verdict
+from relayrun.train.hook_list import HookFailed, Hooks
+from relayrun.train.hooks import Action, Gradients, Hook, StepStart, Verdict
 from tests import warm
 
 START = StepStart(iteration=1, consumed_samples=0, global_batch_size=8)
@@ -126,7 +126,7 @@ def test_a_verdict_is_a_verdict() -> None:
 
 def test_the_protocol_imports_the_standard_library_alone() -> None:
     """Timings are hooks, and are measured before torch and pydantic are imported."""
-    code = "import sys, relayrun.training.hooks; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
+    code = "import sys, relayrun.train.hooks; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert result.stdout == "set()\n"
 
@@ -139,8 +139,8 @@ class Stubborn(Hook):
 LEAVES = """
 import types
 from unittest.mock import Mock
-from relayrun.training.hook_list import HookFailed, Hooks
-from relayrun.training.loop import Training
+from relayrun.train.hook_list import HookFailed, Hooks
+from relayrun.train.loop import Training
 from tests.unit.test_training_hooks import OneRank, Stubborn
 
 made = types.SimpleNamespace(

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.rundir import evaluations, rounds
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.evaluations import Policy
+from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError
 from relayrun.files import append_line
-from relayrun.rundir import evaluations, rounds
-from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.evaluations import Policy
-from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Commit
-from relayrun.rundir.rounds import FailedRound
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import publish
-from relayrun.training.reporting import agent_link
+from relayrun.train.checkpoint import publish
+from relayrun.train.reporting import agent_link
 from tests.history import began
 
 

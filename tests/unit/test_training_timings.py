@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.records import AttemptStart, Failure, Heartbeat
-from relayrun.rundir.run import Run
-from relayrun.training.__main__ import record_failure
-from relayrun.training.reporting import heartbeat
-from relayrun.training.reporting.heartbeat import Pulse, node_name
-from relayrun.training.reporting.timings import Timings
+from relayrun.control.rundir.records import AttemptStart, Failure, Heartbeat
+from relayrun.control.rundir.run import Run
+from relayrun.train.__main__ import record_failure
+from relayrun.train.reporting import heartbeat
+from relayrun.train.reporting.heartbeat import Pulse, node_name
+from relayrun.train.reporting.timings import Timings
 from tests.waiting import read_line, wait_for
 
 
@@ -205,7 +205,7 @@ def test_sigusr1_dumps_the_stacks_of_all_threads_and_the_process_goes_on(tmp_pat
     stacks = tmp_path / "debug" / "rank-0003.txt"
     program = f"""
 import pathlib, sys, threading, time
-from relayrun.training.signals import dump_stacks_on_request
+from relayrun.train.signals import dump_stacks_on_request
 dump_stacks_on_request(pathlib.Path({str(stacks)!r}))
 def a_thread_that_waits(): time.sleep(600)
 threading.Thread(target=a_thread_that_waits, daemon=True).start()

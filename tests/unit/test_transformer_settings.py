@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose, yamlfile
-from relayrun.config.model import Model
-from relayrun.config.parallel import Parallel
-from relayrun.config.schema import RunConfig
-from relayrun.config.training import Training
-from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEIGHTS, OF_A_LLAMA, Transformer
-from relayrun.config.transformer_refused import ELSEWHERE, LATER, REFUSED
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.compose.transformer_refused import ELSEWHERE, LATER, REFUSED
+from relayrun.config.sections.model import Model
+from relayrun.config.sections.parallel import Parallel
+from relayrun.config.sections.training import Training
+from relayrun.config.sections.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEIGHTS, OF_A_LLAMA, Transformer
+from relayrun.control.rundir.lineage import Durable
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.rundir.lineage import Durable
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
 from relayrun.submit.initial_checkpoint import find_initial_checkpoint
-from relayrun.training.model import size
+from relayrun.train.model import size
 from tests.history import began
 
 

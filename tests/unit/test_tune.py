@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from relayrun import cli
-from relayrun.tokenization.dumps.split import prepare
-from relayrun.tokenization.dumps.tune import Trial, recommended
+from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.tune import Trial, recommended
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 

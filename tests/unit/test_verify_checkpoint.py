@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
+from relayrun.control.rundir.lineage import Durable, Lineage, commit_of, durable
+from relayrun.control.rundir.quarantine import in_quarantine, left_behind, put_in_quarantine
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError
-from relayrun.rundir.lineage import Durable, Lineage, commit_of, durable
-from relayrun.rundir.quarantine import in_quarantine, left_behind, put_in_quarantine
-from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums
-from relayrun.training.checkpoint.damaged import fall_back
+from relayrun.train.checkpoint import checksums
+from relayrun.train.checkpoint.damaged import fall_back
 from tests.history import began
 
 

@@ -13,11 +13,11 @@ import pytest
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
-from relayrun.tokenization.dumps.metadata import MetadataFolder
-from relayrun.tokenization.dumps.verify import verify_dumps
-from relayrun.tokenization.retokenize import Compared, compare_with_source
-from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokens.tokenize.dumps_jobs import begin, tokenize_dump
+from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.tokenize.retokenize import Compared, compare_with_source
+from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.verify import verify_dumps
 
 from .test_dumps_status import settings
 from .test_preprocess import Run, data, out, run, tokenizer, write_jsonl

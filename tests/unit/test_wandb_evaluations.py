@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config import compose
-from relayrun.monitoring.trackers import wandb_files
-from relayrun.rundir import evaluations
-from relayrun.rundir.evaluations import Result
-from relayrun.rundir.run import Run
-from relayrun.rundir.streams import record_streams
+from relayrun.config.compose import compose
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.evaluations import Result
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.streams import record_streams
+from relayrun.train.reporting import wandb_files
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
@@ -43,7 +43,7 @@ def finish(run: Run, iteration: int, *, at: float, value: float, status: str = "
 
 def tell(run: Run, **environment: str) -> None:
     code = (
-        "import sys, pathlib; from relayrun.export import evaluate; from relayrun.rundir.run import Run; "
+        "import sys, pathlib; from relayrun.train.export import evaluate; from relayrun.control.rundir.run import Run; "
         "evaluate.tell_wandb(Run(pathlib.Path(sys.argv[1])))"
     )
     done = subprocess.run(

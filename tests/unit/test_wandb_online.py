@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relayrun.config import compose
+from relayrun.config.compose import compose
+from relayrun.control.rundir.records import Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.streams import record_streams
 from relayrun.files import append_line
-from relayrun.monitoring.trackers.wandb_files import history, offline_files
-from relayrun.rundir.records import Outcome
-from relayrun.rundir.run import Run
-from relayrun.rundir.streams import record_streams
+from relayrun.train.reporting.wandb_files import history, offline_files
 from tests.history import began
 from tests.waiting import wait_for
 from tests.wandb_service import WandBService
@@ -41,7 +41,7 @@ def start_feed(run: Run, number: int, service: WandBService, *more: str) -> subp
     command = [
         sys.executable,
         "-m",
-        "relayrun.monitoring.trackers.feed",
+        "relayrun.train.reporting.feed",
         "wandb",
         f"--run-dir={run.path}",
         f"--attempt={number}",
@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: Run) -> None:
         command = [
             sys.executable,
             "-m",
-            "relayrun.monitoring.trackers.feed",
+            "relayrun.train.reporting.feed",
             "wandb",
             f"--run-dir={run.path}",
             f"--attempt={number}",

@@ -117,7 +117,7 @@ def test_the_program_of_another_checkout_is_started_for_real(tmp_path: Path) -> 
     (package / "__main__.py").write_text("import sys\nprint('torch' in sys.modules, __file__)\n")
     for folder, environment in ((tmp_path, {}), (warm.ROOT / "tests", {"PYTHONPATH": str(tmp_path)})):
         done = subprocess.run(
-            [warm.python(), "-m", "relayrun.training"],
+            [warm.python(), "-m", "relayrun.train"],
             cwd=folder,
             env=os.environ | environment,
             capture_output=True,

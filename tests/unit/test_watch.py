@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from relayrun.chain.evidence import excerpt, tail
-from relayrun.chain.watch import stall_limit
-from relayrun.rundir.records import Heartbeat
+from relayrun.control.chain.evidence import excerpt, tail
+from relayrun.control.chain.watch import stall_limit
+from relayrun.control.rundir.records import Heartbeat
 
 
 def beat(phase: str, step: float | None = None, save: float | None = None, interval: float = 0.0) -> Heartbeat:

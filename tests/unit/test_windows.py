@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.order.windows import WindowDataset
 from relayrun.errors import InputError
-from relayrun.shards.indexed import HEADER, MAGIC, ShardWriter
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.tokens.order.windows import WindowDataset
+from relayrun.tokens.shards.indexed import HEADER, MAGIC, ShardWriter
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 
 def dataset(folder: Path, sizes: list[int], dtypes: list[type[np.generic]] | None = None) -> DatasetManifest:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose, sites, writable, yamlfile
-from relayrun.data.mixture.folder import create_mixture
+from relayrun.config.compose import compose, sites, writable, yamlfile
 from relayrun.errors import ConfigError, InputError
-from relayrun.shards.merge import merge
-from relayrun.tokenization.byte_tokenizer import byte_tokenizer
-from relayrun.tokenization.datatrove.writer import MegatronTokenWriter
-from relayrun.tokenization.settings import ENVIRONMENT, settings_from_environment
-from relayrun.tokenization.train_tokenizer import train_tokenizer
+from relayrun.tokens.mixture.folder import create_mixture
+from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
+from relayrun.tokens.tokenize.settings import ENVIRONMENT, settings_from_environment
+from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
+from relayrun.tokens.tokenize.writer import MegatronTokenWriter
 from tests.history import make_history
 from tests.workspace import CONFIG, Workspace
 

@@ -109,7 +109,7 @@ def _start_server(folder: Path) -> None:
 
 
 def python() -> str:
-    """A program to be started in place of `sys.executable`, for `-m relayrun.training` and the like.
+    """A program to be started in place of `sys.executable`, for `-m relayrun.train` and the like.
 
     It stands in for the process that trains: hands signals on, ends with it, and the other way round.
     """

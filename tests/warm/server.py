@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = (
-    "relayrun.config.compose",
-    "relayrun.training.loop",
-    "relayrun.training.reporting.debugging",
-    "relayrun.export.evaluate",
-    "relayrun.export.score",
+    "relayrun.config.compose.compose",
+    "relayrun.train.loop",
+    "relayrun.train.reporting.debugging",
+    "relayrun.train.export.evaluate",
+    "relayrun.train.export.score",
     "transformers.models.llama.modeling_llama",
     "lm_eval.models.huggingface",
 )

@@ -15,8 +15,8 @@ import socket
 import struct
 import sys
 
-GPU_CHECK = "relayrun.gpucheck.programs."
-MODULES = ("relayrun.training", "relayrun.training.fork_server", "relayrun.export.evaluate", "tests.warm.probe")
+GPU_CHECK = "relayrun.lab.gpucheck.programs."
+MODULES = ("relayrun.train", "relayrun.train.fork_server", "relayrun.train.export.evaluate", "tests.warm.probe")
 """What the server can be; and the programs of `relayrun gpu-check`."""
 FORWARDED = (
     signal.SIGHUP,

@@ -8,10 +8,10 @@ import re
 import shutil
 from pathlib import Path
 
-from relayrun.config.schema import CommandConfig
+from relayrun.config.compose.schema import CommandConfig
+from relayrun.control.trainers.command_trainer import PLACEHOLDERS
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.trainer_settings import command_words
-from relayrun.trainers.command.trainer import PLACEHOLDERS
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _PYTHON = re.compile(r"python[\d.]*")

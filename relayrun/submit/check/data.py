@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from relayrun.config.schema import RunConfig
-from relayrun.data.build import document_order, held_out_set, text_stream
-from relayrun.data.order.document_order import cut_of
-from relayrun.data.order.samples import SampleOrder
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
 from relayrun.files import RealPath
-from relayrun.rundir.run import Run
-from relayrun.shards.made_by import LOOKED_AT, SETTING, look_at, other_tokenizers, sets_of
-from relayrun.shards.manifest import Manifest
-from relayrun.shards.record import Records
+from relayrun.submit.check.find_data import build_manifest
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.check.settings import placeholders
 from relayrun.submit.check.usage import OWN_ORDERS, PACKED_AT_MOST, Usage, usage
-from relayrun.submit.find_data import build_manifest
+from relayrun.tokens.mixture.build import document_order, held_out_set, text_stream
+from relayrun.tokens.order.document_order import cut_of
+from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.shards.made_by import LOOKED_AT, SETTING, look_at, other_tokenizers, sets_of
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.record import Records
 
 FEW_EPOCHS = 4.0
 """How often tokens may be read before it is a warning: up to here they are worth nearly what new ones are

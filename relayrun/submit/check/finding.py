@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from relayrun.config.schema import KINDS, CommonConfig
-from relayrun.config.yamlfile import LocatedSettings
+from relayrun.config.compose.schema import KINDS, CommonConfig
+from relayrun.config.compose.yamlfile import LocatedSettings
 from relayrun.errors import ConfigError, RelayrunError, together
 
 Level = Literal["ok", "warning", "error"]

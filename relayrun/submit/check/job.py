@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relayrun.config.schema import CommonConfig
-from relayrun.config.setup_lines import check_setup
-from relayrun.scheduler import sbatch_options
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.config.sections.setup_lines import check_setup
+from relayrun.control.scheduler import sbatch_options
 from relayrun.submit.check.finding import Findings
 
 

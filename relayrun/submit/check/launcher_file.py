@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.chain import render
-from relayrun.config.sbatch import INSTEAD
-from relayrun.config.schema import MegatronConfig
+from relayrun.config.compose.schema import MegatronConfig
+from relayrun.config.sections.sbatch import INSTEAD
+from relayrun.control.chain import render
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
 from relayrun.slurmtime import parse_time
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.launcher_environment import PROFILER, names_of

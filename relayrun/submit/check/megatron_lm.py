@@ -6,14 +6,14 @@ import glob
 import re
 from pathlib import Path
 
-from relayrun.config.schema import Data, MegatronConfig, RunConfig, Training
+from relayrun.config.compose.schema import Data, MegatronConfig, RunConfig, Training
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm_program import Dialect
 from relayrun.errors import INTO_A_FOLDER, RelayrunError, refusal_of_url
-from relayrun.rundir.run import Run
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, python_of
 from relayrun.submit.megatron_lm.flag import Flag
 from relayrun.submit.megatron_lm.parsed import parsed
-from relayrun.trainers.megatron_lm.program import Dialect
 
 _WRITTEN = frozenset(
     {"data-cache-path", "tensorboard-dir", "wandb-save-dir", "memory-snapshot-path"}

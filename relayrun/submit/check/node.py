@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit.check import command, megatron_lm
 from relayrun.submit.check.finding import Findings
-from relayrun.training import megatron_core
+from relayrun.train import megatron_core
 
 OLDEST = (3, 11)
 """Python of the batch script and of the ranks, at least."""

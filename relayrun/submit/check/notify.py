@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from relayrun.config.notify import VARIABLE
-from relayrun.config.schema import CommonConfig
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.config.sections.notify import VARIABLE
 from relayrun.submit.check.finding import Findings
 
 

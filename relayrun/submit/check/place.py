@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
-from relayrun.config.writable import protected
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.writable import protected
+from relayrun.control.rundir.run import Run
 from relayrun.errors import INTO_A_FOLDER, InputError, refusal_of_url
-from relayrun.rundir.run import Run
 from relayrun.submit import mirror_policy
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.mirror_policy import mirror_of

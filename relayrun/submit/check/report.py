@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.config.schema import CommonConfig, Job, MegatronConfig, RunConfig
-from relayrun.config.yamlfile import LocatedSettings
+from relayrun.config.compose.schema import CommonConfig, Job, MegatronConfig, RunConfig
+from relayrun.config.compose.yamlfile import LocatedSettings
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.shards.manifest import Manifest
-from relayrun.submit import evaluation_job, owner
+from relayrun.submit import evaluation_job
 from relayrun.submit.check import (
     data,
     job,
@@ -21,6 +20,7 @@ from relayrun.submit.check import (
     megatron_lm,
     node,
     notify,
+    owner,
     place,
     settings,
     slurm,
@@ -31,7 +31,8 @@ from relayrun.submit.check import (
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import Usage
-from relayrun.submit.forecast.forecast import Forecast, forecast, in_bytes
+from relayrun.submit.forecast import Forecast, forecast, in_bytes
+from relayrun.tokens.shards.manifest import Manifest
 
 ROOM = 0.9
 """Share of a GPU's memory that a run can use; the rest is for CUDA, NCCL's buffers and gaps."""

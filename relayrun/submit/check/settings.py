@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from relayrun.config import determinism
-from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose import determinism
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.submit.check.finding import Findings
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)

@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from relayrun.config.sites import of_environment
+from relayrun.config.compose.sites import of_environment
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.slurm_command import NoAnswerError
 from relayrun.errors import SchedulerError
-from relayrun.rundir.plan import Plan
-from relayrun.scheduler.slurm import Slurm
-from relayrun.scheduler.slurm_command import NoAnswerError
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.finding import Findings
 

@@ -7,24 +7,25 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from relayrun.config import compose
-from relayrun.config.schema import CommonConfig, RunConfig
-from relayrun.data.evolution import Evolved, evolve
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.control.rundir.lead import SAVES
+from relayrun.control.rundir.lineage import Lineage, durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.start_time import start_seconds
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler import history
+from relayrun.control.scheduler.base import RESERVATION_GONE, Scheduler
+from relayrun.control.scheduler.choose import for_plan
 from relayrun.errors import ConfigError, RunDirError
-from relayrun.rundir.lead import SAVES
-from relayrun.rundir.lineage import Lineage, durable
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.rundir.start_time import start_seconds
-from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler import history
-from relayrun.scheduler.base import RESERVATION_GONE, Scheduler
-from relayrun.scheduler.choose import for_plan
-from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time
-from relayrun.submit import initial_checkpoint, mirror_policy, owner
+from relayrun.submit import initial_checkpoint, mirror_policy
+from relayrun.submit.check import owner
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.trainer_settings import stop_after
+from relayrun.tokens.mixture.evolution import Evolved, evolve
+from relayrun.tokens.shards.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)

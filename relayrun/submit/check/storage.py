@@ -8,16 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relayrun.chain.quota import quotas
-from relayrun.rundir import purge
-from relayrun.rundir.lineage import Lineage
-from relayrun.rundir.quota import Limit
-from relayrun.rundir.run import Run
-from relayrun.shards.made_by import sets_of
-from relayrun.shards.manifest import Manifest
+from relayrun.control.chain.quota import quotas
+from relayrun.control.rundir import purge
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.quota import Limit
+from relayrun.control.rundir.run import Run
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.place import existing
-from relayrun.submit.forecast.forecast import Forecast, in_bytes
+from relayrun.submit.forecast import Forecast, in_bytes
+from relayrun.tokens.shards.made_by import sets_of
+from relayrun.tokens.shards.manifest import Manifest
 
 
 def look(forecast: Forecast, run: Run, findings: Findings, *, quota_command: Sequence[str] = ()) -> None:

@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 
-from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.control.trainers.wandb import wandb_mode
 from relayrun.submit.check.finding import Findings
-from relayrun.trainers.wandb import wandb_mode
 
 KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")
 """Forms of W&B's keys: 40 hexadecimal digits, of an own server with `local-` in front, and the longer new ones."""

@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relayrun.config.schema import MOCK_ORDER, RunConfig
-from relayrun.data.build import document_order
-from relayrun.data.order.samples import held_out_windows
-from relayrun.data.order.schedule import Schedule, integer_weights
-from relayrun.data.progress import Progress
+from relayrun.config.compose.schema import MOCK_ORDER, RunConfig
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.files import read_json
-from relayrun.rundir.run import Run
-from relayrun.shards.manifest import Manifest
+from relayrun.tokens.mixture.build import document_order
+from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.samples import held_out_windows
+from relayrun.tokens.order.schedule import Schedule, integer_weights
+from relayrun.tokens.shards.manifest import Manifest
 
 OWN_ORDERS = ("window", "megatron")
 """Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""

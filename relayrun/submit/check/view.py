@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from relayrun.config.schema import RunConfig
-from relayrun.rundir.records import AttemptStart
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.trainers.choose import trainer_of
 from relayrun.submit.check.finding import Finding, Findings, counted
 from relayrun.submit.check.report import Report
-from relayrun.submit.forecast.forecast import Forecast, in_bytes
-from relayrun.submit.forecast.saves import HOUR
-from relayrun.trainers.choose import trainer_of
+from relayrun.submit.forecast import Forecast, in_bytes
+from relayrun.submit.saves import HOUR
 
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 

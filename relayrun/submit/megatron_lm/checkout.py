@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from relayrun.control.trainers.megatron_lm_program import Dialect, dialect_of
 from relayrun.errors import ConfigError
-from relayrun.trainers.megatron_lm.program import Dialect, dialect_of
 
 ARGUMENTS = Path("megatron", "training", "arguments.py")
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.schema import CommonConfig, MegatronConfig
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.long_data import too_long
+from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings
 from relayrun.errors import ConfigError
-from relayrun.rundir.run import Run
 from relayrun.submit.launcher_environment import names_of
 from relayrun.submit.megatron_lm import bash_arrays, data_paths, flag, table
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flag import Flag, Merged, Removal
-from relayrun.trainers.megatron_lm.long_data import too_long
-from relayrun.trainers.megatron_lm.trainer import MegatronSettings
 
 ARGS = "megatron_lm.args"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun.config.schema import Data, DataSource
-from relayrun.shards.indexed import Shard
-from relayrun.shards.manifest import check_held_out
-from relayrun.shards.prefixes import expand, find_prefixes
+from relayrun.config.compose.schema import Data, DataSource
 from relayrun.submit.megatron_lm.flag import Flag
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.manifest import check_held_out
+from relayrun.tokens.shards.prefixes import expand, find_prefixes
 
 
 def flags_of(data: Data) -> list[Flag]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from relayrun.config.rampup import BatchSizes
-from relayrun.config.schema import MegatronConfig, Optimizer, Section
-from relayrun.config.streams import LANES
-from relayrun.config.transformer import Transformer
+from relayrun.config.compose.schema import MegatronConfig, Optimizer, Section
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.streams import LANES
+from relayrun.config.sections.transformer import Transformer
 from relayrun.errors import ConfigError, together
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flag import Flag

@@ -1,0 +1,1 @@
+"""Verbs for checkpoints and models: `checkpoint` verifies and mirrors, `convert` exports, uploads and imports."""

@@ -1,0 +1,155 @@
+"""`relayrun checkpoint`: whether a checkpoint still holds the bytes that were saved, and copies of it elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from relayrun.config.compose.writable import check_outputs
+from relayrun.control.rundir import lineage
+from relayrun.control.rundir.find import find_run, split_iteration
+from relayrun.control.rundir.mirror import note_verified
+from relayrun.control.rundir.quarantine import LeftBehind, left_behind
+from relayrun.control.rundir.run import Run
+from relayrun.errors import InputError, RunDirError
+from relayrun.train.checkpoint import checksums
+from relayrun.train.mirror import restore, sync
+from relayrun.watch.status import queue, run_status
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun checkpoint`."""
+    actions = parser.add_subparsers(dest="action", required=True)
+    verify = actions.add_parser("verify", help="read a checkpoint back in full and compare every byte with its hash")
+    verify.add_argument(
+        "name",
+        metavar="RUN[:N]",
+        help="run directory, or project/name below logs/runs, and an iteration (default: the newest whole one); or the "
+        "folder of a checkpoint",
+    )
+    verify.set_defaults(run=verify_checkpoint)
+    copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
+    copy.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
+    copy.set_defaults(run=mirror_checkpoints)
+    back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
+    back.add_argument(
+        "name",
+        metavar="RUN[:N]",
+        help="the run, and an iteration (default: the newest copy that counts and is missing or torn in the run); with "
+        "--to the folder or URL of a run's copies",
+    )
+    back.add_argument("--to", metavar="FOLDER", help="put the copy into this folder: the run itself may be lost")
+    back.set_defaults(run=restore_checkpoint)
+
+
+def verify_checkpoint(options: argparse.Namespace) -> int:
+    """Say whether a checkpoint is clean, or what is wrong with it; the exit code is 0 or 1. Raises RelayrunError."""
+    folder, torn = _folder(options.name)
+    for left in torn:
+        print(f"damaged: {left.path}: {left.why}")
+    commit = lineage.commit_of(folder)
+    root = None if commit is None else commit.checksum
+    if root is None and not (folder / checksums.INDEX).exists():
+        raise InputError(
+            "this checkpoint was saved without checksums: there is nothing to compare its bytes with",
+            where=folder,
+            hint="checkpoints have them that this version of relayrun saves or imports",
+        )
+    began, before = time.monotonic(), _identity(folder)
+    size, faults = checksums.verify(folder, root)
+    if before is None or _identity(folder) != before:
+        raise InputError(
+            "this checkpoint was removed or moved while it was read",
+            where=folder,
+            hint="a run removes its oldest ones (checkpoint.keep_last) and moves damaged ones: verify another one",
+        )
+    if faults:
+        print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
+        return 1
+    if commit is not None and root is not None and (named := _run_of(folder)) is not None:
+        with contextlib.suppress(OSError):  # a run that this user may not write into
+            note_verified(named, commit, now=time.time())
+    vouched = "" if root is not None else "; no run vouches for its checksums.json"
+    print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
+    return 1 if torn else 0
+
+
+def _run_of(folder: Path) -> Run | None:
+    """The run that the folder of a checkpoint lies in."""
+    real = Path(os.path.realpath(folder))
+    run = Run(real.parent.parent)
+    return run if real.parent == run.checkpoints and run.attempts.is_dir() else None
+
+
+def mirror_checkpoints(options: argparse.Namespace) -> int:
+    """Bring the copies of a run up to date; the exit code is 1 where something was not copied. Raises RelayrunError."""
+    return sync.sync(find_run(options.name), verify=options.verify).tell()
+
+
+def restore_checkpoint(options: argparse.Namespace) -> int:
+    """Put a copy back into a run that has no job, or into a folder. Raises RelayrunError."""
+    named, iteration = split_iteration(options.name)
+    if options.to is not None:
+        check_outputs({"--to": options.to})
+        for line in restore.fetch(named, iteration, Path(options.to).expanduser().absolute()):
+            print(line)
+        return 0
+    try:
+        run = find_run(named)
+    except RunDirError as error:
+        lost = "where the run directory itself is lost: relayrun checkpoint restore PLACE/PROJECT/NAME --to FOLDER"
+        raise RunDirError(error.message, where=error.where, hint="; ".join(filter(None, [error.hint, lost]))) from None
+    state = run_status.gather(run, queue.ask(run), now=time.time()).state
+    if state in ("running", "queued", "unknown"):
+        raise InputError(
+            f"the chain is {state}: a job could begin with the checkpoints as they are now",
+            where=run.path,
+            hint=f"end it first: relayrun cancel {run.path}",
+        )
+    for line in restore.restore(run, iteration):
+        print(line)
+    print(f"go on: relayrun resume {run.path}")
+    return 0
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder stands under this name; None: there is none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _folder(name: str) -> tuple[Path, list[LeftBehind]]:
+    """The checkpoint that somebody named, and newer ones that are not whole. Raises InputError or RunDirError."""
+    folder = Path(name).expanduser()
+    if (folder / "metadata.json").is_file() or (folder / checksums.INDEX).is_file():
+        return folder.absolute(), []
+    named, iteration = split_iteration(name)
+    run = find_run(named)
+    line = lineage.Lineage(run)
+    if iteration is None:
+        newest = line.durable()
+        if newest.path is None:
+            raise InputError("this run has no checkpoint yet", where=run.path)
+        beyond = left_behind(run, line, newest)
+        return Path(newest.path), [left for left in beyond if not left.quarantined and Path(left.path).is_dir()]
+    commits = line.line()
+    have = ", ".join(str(commit.iteration) for commit in commits if Path(commit.path).is_dir()) or "none"
+    for commit in commits:
+        if commit.iteration == iteration:
+            if Path(commit.path).is_dir():
+                return Path(commit.path), []
+            raise InputError(
+                f"the checkpoint of iteration {commit.iteration} is not there any more",
+                where=commit.path,
+                hint=f"it has: {have}; `relayrun status` tells what lies in quarantine",
+            )
+    raise InputError(
+        f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=f"it has: {have}"
+    )

@@ -1,0 +1,162 @@
+"""`relayrun export`: a checkpoint in the form that other programs read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from relayrun.config.compose.writable import check_outputs
+from relayrun.control.rundir.find import find_run, split_iteration
+from relayrun.errors import InputError
+from relayrun.train.checkpoint import megatron_folder
+from relayrun.train.export import megatron_source, upload
+from relayrun.train.export.checkpoint_source import CheckpointSource, find_checkpoint
+from relayrun.train.export.target import check_target, parse_size
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun export`."""
+    formats = parser.add_subparsers(dest="format", required=True)
+    hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
+    torch = formats.add_parser("torch", help="Megatron's plain torch format, tensor- and pipeline-parallel size 1")
+    megatron = formats.add_parser("megatron", help="a folder that Megatron-LM goes on from with --load (torch_dist)")
+    for command in (hf, torch, megatron):
+        command.add_argument(
+            "name",
+            metavar="RUN",
+            help="run directory, or project/name below logs/runs"
+            + ("; RUN:N for iteration N" if command is megatron else "; or a checkpoint folder of Megatron-LM"),
+        )
+        command.add_argument(
+            "--iteration", "--ckpt-step", type=int, metavar="N", help="default: the newest whole checkpoint"
+        )
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="must not exist")
+    for command in (hf, torch):
+        command.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the checkpoint's weights")
+        command.add_argument(
+            "--tokenizer",
+            "--hf-tokenizer",
+            metavar="PATH",
+            help="of a checkpoint of Megatron-LM; default: the one that its arguments name",
+        )
+    hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
+    hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
+    hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
+    hf.add_argument(
+        "--mapping",
+        metavar="MODULE:NAME",
+        help="import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)",
+    )
+    hf.add_argument(
+        "--push-to",
+        metavar="OWNER/NAME",
+        help="then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card",
+    )
+    hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
+    torch.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose names the weights get",
+    )
+    torch.add_argument("--optimizer", action="store_true", help="with Adam's moments and the schedule")
+    hf.set_defaults(run=export_hf)
+    torch.set_defaults(run=export_torch)
+    megatron.set_defaults(run=export_megatron)
+
+
+def export_hf(options: argparse.Namespace) -> int:
+    """Write a Hugging Face folder. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
+    limit = parse_size(options.max_shard_size)
+    hub = None
+    if options.push_to is not None:
+        hub = upload.Hub.from_environment(options.push_to)
+    elif options.public:
+        raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
+    source = _looked_at(options)
+    if hub is not None:
+        hub.check()
+    from relayrun.train.export import card, huggingface  # torch: seconds
+    from relayrun.train.export.folder import new_folder
+
+    compared = ""
+    with new_folder(options.output) as folder:
+        made = huggingface.write(source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping)
+        if options.readme or (hub is not None and source.run is not None):
+            (folder / "README.md").write_text(card.text(source, made), encoding="utf-8")
+        if options.test_logits:
+            from relayrun.train.export import logits
+
+            found = logits.check(source, folder)
+            compared = (
+                f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
+                f"{found.difference:.2g} (largest logit {found.largest:.3g})"
+            )
+    files = "1 file" if made.files == 1 else f"{made.files} files"
+    print(
+        f"iteration {source.iteration}: {made.parameters:,} parameters, {made.bytes:,} bytes in {files}: "
+        f"{Path(options.output).absolute()}"
+    )
+    if compared:
+        print(compared)
+    if hub is not None:
+        print(upload.upload(hub, Path(options.output), public=options.public))
+    return 0
+
+
+def export_torch(options: argparse.Namespace) -> int:
+    """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
+    source = _looked_at(options)
+    from relayrun.train.export import torch_format  # torch: seconds
+    from relayrun.train.export.folder import new_folder
+
+    with new_folder(options.output) as folder:
+        parameters = torch_format.write(
+            source,
+            folder,
+            dtype=options.dtype,
+            transformer_impl=options.transformer_impl,
+            with_optimizer=options.optimizer,
+        )
+    print(f"iteration {source.iteration}: {parameters:,} parameters: {Path(options.output).absolute()}")
+    return 0
+
+
+def export_megatron(options: argparse.Namespace) -> int:
+    """Write a folder that Megatron-LM loads. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
+    name, iteration = split_iteration(options.name)
+    source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
+    check_target(options.output)
+    from relayrun.train.export import megatron_exporter  # torch: seconds
+    from relayrun.train.export.folder import new_folder
+
+    with new_folder(options.output) as folder:
+        made = megatron_exporter.write(source, folder)
+    what = "weights, optimizer and schedule" if made.optimizer else "weights"
+    print(f"iteration {source.iteration}: {made.parameters:,} parameters ({what}): {Path(options.output).absolute()}")
+    for note in made.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _looked_at(options: argparse.Namespace) -> CheckpointSource:
+    """The checkpoint, after what can be wrong has been looked at: run, iteration, output, tokenizer.
+
+    Raises RelayrunError.
+    """
+    folder = Path(options.name).expanduser()
+    if (found := megatron_folder.find(folder, options.iteration)) is not None:
+        check_target(options.output)
+        return megatron_source.source(found, options.tokenizer)
+    if options.tokenizer is not None:
+        raise InputError("a run has a tokenizer of its own", where=options.name, hint="leave out --tokenizer")
+    source = find_checkpoint(find_run(options.name), options.iteration)
+    check_target(options.output)
+    if not source.config.data.mock_data:
+        _ = source.tokenizer
+    return source

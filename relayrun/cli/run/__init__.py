@@ -1,0 +1,7 @@
+"""Verbs that start, change and end runs.
+
+submit                submit, check, resume, launch
+settings              config, diff, explain
+sweeps_and_stages     sweep, stages
+stop                  save, stop, cancel
+"""

@@ -1,0 +1,171 @@
+"""`relayrun completion`: a script that completes commands, options, runs, configs and settings in a shell.
+
+The script holds what the commands of this installation know, so that nothing of relayrun starts while somebody types:
+a candidate takes milliseconds. All three shells ask the same few lines of Bash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from relayrun import places
+from relayrun.config.compose import describe
+
+SHELLS = ("bash", "zsh", "fish")
+
+ENGINE = Path(__file__).with_name("completion.sh")
+
+_BASH = """\
+# Completion of relayrun for Bash: `source <(relayrun completion bash)` in ~/.bashrc.
+{engine}
+_relayrun() {{
+  local word
+  local -a words=("${{COMP_WORDS[@]:1:COMP_CWORD}}")
+  COMPREPLY=()
+  while IFS= read -r word; do
+    COMPREPLY+=("${{word}}")
+  done < <(relayrun_candidates "${{words[@]}}")
+  if ((${{#COMPREPLY[@]}} == 1)) && [[ ${{COMPREPLY[0]}} == *[=/] ]]; then
+    compopt -o nospace
+  fi
+}}
+complete -o default -F _relayrun relayrun
+"""
+
+_ZSH = """\
+#compdef relayrun
+# Completion of relayrun for zsh: `source <(relayrun completion zsh)` in ~/.zshrc, behind compinit. Bash does the work.
+_relayrun_engine={engine}
+_relayrun() {{
+  local -a found
+  local asked="${{_relayrun_engine}}"$'\\n''relayrun_candidates "$@"'
+  found=("${{(@f)$(bash -c "${{asked}}" relayrun "${{(@)words[2,CURRENT]}}")}}")
+  found=(${{found:#}})
+  if (( ${{#found}} )); then
+    compadd -S '' -- "${{(@M)found:#*[=/]}}"
+    compadd -- "${{(@)found:#*[=/]}}"
+  else
+    _files
+  fi
+}}
+compdef _relayrun relayrun
+"""
+
+_FISH = """\
+# Completion of relayrun for fish: `relayrun completion fish | source` in config.fish. Bash does the work.
+set -g _relayrun_engine {engine}
+function _relayrun
+    set -l words (commandline -opc)
+    bash -c "$_relayrun_engine"\\n'relayrun_candidates "$@"' relayrun $words[2..-1] (commandline -ct)
+end
+complete -c relayrun -a '(_relayrun)'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun completion`."""
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the script for a shell."""
+    engine = f"{tables()}\n{ENGINE.read_text(encoding='utf-8')}"
+    if options.shell == "bash":
+        print(_BASH.format(engine=engine), end="")
+    elif options.shell == "zsh":
+        print(_ZSH.format(engine=shlex.quote(engine)), end="")
+    else:
+        quoted = engine.replace("\\", "\\\\").replace("'", "\\'")
+        print(_FISH.format(engine=f"'{quoted}'"), end="")
+    return 0
+
+
+def tables() -> str:
+    """Return what the commands know as Bash functions: words of a command, kinds of its values, names of settings."""
+    words, kinds = [], []
+    for path, parser in _commands():
+        known, own = _described(parser)
+        words.append((" ".join(path), known))
+        kinds += [(f"{' '.join(path)} {name}", kind) for name, kind in own]
+    settings = [setting.name for setting in describe.settings() if not setting.is_section]
+    checkout = shlex.quote(str(places.CODE)) if places.is_checkout() else ""
+    return "\n".join(
+        [
+            f"relayrun_checkout={checkout}",
+            *_function("relayrun_words", [(name, "\n".join(known)) for name, known in words]),
+            *_function("relayrun_kind", kinds),
+            *_function("relayrun_settings", [(None, "\n".join(settings))]),
+        ]
+    )
+
+
+def _function(name: str, cases: Sequence[tuple[str | None, str]]) -> list[str]:
+    """A Bash function that prints one text for each first argument."""
+    lines = [
+        f"  {'*' if key is None else shlex.quote(key)}) printf '%s\\n' {shlex.quote(text)} ;;" for key, text in cases
+    ]
+    return [f'{name}() {{ case "${{1-}}" in', *lines, "  esac; }"]
+
+
+def _commands() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    """Every command with its parser; one whose packages are not installed has no options."""
+    from relayrun.cli import COMMANDS, adder
+
+    top = argparse.ArgumentParser(prog="relayrun")
+    top.add_argument("--version", action="store_true")
+    parsers = top.add_subparsers()
+    for name in COMMANDS:
+        command = parsers.add_parser(name)
+        try:
+            adder(name)(command)
+        except ModuleNotFoundError:
+            continue
+    yield from _below((), top)
+
+
+def _below(
+    path: tuple[str, ...], parser: argparse.ArgumentParser
+) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
+    yield path, parser
+    for action in parser._actions:  # argparse offers no other way to ask what a parser knows
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from _below((*path, name), inner)
+
+
+def _described(parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str]]]:
+    """The words of a command, and the kind of what stands behind an option or at a place."""
+    words: list[str] = []
+    kinds: list[tuple[str, str]] = []
+    place = 0
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            words += action.choices
+            continue
+        words += [flag for flag in action.option_strings if flag.startswith("--") or len(action.option_strings) == 1]
+        if action.nargs == 0:
+            continue
+        kind = _kind(action)
+        kinds += [(flag, kind) for flag in action.option_strings]
+        if not action.option_strings:
+            places_of_it = action.nargs if isinstance(action.nargs, int) else 1
+            kinds += [(str(place + number), kind) for number in range(places_of_it)]
+            place += places_of_it
+    return words, kinds
+
+
+def _kind(action: argparse.Action) -> str:
+    metavar = str(action.metavar or action.dest)
+    if action.choices:
+        return "word:" + " ".join(map(str, action.choices))
+    if metavar == "NAME=VALUE":
+        return "override"
+    if metavar.startswith("RUN"):
+        return "run"
+    if metavar.lower() == "config":
+        return "config-or-run" if "RUN" in (action.help or "") else "config"
+    return "setting" if metavar == "NAME" and not action.option_strings else "file"

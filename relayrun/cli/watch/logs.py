@@ -1,0 +1,73 @@
+"""`relayrun logs`: what the jobs of a run wrote."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from relayrun.control.rundir.find import find_run
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.errors import RunDirError
+from relayrun.files import last_lines
+from relayrun.watch import logs, unsent
+
+POLL_SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun logs`."""
+    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each file (50)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-f", "--follow", action="store_true", help="go on with what is added, job after job")
+    which.add_argument("--attempt", type=int, metavar="N", help="of this attempt, not the newest one")
+    parser.add_argument("--rank", type=int, metavar="R", help="last words and stacks of one rank")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the end of a job's logs and, with --follow, what the chain adds until it ends. Raises RunDirError."""
+    found = find_run(options.name)
+    unsent.send_in_background(found)
+    if options.rank is not None:
+        newest = max(found.attempt_numbers(), default=None)
+        attempt = options.attempt if options.attempt is not None else newest
+        if attempt is None:
+            raise RunDirError("no attempt of this run has begun", where=found.path)
+        print(logs.of_rank(found, attempt, options.rank))
+        return 0
+    shown: Path | None = None
+    following = logs.Following(found)
+    for path in logs.files(found, options.attempt):
+        text, following.seen[path] = last_lines(path, options.lines)
+        shown = show(path, text, shown)
+    if options.follow:
+        follow(found, following, shown)
+    return 0
+
+
+def follow(run: Run, following: logs.Following, shown: Path | None) -> None:
+    """Print what is added to the logs, until the chain has ended and nothing comes any more, or a person ends it."""
+    quiet = 0
+    try:
+        while stop_reason(run) is None or quiet < 3:
+            added = following.poll()
+            quiet = 0 if added else quiet + 1
+            for path, text in added:
+                shown = show(path, text, shown)
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        return
+    print(f"the chain has ended: {stop_reason(run)}", file=sys.stderr)
+
+
+def show(path: Path, text: bytes, shown: Path | None) -> Path:
+    """Print what is in a file as it is, below its name where another one's text stands before it; return the file."""
+    if path != shown:
+        print(f"{'' if shown is None else chr(10)}==> {path} <==", flush=True)
+    sys.stdout.buffer.write(text)
+    sys.stdout.flush()
+    return path

@@ -1,0 +1,75 @@
+"""`relayrun notify`: whether those who are to be told of a run can be reached; and send what was not sent."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from relayrun.config.compose import compose
+from relayrun.control.notify import notices
+from relayrun.control.notify.notices import Message, Notice, NoticePolicy
+from relayrun.control.rundir.find import find_run
+from relayrun.errors import RunDirError
+from relayrun.submit import notice_policy
+from relayrun.watch import deliver, unsent
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun notify`."""
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    test = verbs.add_parser("test", help="send a test message to each target, and say what came back")
+    test.add_argument("name", metavar="CONFIG|RUN", help="a run config; or a run directory, or project/name")
+    test.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE")
+    test.set_defaults(run=run_test)
+    send = verbs.add_parser("send", help="send now what could not be sent")
+    send.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    send.set_defaults(run=run_send)
+
+
+def run_test(options: argparse.Namespace) -> int:
+    """Send a test message to each target; the exit code is 1 where one was not sent. Raises RelayrunError."""
+    if Path(options.name).is_file():
+        policy = notice_policy.make(compose.load(Path(options.name), options.overrides))
+    else:
+        policy = _policy(options.name)
+    if not policy.targets:
+        print("nobody is told: the config has no notify.targets (docs/notify.md)")
+        return 1
+    now = time.time()
+    notice = Notice(id="test", event="test", cause="test", time=now, reason="a test: no run has changed")
+    messages = [
+        Message(target=target, notice=notice, settles=[], count=1, since=now) for target in policy.every_target()
+    ]
+    with ThreadPoolExecutor(len(messages)) as pool:
+        answers = list(pool.map(lambda message: deliver.attempt(policy, message, os.environ), messages))
+    width = max(len(message.target.name) for message in messages)
+    for message, error in zip(messages, answers, strict=True):
+        print(f"{message.target.name:<{width}}  {'sent' if error is None else f'NOT SENT: {error}'}")
+    return int(any(answers))
+
+
+def run_send(options: argparse.Namespace) -> int:
+    """Send what is due of a run; the exit code is 1 where something was not sent. Raises RelayrunError."""
+    run = find_run(options.name)
+    _policy(options.name)
+    failed = deliver.deliver(run, job=False, environment=os.environ)
+    for words in failed:
+        print(f"NOT SENT: {words}")
+    late, _ = unsent.not_sent(run, now=time.time())
+    print(f"{late} notices are not sent" if late else "nothing is left to send")
+    return int(bool(late))
+
+
+def _policy(name: str) -> NoticePolicy:
+    run = find_run(name)
+    policy = notices.read_own_policy(run)
+    if policy is None:
+        raise RunDirError(
+            "nobody is told of this run",
+            where=run.path,
+            hint="add a `notify` section to its config and submit it again",
+        )
+    return policy

@@ -1,0 +1,145 @@
+"""`relayrun report`: what runs did, trained and cost, as a page, as text, as JSON or as a picture.
+
+Each of these imports what it needs: to list the runs of a folder needs neither configs nor arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relayrun.control.rundir import find
+from relayrun.control.rundir.find import find_run
+from relayrun.control.rundir.run import Run
+from relayrun.errors import InputError, RunDirError
+from relayrun.files import whole_file
+
+if TYPE_CHECKING:
+    from relayrun.watch.report.report import Report
+
+PORT = 8765
+"""Where `--serve` listens, if nothing else is asked for."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun report`."""
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="RUN",
+        help="run directory, or project/name below logs/runs; with --serve a folder that runs lie in or below",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the page into this file (default: report-NAME.html here, if nothing else is asked for)",
+    )
+    parser.add_argument("--text", action="store_true", help="attempts, loss curve and goodput in the terminal")
+    parser.add_argument("--json", action="store_true", help="all that the page shows, for programs")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the relay and the loss of one run into this file"
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="show all runs of a folder on 127.0.0.1, read-only, until Ctrl-C"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve (default: {PORT}; 0: any free one)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write a page about one or several runs, or what else is asked for. Raises RelayrunError."""
+    if options.png is not None and len(options.names) > 1:
+        raise InputError("--png draws one run", hint="name one RUN, or leave --png out: the page shows several")
+    if options.json and options.text:
+        raise InputError("--json and --text do not go together", hint="leave one of them out")
+    if options.serve:
+        return _serve(options)
+    if options.port is not None:
+        raise InputError("--port goes with --serve", hint="add --serve, or leave --port out")
+    from relayrun.config.compose.writable import check_outputs
+
+    asked = options.text or options.json or options.png is not None
+    runs = [find_run(name) for name in options.names]
+    target = options.html
+    if target is None and not asked:
+        names = "-".join(run.path.name for run in runs)
+        target = Path(f"report-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:100]}.html")
+    check_outputs({"--html": target, "--png": options.png})
+    if options.text:
+        for run in runs:
+            _text(run)
+    if target is not None or options.json:
+        _page(runs, target, as_json=options.json)
+    if options.png is not None:
+        from relayrun.watch.report import report
+
+        report.write_png(_read(runs[0]), options.png)
+        print(options.png)
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Serve the runs of a folder until Ctrl-C. Raises RelayrunError."""
+    from relayrun.watch.report.server import serving
+
+    if options.html is not None or options.text or options.json or options.png is not None or len(options.names) > 1:
+        raise InputError("--serve shows one folder, and writes nothing", hint="relayrun report FOLDER --serve")
+    port = PORT if options.port is None else options.port
+    folder = Path(options.names[0]).expanduser().absolute()
+    if not folder.is_dir() and (find.runs() / options.names[0]).is_dir():
+        folder = find.runs() / options.names[0]  # project/name, or a project
+    with serving(folder, port=port) as (address, server), contextlib.suppress(KeyboardInterrupt):
+        port = server.server_address[1]
+        print(address)
+        print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}")
+        print("Ctrl-C ends it", flush=True)
+        server.serve_forever()
+    return 0
+
+
+def _read(run: Run) -> Report:
+    from relayrun.watch.report import report
+
+    found = report.read_report(run)
+    if not found.attempts:
+        raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {run.path}")
+    return found
+
+
+def _text(run: Run) -> None:
+    """Print a table of the attempts, the loss curve, and where the node time went."""
+    from relayrun.watch.goodput import view
+    from relayrun.watch.goodput.account import account
+    from relayrun.watch.report import report
+    from relayrun.watch.status.terminal import show
+
+    found = _read(run)
+    show(report.attempts_table(found))
+    if found.iterations:
+        print(report.terminal_curve(found))
+    spent = account(run)
+    print(view.summary(spent))
+    show(view.parts_table(spent))
+
+
+def _page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
+    # what reads data sets and configs: not paid for the text
+    from relayrun.watch.report import document
+    from relayrun.watch.report.gather import read_page
+    from relayrun.watch.status.run_status_view import dump
+
+    pages = [read_page(run) for run in runs]
+    if as_json:
+        values = [document.as_json(page) for page in pages]
+        print(dump(values if len(values) > 1 else values[0]))
+    if target is not None:
+        text = document.document(pages, now=time.time())
+        with whole_file(target) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        print(target)

@@ -1,0 +1,243 @@
+"""`relayrun runs`: which runs lie where and how large they are; a run's directory to an archive, or elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from relayrun.config.compose import yamlfile
+from relayrun.config.compose.writable import check_outputs, check_writable
+from relayrun.control import signs
+from relayrun.control.rundir import campaign, find
+from relayrun.control.rundir.find import find_run, runs_below
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import is_live
+from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.submit import relocate
+from relayrun.watch.status import queue, run_status
+from relayrun.watch.status.run_status_view import dump
+from relayrun.watch.status.standing import Damaged
+from relayrun.watch.status.standing_view import duration
+from relayrun.watch.status.terminal import show
+from relayrun.watch.status.watcher import Watcher
+
+DEPTH = 4
+"""Runs lie at most so many folders below the one that is named."""
+LIVING = ("running", "queued", "unknown")
+"""States in which a job may write into the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A run as the list has it."""
+
+    path: str
+    state: str
+    bytes: int
+    updated: float | None
+    """Newest time in its records, in seconds since 1970; None where nothing has begun."""
+    durable_iteration: int | None
+    durable_age: float | None
+    """Seconds since the newest whole checkpoint was saved."""
+    words: str
+    """Why it ended, or what is wrong with it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun runs`."""
+    actions = parser.add_subparsers(dest="action", required=True)
+    listed = actions.add_parser("list", help="runs in folders, with state, size, age and newest checkpoint")
+    listed.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder that runs lie in or below (default: logs/runs)",
+    )
+    listed.add_argument("--json", action="store_true")
+    listed.set_defaults(run=list_runs)
+    archive = actions.add_parser("archive", help="move runs to PLACE/PROJECT/NAME, each byte read back")
+    archive.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
+    archive.add_argument("--to", type=Path, required=True, metavar="PLACE", help="a folder that is there")
+    archive.set_defaults(run=archive_runs)
+    move = actions.add_parser("move", help="move a run's directory; `relayrun resume` goes on with it there")
+    move.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    move.add_argument("target", type=Path, metavar="FOLDER", help="its new directory, which is not there yet")
+    move.set_defaults(run=move_run)
+
+
+def list_runs(options: argparse.Namespace) -> int:
+    """Print the runs in folders. Raises InputError where one cannot be read."""
+    now = time.time()
+    runs: dict[Path, Run] = {}
+    for folder in options.folders or [find.runs()]:
+        try:
+            runs |= {run.path: run for run in runs_below(folder.expanduser().absolute(), depth=DEPTH)}
+        except OSError as error:
+            raise InputError(f"it cannot be looked into: {error.strerror}", where=folder) from None
+    rows = [_row(runs[Path(entry.path)], entry) for entry in Watcher().look(list(runs.values()), now=now)]
+    if options.json:
+        print(dump([asdict(row) for row in rows]))
+    elif rows:
+        show(_table(rows, now))
+        print(f"{len(rows):,} runs, {_size(sum(row.bytes for row in rows))}")
+    else:
+        print("no runs below " + ", ".join(map(str, options.folders or [find.runs()])))
+    return 0
+
+
+def _row(run: Run, entry: run_status.RunStatus | Damaged) -> Row:
+    size = relocate.size_of(run)
+    if isinstance(entry, Damaged):
+        nothing = {"updated": None, "durable_iteration": None, "durable_age": None}
+        return Row(path=entry.path, state="damaged", bytes=size, words=entry.error, **nothing)
+    return Row(
+        path=entry.path,
+        state=entry.state,
+        bytes=size,
+        updated=entry.updated or None,
+        durable_iteration=entry.durable_iteration,
+        durable_age=entry.durable_age,
+        words=(entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
+    )
+
+
+def _table(rows: list[Row], now: float) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("run", "state", "size", "last sign of life", "checkpoint", "saved", "the last end"):
+        table.add_column(name, justify="left" if name in ("run", "state", "the last end") else "right")
+    for row in rows:
+        saved = "" if row.durable_age is None else f"{duration(row.durable_age)} ago"
+        table.add_row(
+            escape(row.path),
+            row.state,
+            _size(row.bytes),
+            "" if row.updated is None else f"{duration(now - row.updated)} ago",
+            "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
+            saved,
+            escape(row.words),
+        )
+    return table
+
+
+def _size(count: int) -> str:
+    """Bytes for people, in decimal units."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= limit:
+            return f"{count / limit:,.1f} {unit}"
+    return f"{count} B"
+
+
+def archive_runs(options: argparse.Namespace) -> int:
+    """Move runs to a place; the exit code is 1 where one could not be. Raises InputError without a place."""
+    check_outputs({"--to": options.to})
+    place = options.to.expanduser().absolute()
+    if not place.is_dir():
+        raise InputError("there is no such folder", where=place, hint="mount it, or make it")
+    failed: list[RelayrunError] = []
+    for name in options.names:
+        try:
+            source = _place_of(name)
+            _move(name, place / source.parent.name / source.name)
+        except RelayrunError as error:
+            if len(options.names) == 1:
+                raise
+            failed.append(error)
+            print(f"not archived: {error}")
+    return int(bool(failed))
+
+
+def move_run(options: argparse.Namespace) -> int:
+    """Move a run's directory. Raises RelayrunError."""
+    check_outputs({"FOLDER": options.target})
+    target = options.target.expanduser().absolute()
+    _move(options.name, target)
+    print(f"go on: relayrun resume {target}")
+    return 0
+
+
+def _place_of(name: str) -> Path:
+    """The directory that a name means, also where a killed call has renamed it already; a link to it stays one."""
+    try:
+        return find_run(name).path
+    except RunDirError:
+        path = Path(name).expanduser().absolute()
+        known = (each for each in (path, find.runs() / name) if relocate.renamed(_real(each)).is_dir())
+        return next(known, path)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _move(name: str, target: Path) -> None:
+    named = _place_of(name)
+    source = _real(named)
+    _refuse_protected(source, target)
+    done = relocate.finish(source, target)
+    if not done:
+        run = find_run(name)
+        _refuse_living(run)
+        relocate.relocate(run, target)
+    for line in done:
+        print(line)
+    if named.is_symlink() and not named.exists():
+        print(f"{named} is a link to where it was: {shlex.join(['ln', '-sfn', str(target), str(named)])}")
+
+
+def _refuse_protected(source: Path, target: Path) -> None:
+    """Raise ConfigError where a site allows no writing, which removing is: as for every tool, and by the run's site."""
+    places = {"RUN": source, "its new place": target}
+    check_outputs(places)
+    run = Run(source)
+    cluster: dict[str, Any] = {"name": "", "read_only_paths": []}
+    for number in run.revisions()[-1:]:
+        with contextlib.suppress(RelayrunError, TypeError):  # a run that is damaged may be moved, too
+            cluster |= yamlfile.read(run.config_revision(number)).values.get("cluster", {})
+    check_writable(places, cluster=cluster["name"], read_only_paths=cluster["read_only_paths"])
+
+
+def _refuse_living(run: Run) -> None:
+    """Raise InputError where a job may write into the run, RunDirError where it is another user's."""
+    plan = Plan.load(run)
+    if plan.owner is not None and signs.is_anothers(plan):
+        name = user_name(plan.owner)
+        raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
+    asked = queue.ask(run)
+    if jobs := {job: state for job, state in asked.evaluations.items() if state != "gone" and is_live(state.upper())}:
+        told = ", ".join(f"{job} ({state})" for job, state in jobs.items())
+        end = "" if plan.scheduler == "local" else f", or end them: scancel {' '.join(jobs)}"
+        raise InputError(
+            f"jobs that evaluate its checkpoints write into its directory: {told}",
+            where=run.path,
+            hint=f"wait for them{end}",
+        )
+    state = run_status.gather(run, asked, now=time.time()).state
+    if state in LIVING:
+        raise InputError(
+            f"the chain is {state}: a job writes into its directory, or may begin to",
+            where=run.path,
+            hint=f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}",
+        )
+    if state == "waiting":
+        raise InputError(
+            "its sweep, or the stage before it, begins this run later, and looks for it here",
+            where=run.path,
+            hint=f"let it begin, or give it up: relayrun stop {run.path}",
+        )
+    if later := campaign.yet_to_begin_with(run):
+        raise InputError(
+            f"stages look for this run here, and have no checkpoint of their own yet: {', '.join(later)}",
+            where=run.path,
+            hint="move it when they have, or give them up: relayrun stop",
+        )

@@ -1,0 +1,405 @@
+"""From a config with `sweep:` or `stages:` to the configs of its runs, each checked before anything is queued.
+
+    sweep:
+      product: {optimizer.lr: [1e-3, 2e-3]}     each value with each of the other axes
+      list: [{model.num_layers: 12}]            settings that go together, one run (or one set of runs) a line
+      filters: [optimizer.lr < 2e-3]            a run is left out where one does not hold
+      at_once: 4                                chains at a time
+
+    stages:
+      stable: {}
+      decay: {from: "stable:800", decay: 100}   a decay of 100 iterations from the checkpoint of iteration 800
+      long: {from: decay, training.steps: 1200} when decay is done, from its last checkpoint
+
+Every error names file and line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from relayrun import places
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.yamlfile import LocatedSettings, Location
+from relayrun.config.sections.section import NAME
+from relayrun.config.sections.sweep_filter import SweepFilter
+from relayrun.errors import ConfigError, nearest, together
+
+MOST_RUNS = 500
+"""Runs of one campaign: more are usually a mistake in an axis."""
+SWEEP = ("product", "list", "filters", "at_once")
+STAGE = ("from", "after", "evaluated", "decay", "config")
+"""What a stage may have besides settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedRun:
+    """One run of a campaign, as its config describes it."""
+
+    member: str
+    """`01`, or the stage's name."""
+    config: CommonConfig
+    given: LocatedSettings
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What it has of its own, by the names of settings."""
+    source: str | None = None
+    """The member whose checkpoint it begins with."""
+    iteration: int | None = None
+    """The iteration of that checkpoint; None: the last one, when `source` is done."""
+    after: str | None = None
+    """A member that must be done, and hands nothing on."""
+    evaluated: bool = False
+    counts_from_zero: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A campaign, as its config describes it."""
+
+    kind: Literal["sweep", "stages"]
+    name: str
+    """Project and name, as project/name."""
+    folder: Path
+    at_once: int | None
+    runs: list[DescribedRun]
+
+
+def describe(path: Path, overrides: list[str] | None = None, *, kind: Literal["sweep", "stages"]) -> Described:
+    """Read the config of a campaign, and compose and check the config of each of its runs. Raises ConfigError."""
+    return _Reading(path, overrides or [], kind).describe()
+
+
+class _Reading:
+    """One config of several runs."""
+
+    def __init__(self, path: Path, overrides: list[str], kind: Literal["sweep", "stages"]) -> None:
+        self._path = path
+        self._overrides = overrides
+        self._kind = kind
+        self._whole = compose.read_settings(path, overrides)
+        self._root = self._whole.root or places.project(path)
+
+    def describe(self) -> Described:
+        for other in compose.CAMPAIGNS:
+            if other != self._kind and other in self._whole.values:
+                if self._kind in self._whole.values:
+                    self._refuse((other,), "a config has `sweep` or `stages`", "give each a config of its own")
+                self._refuse((other,), "this is no sweep", f"use `relayrun {other} submit`")
+        section = self._whole.values.get(self._kind)
+        if not isinstance(section, dict) or not section:
+            self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{self._page}")
+        project, own = self._text("project"), self._text("name")
+        given = self._whole.values.get("run_dir")
+        self._folder = Path(compose.run_dir(given if isinstance(given, str) else None, project, own, self._root))
+        at_once, runs = (None, self._stages(section)) if self._kind == "stages" else self._sweep(section)
+        clusters = {run.config.cluster.scheduler for run in runs}
+        if len(clusters) > 1:
+            self._refuse((self._kind,), "these runs are of clusters with different schedulers", "let all have one")
+        return Described(kind=self._kind, name=f"{project}/{own}", folder=self._folder, at_once=at_once, runs=runs)
+
+    @property
+    def _page(self) -> str:
+        return "sweeps.md" if self._kind == "sweep" else "stages.md"
+
+    def _text(self, name: str) -> str:
+        value = self._whole.values.get(name)
+        if not isinstance(value, str) or not re.match(NAME, value):
+            self._refuse((name,), "this setting is missing, or is no name", "letters, digits, dots and dashes")
+        return str(value)
+
+    def _refuse(self, location: Location, message: str, hint: str) -> NoReturn:
+        place = self._whole.place(location) or str(self._path)
+        raise ConfigError(message, where=f"{place}: {'.'.join(location)}", hint=hint)
+
+    def _run(
+        self,
+        member: str,
+        settings: Mapping[str, Any],
+        at: Location,
+        *,
+        path: Path | None = None,
+        load: str | None = None,
+    ) -> tuple[CommonConfig, LocatedSettings]:
+        """Compose and check the config of one run; `at` is where its settings were written."""
+        own = LocatedSettings({"name": f"{self._whole.values['name']}-{member}"})
+        own.values |= {"project": self._whole.values["project"], "run_dir": f"{self._folder}-{member}"}
+        own.places |= {(name,): place for name in ("project", "name") if (place := self._whole.place((name,)))}
+        changes = [own]
+        for name, value in settings.items():
+            axis = ("sweep", "product", name)
+            place = self._whole.place(axis if axis in self._whole.places else (*at, name))
+            changes.append(compose.located(name, value, place=place))
+        if load is not None:
+            changes.append(compose.located("checkpoint.load", load, place=self._whole.place((*at, "from"))))
+        if path is not None and path.resolve() != self._path.resolve():  # another config, for which no --set was meant
+            given = compose.read_settings(path, changes=changes)
+        else:
+            given = compose.read_settings(self._path, self._overrides, changes=changes)
+            for several in compose.CAMPAIGNS:
+                given.values.pop(several, None)
+        return compose.validate(given), given
+
+    # --- sweeps
+
+    def _sweep(self, section: dict[str, Any]) -> tuple[int | None, list[DescribedRun]]:
+        for name in section:
+            if name not in SWEEP:
+                self._refuse(("sweep", name), "unknown", nearest(name, SWEEP) or f"a sweep has: {', '.join(SWEEP)}")
+        at_once = section.get("at_once")
+        if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
+            self._refuse(("sweep", "at_once"), f"{at_once!r} is no number of chains", "write a whole number from 1 on")
+        combinations = self._filtered(list(self._combinations(section)), section)
+        if not combinations:
+            self._refuse(("sweep", "filters"), "these leave no run over", "let at least one through")
+        width = max(2, len(str(len(combinations))))
+        runs, errors = [], []
+        for number, (settings, at) in enumerate(combinations, start=1):
+            member = f"{number:0{width}}"
+            try:
+                config, given = self._run(member, settings, at)
+            except ConfigError as error:
+                words = f"{error.message} (run {member}: {in_words(settings)})"
+                errors.append(ConfigError(words, where=error.where, hint=error.hint))
+                continue
+            runs.append(DescribedRun(member=member, config=config, given=given, settings=settings))
+        if errors:
+            raise together(errors, "runs of this sweep are refused")
+        return at_once, runs
+
+    def _combinations(self, section: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Location]]:
+        """Settings of each run, before filters, and where a line of `list` was written."""
+        product, lines = section.get("product", {}), section.get("list", [{}])
+        if not isinstance(product, dict):
+            self._refuse(("sweep", "product"), "it is a mapping of settings to lists of values", _PRODUCT)
+        if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines) or not lines:
+            self._refuse(("sweep", "list"), "it is a list of mappings of settings to values", _LIST)
+        if not product and not any(lines):
+            self._refuse(("sweep",), "there is no axis", _PRODUCT)
+        count = len(lines)
+        for name, values in product.items():
+            self._axis(name, ("sweep", "product", name))
+            if not isinstance(values, list) or not values:
+                self._refuse(("sweep", "product", name), "an axis is a list of values", _PRODUCT)
+            same = next((value for at, value in enumerate(values) if value in values[:at]), None)
+            if same is not None:
+                self._refuse(("sweep", "product", name), f"{same!r} is there twice", "leave one out")
+            count *= len(values)
+        for number, line in enumerate(lines):
+            for name in line:
+                at = ("sweep", "list", str(number), name)
+                self._axis(name, at)
+                if name in product:
+                    self._refuse(at, "`product` has this setting too", "give it in one of them")
+            if line in lines[:number]:
+                self._refuse(("sweep", "list", str(number)), f"{in_words(line)} is there twice", "leave one out")
+        if count > 100 * MOST_RUNS:
+            self._refuse(("sweep",), f"these are {count:,} combinations", "shorten an axis")
+        for line_number, line in enumerate(lines):
+            for values in itertools.product(*product.values()):
+                yield dict(zip(product, values, strict=True)) | line, ("sweep", "list", str(line_number))
+
+    def _axis(self, name: str, at: Location) -> None:
+        section, dot, rest = name.partition(".")
+        if not dot or not rest:
+            self._refuse(at, "name a setting as section.setting", "for example optimizer.lr")
+        if section == "cluster":
+            self._refuse(at, "all runs of a sweep have one cluster", "submit a sweep on each")
+
+    def _filtered(
+        self, found: list[tuple[dict[str, Any], Location]], section: dict[str, Any]
+    ) -> list[tuple[dict[str, Any], Location]]:
+        texts = section.get("filters", [])
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            self._refuse(("sweep", "filters"), "it is a list of conditions", _FILTER)
+        for text in texts:
+            try:
+                condition = SweepFilter(text)
+                kept = []
+                for settings, at in found:
+                    if condition.holds(lambda name, own=settings: self._setting(name, own)):  # type: ignore[misc]
+                        kept.append((settings, at))
+            except ValueError as error:
+                self._refuse(("sweep", "filters"), str(error), _FILTER)
+            found = kept
+        if len(found) > MOST_RUNS:
+            self._refuse(("sweep",), f"these are {len(found):,} runs", f"at most {MOST_RUNS}: shorten an axis")
+        return found
+
+    def _setting(self, name: str, own: Mapping[str, Any]) -> Any:
+        """A setting of a run: its own, or the file's. Raises ValueError where neither has it."""
+        if name in own:
+            return own[name]
+        value: Any = self._whole.values
+        for part in name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                near = nearest(name, own)
+                raise ValueError(f"neither an axis nor the file has a setting {name}" + (f"; {near}" if near else ""))
+            value = value[part]
+        return value
+
+    # --- stages
+
+    def _stages(self, section: dict[str, Any]) -> list[DescribedRun]:
+        runs: dict[str, DescribedRun] = {}
+        for name, values in section.items():
+            if not re.match(NAME, name):
+                self._refuse(("stages", name), "this is no name", "letters, digits, dots and dashes")
+            if values is not None and not isinstance(values, dict):
+                self._refuse(("stages", name), "a stage is a mapping", '{from: "stable:800", decay: 100}')
+            runs[name] = self._stage(name, values or {}, runs)
+        if len(runs) > MOST_RUNS:
+            self._refuse(("stages",), f"these are {len(runs):,} stages", f"at most {MOST_RUNS}")
+        return list(runs.values())
+
+    def _stage(self, name: str, values: dict[str, Any], before: Mapping[str, DescribedRun]) -> DescribedRun:
+        at = ("stages", name)
+        settings = {key: value for key, value in values.items() if key not in STAGE}
+        for key in settings:
+            if "." not in key:
+                hint = nearest(key, STAGE) or f"write section.setting, or one of {', '.join(STAGE)}"
+                self._refuse((*at, key), "this is no setting, and nothing that a stage has", hint)
+        source, iteration = self._named(values, "from", at, before)
+        after, _ = self._named(values, "after", at, before)
+        if source is not None and after is not None:
+            self._refuse((*at, "after"), "a stage has `from` or `after`", "leave one out")
+        evaluated = values.get("evaluated", False)
+        if not isinstance(evaluated, bool) or (evaluated and source is None):
+            self._refuse((*at, "evaluated"), "it is true or false, and goes with `from`", "leave it out")
+        begins = None if source is None else self._begins_at(source, iteration, (*at, "from"))
+        own = settings if "decay" not in values else self._decay(values["decay"], begins, (*at, "decay")) | settings
+        path = self._path
+        if "config" in values:
+            path = self._path.parent / str(values["config"])
+        load = None
+        if source is not None and compose.trainer_of(path) != "command":  # that has no setting for it
+            load = f"{source.config.run_dir}" + ("" if iteration is None else f":{iteration}")
+        config, given = self._run(name, own, at, path=path, load=load)
+        if evaluated and source is not None:
+            self._check_evaluated(source, iteration, (*at, "evaluated"))
+        from_zero = False
+        if source is not None:
+            self._check_trainers(source, config, (*at, "from"))
+            from_zero = _counts_from_zero(source.config, config)
+            last = last_iteration(config)
+            if begins is not None and last is not None and not from_zero and begins >= last:
+                words = f"{source.member} stands at iteration {begins} there, and {name} ends at {last}"
+                self._refuse(at, words, "raise training.steps of this stage, or set checkpoint.finetune")
+            self._check_data(source, config, (*at, "from"))
+        return DescribedRun(
+            member=name,
+            config=config,
+            given=given,
+            settings=own,
+            source=None if source is None else source.member,
+            iteration=iteration,
+            after=None if after is None else after.member,
+            evaluated=evaluated,
+            counts_from_zero=from_zero,
+        )
+
+    def _named(
+        self, values: dict[str, Any], key: str, at: Location, before: Mapping[str, DescribedRun]
+    ) -> tuple[DescribedRun | None, int | None]:
+        """The earlier stage that `from` or `after` names, and an iteration of it."""
+        if key not in values:
+            return None, None
+        name, colon, number = str(values[key]).partition(":")
+        found = before.get(name)
+        if found is None:
+            hint = nearest(name, before) or "name a stage that stands above this one"
+            self._refuse((*at, key), f"there is no stage {name!r} above this one", hint)
+        if colon and (key == "after" or not number.isdecimal() or not int(number)):
+            self._refuse((*at, key), f"{values[key]!r} names no stage, and no STAGE:ITERATION", 'from: "stable:800"')
+        return found, int(number) if colon else None
+
+    def _begins_at(self, source: DescribedRun, iteration: int | None, at: Location) -> int | None:
+        """The iteration of the checkpoint that a stage begins with; None where only a program knows it."""
+        last, config = last_iteration(source.config), source.config
+        if iteration is None:
+            return last
+        if last is not None and iteration > last:
+            self._refuse(at, f"{source.member} ends at iteration {last}", "name one that it reaches")
+        interval = config.checkpoint.interval if isinstance(config, RunConfig) else None
+        if interval and iteration % interval and iteration != last:
+            words = f"{source.member} saves every {interval} iterations, and not at {iteration}"
+            self._refuse(
+                at, words, f"name a multiple of its checkpoint.interval, such as {_multiple(iteration, interval)}"
+            )
+        return iteration
+
+    def _decay(self, length: Any, begins: int | None, at: Location) -> dict[str, Any]:
+        """The settings of a decay to min_lr over so many iterations, behind a constant learning rate."""
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            self._refuse(at, f"{length!r} is no number of iterations", "write a whole number from 1 on")
+        if begins is None:
+            self._refuse(at, "a decay begins at a known iteration", 'add from: "STAGE:ITERATION"')
+        return {
+            "optimizer.lr_decay_style": "WSD",
+            "optimizer.lr_wsd_decay_steps": length,
+            "optimizer.lr_decay_steps": None,
+            "optimizer.lr_decay_tokens": None,
+            "training.steps": begins + length,
+            "training.stop_after": None,
+        }
+
+    def _check_evaluated(self, source: DescribedRun, iteration: int | None, at: Location) -> None:
+        evaluation = source.config.evaluation
+        if evaluation is None:
+            self._refuse(at, f"{source.member} has no section `evaluation`", "give it one, or leave this out")
+        if iteration is not None and iteration % evaluation.interval and iteration != last_iteration(source.config):
+            words = f"{source.member} evaluates every {evaluation.interval} iterations, and not {iteration}"
+            self._refuse(at, words, "name a multiple of its evaluation.interval")
+
+    def _check_trainers(self, source: DescribedRun, config: CommonConfig, at: Location) -> None:
+        if config.trainer not in ("command", source.config.trainer):
+            words = f"trainer {config.trainer} does not go on from a checkpoint of trainer {source.config.trainer}"
+            self._refuse(at, words, "let both have one trainer")
+
+    def _check_data(self, source: DescribedRun, config: CommonConfig, at: Location) -> None:
+        """Samples of another length are not those that the stage before counted."""
+        before = source.config
+        if not isinstance(before, RunConfig) or not isinstance(config, RunConfig):
+            return
+        anew = config.checkpoint.finetune or config.checkpoint.no_load_data
+        lengths = before.training.seq_length, config.training.seq_length
+        if lengths[0] != lengths[1] and not anew:
+            words = f"training.seq_length is {lengths[0]} in {source.member} and {lengths[1]} here"
+            self._refuse(at, words, "add checkpoint.no_load_data: true, and the data begin anew")
+
+
+def last_iteration(config: CommonConfig) -> int | None:
+    """The iteration at which a run is done; None where its program alone knows it."""
+    if isinstance(config, RunConfig):
+        return config.training.end_iteration
+    if isinstance(config, MegatronConfig):
+        training = config.training
+        return None if training is None else training.stop_after or training.steps
+    return config.command.steps if isinstance(config, CommandConfig) else None
+
+
+def in_words(settings: Mapping[str, Any]) -> str:
+    """Settings in a line, for people."""
+    return ", ".join(f"{name}={yamlfile.in_line(value)}" for name, value in settings.items())
+
+
+def _counts_from_zero(source: CommonConfig, config: CommonConfig) -> bool:
+    """Whether the iterations of a run are its own: a program that looks at another trainer's checkpoint begins at 0."""
+    if isinstance(config, CommandConfig):
+        return not isinstance(source, CommandConfig)
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    return checkpoint is not None and checkpoint.finetune
+
+
+def _multiple(iteration: int, interval: int) -> int:
+    return max(interval, iteration // interval * interval)
+
+
+_PRODUCT = "write, for example: product: {optimizer.lr: [1e-3, 2e-3]}"
+_LIST = "write, for example: list: [{model.num_layers: 12, model.hidden_size: 768}]"
+_FILTER = "write, for example: filters: [optimizer.lr < 2e-3]"

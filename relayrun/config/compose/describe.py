@@ -1,0 +1,228 @@
+"""Every setting of a run config in words: its type, its default, and what its docstring says.
+
+The names, types and defaults come from the schema itself; the words are the docstrings below the fields, read from the
+source when somebody asks, so that a program that only reads a config does not pay for them.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import itertools
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from relayrun.config.compose.schema import KINDS, CommonConfig, trainers_with
+from relayrun.config.sections.section import Section
+from relayrun.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting, or a section of settings."""
+
+    name: str
+    """Its full name, as `--set` takes it; the part in angle brackets is one that the user chooses."""
+    type: str
+    """What it takes: `integer above 0`, `full | selective`, `section`, ..."""
+    default: str | None
+    """Its default as YAML writes it; None where it must be given, and for a section."""
+    words: str
+    """What its docstring says, and which trainers' runs have the section where not all do."""
+
+    @property
+    def is_section(self) -> bool:
+        return self.type == "section"
+
+
+def settings() -> list[Setting]:
+    """Every setting and section of a run config, in the order of the schema; first what runs of all trainers have."""
+    found: dict[str, Setting] = {}
+    kinds: list[type[CommonConfig]] = [CommonConfig, *KINDS.values()]
+    for kind in kinds:
+        for setting in _settings(kind, ""):
+            found.setdefault(setting.name, setting)
+    return [_with_trainers(setting) for setting in found.values()]
+
+
+def _with_trainers(setting: Setting) -> Setting:
+    trainers = trainers_with(setting.name)
+    if "." in setting.name or len(trainers) == len(KINDS):
+        return setting
+    return replace(setting, words=f"{setting.words} Of runs with trainer {' or '.join(trainers)}.")
+
+
+def find(name: str) -> list[Setting]:
+    """The setting with this name and, where it is a section, all within it.
+
+    Raises ConfigError with the nearest name.
+    """
+    known = settings()
+    found = [each for each in known if each.name == name or each.name.startswith(f"{name}.")]
+    if found:
+        return found
+    names = [each.name for each in known]
+    near = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`relayrun explain` lists them all"
+    raise ConfigError(f"there is no setting {name!r}", where="relayrun explain", hint=hint)
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON schema of run config files, for editors.
+
+    A file may leave out what others that it includes give, so nothing is required in it.
+    """
+    schema = CommonConfig.model_json_schema()
+    for kind in KINDS.values():
+        own = kind.model_json_schema()
+        schema["$defs"] |= own["$defs"]
+        schema["properties"] = own["properties"] | schema["properties"]
+    sections = {section.__name__: section for kind in KINDS.values() for section in _sections(kind)}
+    for name, part in {**schema["$defs"], "CommonConfig": schema}.items():
+        part.pop("required", None)
+        words = _docstrings(sections.get(name, CommonConfig))
+        for field, described in part.get("properties", {}).items():
+            if field in words:
+                described["description"] = words[field]
+    properties = schema["properties"]
+    properties["include"] = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Other config files, from this one's folder; later ones win, this file's own settings over all.",
+    }
+    properties["cluster"] = {
+        "anyOf": [{"type": "string"}, properties["cluster"]],
+        "description": "Name of a file of configs/clusters/, or what stands in one.",
+    }
+    mixture = schema["$defs"]["Data"]["properties"]["mixture"]
+    schema["$defs"]["Data"]["properties"]["mixture"] = {
+        "anyOf": [{"type": ["string", "null"]}, mixture],
+        "description": mixture.get("description", ""),
+    }
+    schema["allOf"] = [
+        {
+            "if": {"properties": {"trainer": {"const": trainer}}, "required": ["trainer"]},
+            "then": {"properties": {name: False for name in properties if name not in {*kind.model_fields, "include"}}},
+        }
+        for trainer, kind in KINDS.items()
+    ]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "relayrun run config"}
+
+
+def _settings(section: type[BaseModel], prefix: str) -> Iterator[Setting]:
+    words = _docstrings(section)
+    shown = section.model_json_schema()
+    for field, info in section.model_fields.items():
+        name = f"{prefix}{field}"
+        inner, form = _section_in(info.annotation)
+        if inner is not None:
+            own = words.get(field) or " ".join((inspect.getdoc(inner) or "").split())
+            yield Setting(name=name, type="section", default=None, words=own)
+            yield from _settings(inner, f"{name}.{form}")
+            continue
+        described = shown["properties"][field]
+        default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
+        yield Setting(
+            name=name,
+            type=_type(described, shown.get("$defs", {})),
+            default=default,
+            words=words.get(field) or info.description or "",
+        )
+
+
+def _section_in(annotation: Any) -> tuple[type[Section] | None, str]:
+    """The section that a field holds, and what stands between its name and those of the section's settings."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, ""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is dict:
+        inner, form = _section_in(arguments[1])
+        return inner, f"<name>.{form}"
+    for argument in arguments:
+        inner, form = _section_in(argument)
+        if inner is not None and typing.get_origin(annotation) is not list:
+            return inner, form
+    return None, ""
+
+
+def _sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield section
+    for info in section.model_fields.values():
+        for inner in _inside(info.annotation):
+            yield from _sections(inner)
+
+
+def _inside(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _inside(argument)
+
+
+def _type(described: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """What a JSON schema says of one setting, in words."""
+    if "anyOf" in described:
+        return " | ".join(dict.fromkeys(_type(each, definitions) for each in described["anyOf"]))
+    if "$ref" in described:
+        return str(described["$ref"]).rpartition("/")[2]
+    if "enum" in described:
+        return " | ".join(map(str, described["enum"]))
+    if "const" in described:
+        return str(described["const"])
+    kind = str(described.get("type", "any value"))
+    if kind == "array":
+        return f"list of {_type(described.get('items', {}), definitions)}"
+    if kind == "object":
+        inner = described.get("additionalProperties", described.get("patternProperties", True))
+        inner = next(iter(inner.values())) if isinstance(inner, dict) and "type" not in inner and inner else inner
+        return f"mapping of names to {_type(inner, definitions)}" if isinstance(inner, dict) else "mapping"
+    words = {"string": "text", "boolean": "true | false"}.get(kind, kind)
+    limits = {"exclusiveMinimum": "above", "minimum": "from", "exclusiveMaximum": "below", "maximum": "to"}
+    return " ".join([words, *(f"{word} {described[limit]}" for limit, word in limits.items() if limit in described)])
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else '""'
+
+
+@functools.cache
+def _docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """The text below each field of a section, and of those that it takes over."""
+    found: dict[str, str] = {}
+    for part in reversed(section.__mro__):
+        if part.__module__.startswith("relayrun.config.compose"):
+            found |= _of_class(part)
+    return found
+
+
+def _of_class(section: type) -> dict[str, str]:
+    source = inspect.getsourcefile(section)
+    assert source is not None
+    body = _classes(source)[section.__name__].body
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
+
+
+@functools.cache
+def _classes(source: str) -> dict[str, ast.ClassDef]:
+    with open(source, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -1,0 +1,243 @@
+"""What mixtures of experts and latent attention ask of the layout and of other settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from relayrun.config.sections.job import Job
+from relayrun.config.sections.model import Model
+from relayrun.config.sections.parallel import Parallel
+from relayrun.config.sections.training import Training
+
+
+class Config(Protocol):
+    """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
+
+    job: Job
+    model: Model
+    parallel: Parallel
+    training: Training
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def virtual_stages(self) -> int: ...
+
+    @property
+    def expert_replicas(self) -> int: ...
+
+
+def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
+    """Return, for each layer, whether it has experts: every `pattern`-th from the first on, or those with a 1."""
+    if experts is None:
+        return [False] * layers
+    if isinstance(pattern, int):
+        return [number % pattern == 0 for number in range(layers)]
+    return [bool(each) for each in pattern]
+
+
+def expert_layers(model: Model) -> list[bool]:
+    """Return, for each layer of a model, whether it has experts."""
+    settings = model.transformer
+    return with_experts(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
+
+
+def check(config: Config) -> None:
+    """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
+    experts = config.model.transformer.num_moe_experts
+    if experts is None:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (size := getattr(config.parallel, name)) not in (1, None):
+                raise ValueError(
+                    f"parallel.{name} {size} splits experts over ranks, and the model has none; "
+                    "set model.transformer.num_moe_experts, or leave it out"
+                )
+    else:
+        _check_router(config.model, experts)
+        _check_layout(config, experts)
+        _check_settings(config)
+    if config.model.transformer.multi_latent_attention:
+        _check_latent_attention(config)
+
+
+def _check_router(model: Model, experts: int) -> None:
+    """What the router can choose."""
+    settings = model.transformer
+    chosen, groups = settings.moe_router_topk, settings.moe_router_num_groups
+    if chosen > experts:
+        raise ValueError(
+            f"model.transformer.moe_router_topk {chosen} is above num_moe_experts {experts}: "
+            "a token goes to different experts"
+        )
+    kinds = settings.moe_router_load_balancing_type
+    sinkhorn = kinds == "sinkhorn"
+    if (
+        chosen == 1
+        and settings.moe_router_score_function == "softmax"
+        and not (settings.moe_router_pre_softmax or sinkhorn)
+    ):
+        raise ValueError(
+            "model.transformer.moe_router_topk 1 weighs its one expert by 1, from which the router learns nothing; "
+            "set model.transformer.moe_router_pre_softmax=true"
+        )
+    if settings.moe_router_enable_expert_bias and settings.moe_router_score_function != "sigmoid":
+        raise ValueError(
+            "model.transformer.moe_router_enable_expert_bias needs model.transformer.moe_router_score_function=sigmoid"
+        )
+    factors = settings.moe_aux_loss_coeff
+    if isinstance(kinds, list) != isinstance(factors, list) or (
+        isinstance(kinds, list) and isinstance(factors, list) and len(kinds) != len(factors)
+    ):
+        raise ValueError(
+            "model.transformer.moe_aux_loss_coeff has one factor for each moe_router_load_balancing_type: "
+            "lists of the same length, or one of each"
+        )
+    if isinstance(kinds, list) and (alone := [kind for kind in kinds if kind in ("sinkhorn", "none")]):
+        raise ValueError(f"model.transformer.moe_router_load_balancing_type: {alone[0]} is no loss; write it alone")
+    if sinkhorn and factors:
+        raise ValueError("model.transformer.moe_aux_loss_coeff: sinkhorn has no loss; set 0")
+    if settings.moe_router_group_topk is not None:
+        if groups is None or experts % groups or settings.moe_router_group_topk > groups:
+            raise ValueError(
+                f"model.transformer.moe_router_group_topk {settings.moe_router_group_topk} is chosen from "
+                f"moe_router_num_groups {groups}: groups of equal size, at least so many, among {experts} experts"
+            )
+        if chosen % settings.moe_router_group_topk:
+            raise ValueError(
+                f"model.transformer.moe_router_topk {chosen} is no multiple of moe_router_group_topk "
+                f"{settings.moe_router_group_topk}: each chosen group gives as many experts"
+            )
+
+
+def _check_layout(config: Config, experts: int) -> None:
+    """How experts are split over ranks."""
+    parallel, settings = config.parallel, config.model.transformer
+    size, tensor, own = (
+        parallel.expert_model_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.expert_tensor_size,
+    )
+    if experts % size:
+        raise ValueError(
+            f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
+        )
+    _check_ranks(config)
+    if tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
+            "tensor-parallel rank sends its own tokens to them"
+        )
+    dispatcher, on_gpus = settings.moe_token_dispatcher_type, config.job.gpus_per_node > 0
+    if dispatcher == "alltoall" and min(own, size) > 1 and not on_gpus:
+        raise ValueError(
+            "model.transformer.moe_token_dispatcher_type alltoall gathers a different number of tokens from each "
+            "rank that has a part of an expert, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather, "
+            "or parallel.expert_tensor_parallel_size=1"
+        )
+    _check_widths(config)
+    if parallel.separates_experts and (bare := _stages_without_experts(config)):
+        setting = "expert_model_parallel_size above 1" if size > 1 else f"expert_tensor_parallel_size {own}"
+        raise ValueError(
+            f"pipeline stage {bare[0]} has no layer with experts (model.transformer.moe_layer_freq); with "
+            f"parallel.{setting} every stage needs one: change one of the two, or parallel.pipeline_model_parallel_size"
+        )
+
+
+def _check_widths(config: Config) -> None:
+    """Whether the layers of experts can be split over their ranks."""
+    parallel, settings = config.parallel, config.model.transformer
+    tensor = ("tensor_model_parallel_size", parallel.tensor_model_parallel_size)
+    own = tensor
+    if parallel.expert_tensor_parallel_size is not None:
+        own = ("expert_tensor_parallel_size", parallel.expert_tensor_parallel_size)
+    width, shared = settings.moe_ffn_hidden_size, settings.moe_shared_expert_intermediate_size
+    for name, channels, (setting, parts) in (
+        ("model.transformer.moe_ffn_hidden_size", width or 0, own),
+        ("model.ffn_hidden_size", config.model.ffn_hidden_size if width is None else 0, own),
+        ("model.transformer.moe_shared_expert_intermediate_size", shared or 0, tensor),
+    ):
+        if channels % parts:
+            raise ValueError(f"{name} {channels} is no multiple of parallel.{setting} {parts}")
+
+
+def _check_ranks(config: Config) -> None:
+    """Whether the ranks of a pipeline stage can be divided among the parts of its experts."""
+    parallel = config.parallel
+    size, tensor, own = (
+        parallel.expert_model_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.expert_tensor_size,
+    )
+    replicas = config.data_parallel_size * parallel.context_parallel_size
+    if own == tensor and replicas % size:
+        raise ValueError(
+            f"experts are split over ranks that are data- or context-parallel: {replicas} of them (data "
+            f"{config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
+            f"parallel.expert_model_parallel_size {size}"
+        )
+    if tensor * replicas % (own * size):
+        raise ValueError(
+            f"experts are split over the ranks of a pipeline stage: {tensor * replicas} of them (tensor {tensor} x "
+            f"data {config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
+            f"parallel.expert_tensor_parallel_size {own} x expert_model_parallel_size {size}"
+        )
+
+
+def _stages_without_experts(config: Config) -> list[int]:
+    """Numbers of the pipeline stages that have no layer with experts, counted from 0."""
+    stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
+    each = len(layers) // (stages * config.virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
+    having = {number // each % stages for number, experts in enumerate(layers) if experts}
+    return [stage for stage in range(stages) if stage not in having]
+
+
+def _check_settings(config: Config) -> None:
+    """Settings of other sections, and of experts among themselves."""
+    settings, training = config.model.transformer, config.training
+    split = max(config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_size) > 1
+    if settings.add_bias_linear and (split or settings.moe_shared_expert_intermediate_size is not None):
+        raise ValueError(
+            "model.transformer.add_bias_linear: biases of experts are not split over tensor-parallel ranks, and shared "
+            "experts have none; set it to false"
+        )
+    if settings.moe_shared_expert_overlap and settings.moe_token_dispatcher_type != "alltoall":
+        raise ValueError(
+            "model.transformer.moe_shared_expert_overlap needs model.transformer.moe_token_dispatcher_type=alltoall"
+        )
+    if settings.moe_pad_expert_input_to_capacity and settings.moe_expert_capacity_factor is None:
+        raise ValueError(
+            "model.transformer.moe_pad_expert_input_to_capacity pads to a capacity; set moe_expert_capacity_factor"
+        )
+    if settings.moe_apply_probs_on_input and settings.moe_router_topk != 1:
+        raise ValueError("model.transformer.moe_apply_probs_on_input needs model.transformer.moe_router_topk=1")
+    if "mlp" in (training.recompute_modules or []) and all(expert_layers(config.model)):
+        raise ValueError(
+            "training.recompute_modules: mlp is of layers without experts, and all layers have experts; write moe"
+        )
+
+
+def _check_latent_attention(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    if model.num_query_groups != model.num_attention_heads:
+        raise ValueError(
+            f"model.num_query_groups {model.num_query_groups}: with multi_latent_attention every head has keys and "
+            f"values of its own; set it to num_attention_heads, {model.num_attention_heads}"
+        )
+    if model.rope_scaling_factor is not None:
+        raise ValueError(
+            "model.rope_scaling_factor is Llama's; multi_latent_attention stretches positions by "
+            "model.transformer.rope_type=yarn and rotary_scaling_factor"
+        )
+    if model.rotary_percent != 1 and model.transformer.rope_type == "yarn":
+        raise ValueError(
+            f"model.rotary_percent {model.rotary_percent:g}: megatron-core's YaRN turns all channels; set "
+            "model.transformer.rope_type=rope, or model.rotary_percent=1"
+        )
+    if model.transformer.qk_layernorm and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        # megatron-core sums the gradients of a norm called q_layernorm over tensor-parallel ranks, which all have it
+        raise ValueError(
+            "model.transformer.qk_layernorm with multi_latent_attention and parallel.tensor_model_parallel_size above "
+            "1 needs parallel.sequence_parallel=true: else megatron-core counts the norm's gradients once a rank"
+        )

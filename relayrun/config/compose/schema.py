@@ -1,0 +1,407 @@
+"""What a run is: all its settings, and the rules between them.
+
+Every setting stands with its unit, its default and what it is called elsewhere in the section that it belongs to:
+`training.py`, `data.py` and `job.py` beside this file. `common.py` has what every run has, whatever its trainer;
+`megatron_lm.py` and `command.py` have what runs of foreign programs have. A field name is the one that Megatron or
+Slurm use, where they have one. Unknown names are errors; `relayrun.config.compose.compose` turns them into one that names the
+file, the line and the nearest valid name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from relayrun.config.compose import elastic, expert_layout, fp8_layout
+from relayrun.config.compose.command import CommandConfig
+from relayrun.config.compose.common import CommonConfig
+from relayrun.config.compose.megatron_lm import MegatronConfig
+from relayrun.config.sections.checkpoint import Checkpoint
+from relayrun.config.sections.data import MOCK_ORDER, Data, DataSource
+from relayrun.config.sections.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
+from relayrun.config.sections.model import Model
+from relayrun.config.sections.notify import Notify
+from relayrun.config.sections.optimizer import Optimizer
+from relayrun.config.sections.parallel import Parallel
+from relayrun.config.sections.section import Section
+from relayrun.config.sections.training import Training
+from relayrun.config.sections.transformer import NEEDS_TRANSFORMER_ENGINE
+
+__all__ = [
+    "KINDS",
+    "MOCK_ORDER",
+    "Chain",
+    "Checkpoint",
+    "Cluster",
+    "CommandConfig",
+    "CommonConfig",
+    "Data",
+    "DataSource",
+    "Debug",
+    "Evaluation",
+    "EvaluationJob",
+    "Job",
+    "MegatronConfig",
+    "Model",
+    "Notify",
+    "Optimizer",
+    "Parallel",
+    "RunConfig",
+    "Section",
+    "Tracking",
+    "Training",
+]
+
+
+class RunConfig(CommonConfig):
+    """All settings of one run of the native trainer.
+
+    Raises pydantic's ValidationError where one is wrong, or two contradict each other.
+    """
+
+    trainer: Literal["native"] = "native"
+    model: Model
+    data: Data
+    training: Training
+    optimizer: Optimizer
+    checkpoint: Checkpoint
+    parallel: Parallel = Parallel()
+
+    @property
+    def virtual_stages(self) -> int:
+        """Parts of the model on one pipeline stage."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
+
+    @property
+    def outlives_nodes(self) -> str | None:
+        """The setting by which a job outlives the loss of one of its nodes; None: it does not."""
+        return super().outlives_nodes or ("training.elastic" if self.training.elastic else None)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def optimizer_parts(self) -> int:
+        """Ranks over which the optimizer's state of a part of the model is divided."""
+        if not self.parallel.use_distributed_optimizer:
+            return 1
+        replicas = self.data_parallel_size * self.parallel.context_parallel_size
+        return replicas // self.parallel.num_distributed_optimizer_instances
+
+    @property
+    def expert_optimizer_parts(self) -> int:
+        """Ranks over which the optimizer's state of a part of the experts is divided."""
+        if not self.parallel.use_distributed_optimizer:
+            return 1
+        return self.expert_replicas // self.parallel.num_distributed_optimizer_instances
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        parallel = self.parallel
+        ranks = parallel.tensor_model_parallel_size * self.data_parallel_size * parallel.context_parallel_size
+        return ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one replica of the model and one sequence: tensor x pipeline x context parallel."""
+        parallel = self.parallel
+        return (
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+        )
+
+    @model_validator(mode="after")
+    def _copied_to_memory(self) -> Self:
+        if self.checkpoint.memory_interval and self.chain.recovery != "node":
+            raise ValueError(
+                "checkpoint.memory_interval: copies in memory are for ranks that are started again inside the job; "
+                "set chain.recovery=node, or leave it out"
+            )
+        if self.checkpoint.memory_interval and self.optimizer.kind != "adam":
+            raise ValueError(
+                f"checkpoint.memory_interval: the state of the optimizer {self.optimizer.kind} is not copied to memory "
+                "yet; leave it out: ranks that are started again go on from the disk"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled(self) -> Self:
+        beyond = [rank for rank in self.debug.profile_ranks if rank >= self.world_size]
+        if self.debug.profile is not None and beyond:
+            raise ValueError(
+                f"debug.profile_ranks: there is no rank {beyond[0]}; the ranks are 0 to {self.world_size - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layout(self) -> Self:
+        tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
+        context = self.parallel.context_parallel_size
+        if self.world_size % self.model_parallel_size:
+            raise ValueError(
+                f"{self.world_size} ranks (job.nodes x job.ntasks_per_node) are no multiple of "
+                f"tensor x pipeline x context parallel size {tensor} x {pipeline} x {context}"
+            )
+        self._check_attention()
+        if self.model.num_layers % pipeline:
+            raise ValueError(
+                f"model.num_layers {self.model.num_layers} is no multiple of "
+                f"parallel.pipeline_model_parallel_size {pipeline}"
+            )
+        for name in ("num_query_groups", "ffn_hidden_size"):
+            if getattr(self.model, name) % tensor:
+                raise ValueError(
+                    f"model.{name} {getattr(self.model, name)} is no multiple of "
+                    f"parallel.tensor_model_parallel_size {tensor}"
+                )
+        if self.model.make_vocab_size_divisible_by % tensor:
+            raise ValueError(
+                f"model.make_vocab_size_divisible_by {self.model.make_vocab_size_divisible_by} is no multiple of "
+                f"parallel.tensor_model_parallel_size {tensor}"
+            )
+        if self.parallel.sequence_parallel and self.training.seq_length % tensor:
+            raise ValueError(
+                f"training.seq_length {self.training.seq_length} is no multiple of "
+                f"parallel.tensor_model_parallel_size {tensor}, as sequence_parallel needs"
+            )
+        batch = self.training.micro_batch_size * self.data_parallel_size
+        stages = self.training.batch_sizes.stages
+        for number, part in enumerate(stages, start=1):
+            what = f"training.global_batch_size {part.size}"
+            if number < len(stages):
+                what = f"training.rampup_batch_size, stage {number} of {len(stages)}: {part}"
+            if part.size % batch:
+                raise ValueError(
+                    f"{what} is no multiple of micro_batch_size x data-parallel size = "
+                    f"{self.training.micro_batch_size} x {self.data_parallel_size}"
+                )
+            if self.parallel.virtual_stages and part.size // batch % pipeline:
+                raise ValueError(
+                    f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
+                    f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
+                )
+            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
+                )
+        if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
+            stage = self.model.num_layers // pipeline
+            if stage % layers or stage == layers:
+                raise ValueError(
+                    f"the {stage} layers of a pipeline stage cannot be split into several parts of "
+                    f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _fused(self) -> Self:
+        """What the kernels that join several steps can do, and the groups of the optimizer."""
+        if self.training.apply_rope_fusion and self.data.reset_position_ids:
+            raise ValueError(
+                "training.apply_rope_fusion turns all rows by the same angles, and data.reset_position_ids gives each "
+                "row positions of its own; leave out training.apply_rope_fusion"
+            )
+        if self.parallel.tp_comm_overlap and self.training.transformer_impl != "transformer_engine":
+            raise ValueError(
+                "parallel.tp_comm_overlap is done by TransformerEngine's layers; set "
+                "training.transformer_impl=transformer_engine"
+            )
+        instances = self.parallel.num_distributed_optimizer_instances
+        replicas = self.data_parallel_size * self.parallel.context_parallel_size
+        if replicas % instances or self.expert_replicas % instances:
+            experts = f", {self.expert_replicas} for experts" if self.parallel.separates_experts else ""
+            raise ValueError(
+                f"the {replicas} ranks that share a part of the model (data x context parallel{experts}) are no "
+                f"multiple of parallel.num_distributed_optimizer_instances {instances}"
+            )
+        if self.parallel.defer_embedding_wgrad_compute and self.training.gradient_accumulation_fusion is False:
+            raise ValueError(
+                "parallel.defer_embedding_wgrad_compute adds gradients of weights to their sum where they are "
+                "computed; leave out training.gradient_accumulation_fusion"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _precision(self) -> Self:
+        """What asks for weights in bf16, or for the distributed optimizer."""
+        if self.training.resolved_precision != "bf16":
+            for name, asked in (
+                ("optimizer.main_grads_dtype=bf16", self.optimizer.main_grads_dtype == "bf16"),
+                ("optimizer.use_precision_aware_optimizer", self.optimizer.use_precision_aware_optimizer),
+                ("training.cross_entropy_loss_fusion", self.training.cross_entropy_loss_fusion),
+            ):
+                if asked:
+                    raise ValueError(f"{name} needs training.precision bf16")
+        if self.optimizer.use_precision_aware_optimizer and not self.parallel.use_distributed_optimizer:
+            raise ValueError("optimizer.use_precision_aware_optimizer needs parallel.use_distributed_optimizer")
+        if self.training.deterministic and self.training.cross_entropy_loss_fusion:
+            raise ValueError(
+                "training.deterministic: Megatron-LM refuses cross_entropy_loss_fusion with it, whose compiled kernels "
+                "may add in another order; set training.cross_entropy_loss_fusion=false"
+            )
+        return self
+
+    def _check_attention(self) -> None:
+        """What the two implementations of attention can do. Raises ValueError."""
+        context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
+        if context == 1:
+            return
+        documents = self.data.attends_documents
+        if self.training.transformer_impl == "transformer_engine" and documents:
+            raise ValueError(
+                "data.reset_attention_mask, or packed rows, with parallel.context_parallel_size above 1 needs the "
+                "local attention; set training.transformer_impl=local"
+            )
+        if self.training.transformer_impl == "transformer_engine" and self.window_over_ranks:
+            raise ValueError(
+                "model.transformer.window_size with parallel.context_parallel_size above 1 needs the local attention; "
+                "set training.transformer_impl=local"
+            )
+        heads = self.model.num_attention_heads
+        local = documents or self.window_over_ranks or self.training.transformer_impl == "local"
+        if heads % (tensor * context) and local:
+            raise ValueError(
+                f"model.num_attention_heads {heads} is no multiple of tensor x context parallel size "
+                f"{tensor} x {context}: the local attention gives each of these ranks a part of the heads"
+            )
+        parts = 2 * context * (tensor if self.parallel.sequence_parallel else 1)
+        if self.training.seq_length % parts:
+            raise ValueError(
+                f"training.seq_length {self.training.seq_length} is no multiple of {parts}: each of the "
+                f"{context} context-parallel ranks takes two parts of it"
+                + (", which sequence_parallel splits again" if parts > 2 * context else "")
+            )
+
+    @property
+    def window_over_ranks(self) -> bool:
+        """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
+        return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        expert_layout.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _transformer_engine(self) -> Self:
+        given = self.model.transformer.model_dump()
+        needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(given))
+        if needs and self.training.transformer_impl != "transformer_engine":
+            raise ValueError(
+                f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
+                "training.transformer_impl=transformer_engine, or leave it out"
+            )
+        fp8_layout.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> Self:
+        optimizer = self.optimizer
+        if self.parallel.use_distributed_optimizer and optimizer.kind != "adam":
+            what = "optimizer.class" if optimizer.class_path else f"optimizer.name {optimizer.name}"
+            raise ValueError(
+                f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
+                "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _document_windows(self) -> Self:
+        length = self.training.seq_length
+        cuts = dict(self.data.cut_by_document)
+        if self.data.validation_cut is not None:
+            cuts |= dict.fromkeys(self.data.validation, self.data.validation_cut)
+        for name, cut in cuts.items():
+            cut.check(cut.window or length)
+            if (cut.window or 0) > length and cut.packing != "split":
+                raise ValueError(
+                    f"data set {name!r}: document_window.window {cut.window} does not fit a row of "
+                    f"training.seq_length {length}; set a shorter window, or document_window.packing=split"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lanes(self) -> Self:
+        if self.data.streams and self.data.lanes % self.data_parallel_size:
+            raise ValueError(
+                f"data.lanes {self.data.lanes} is no multiple of the data-parallel size {self.data_parallel_size}: "
+                "each replica reads as many lanes of a stream; a run that begins may set another data.lanes, one that "
+                "has begun needs another number of ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluated_checkpoints(self) -> Self:
+        if self.evaluation is not None and self.evaluation.interval % self.checkpoint.interval:
+            raise ValueError(
+                f"evaluation.interval {self.evaluation.interval} is no multiple of "
+                f"checkpoint.interval {self.checkpoint.interval}"
+            )
+        return self
+
+    def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:
+        """Iterations of the warm-up, and until the learning rate has come down.
+
+        `reaches(samples)` is the iteration with which a run has consumed that many: what is given in tokens
+        ends with the iteration that trains on the last of them.
+        """
+        optimizer, length = self.optimizer, self.training.seq_length
+        warmup, decay = optimizer.lr_warmup_steps, optimizer.lr_decay_steps or self.training.steps
+        if optimizer.lr_warmup_tokens is not None:
+            warmup = reaches(-(-optimizer.lr_warmup_tokens // length))
+        if optimizer.lr_decay_tokens is not None:
+            decay = reaches(-(-optimizer.lr_decay_tokens // length))
+        return warmup, decay
+
+    @model_validator(mode="after")
+    def _schedule(self) -> Self:
+        optimizer = self.optimizer
+        warmup, decay = self.lr_steps(self.training.batch_sizes.reaches)
+        if optimizer.lr_warmup_tokens is not None and optimizer.lr_warmup_steps:
+            raise ValueError("optimizer.lr_warmup_steps and lr_warmup_tokens say the same; set one of them")
+        if optimizer.lr_decay_tokens is not None and optimizer.lr_decay_steps is not None:
+            raise ValueError("optimizer.lr_decay_steps and lr_decay_tokens say the same; set one of them")
+        if warmup >= decay:
+            first = "lr_warmup_steps" if optimizer.lr_warmup_tokens is None else "lr_warmup_tokens, in steps"
+            last = "training.steps"
+            if optimizer.lr_decay_tokens is not None:
+                last = "optimizer.lr_decay_tokens, in steps"
+            elif optimizer.lr_decay_steps is not None:
+                last = "optimizer.lr_decay_steps"
+            raise ValueError(
+                f"optimizer.{first} {warmup} must be below {last} {decay}; "
+                f"set optimizer.lr_warmup_steps={decay // 10}, or train longer"
+            )
+        if (optimizer.lr_decay_style == "WSD") != (optimizer.lr_wsd_decay_steps is not None):
+            raise ValueError("optimizer.lr_wsd_decay_steps belongs to lr_decay_style WSD, which needs it")
+        if (optimizer.lr_wsd_decay_steps or 0) > decay - warmup:
+            raise ValueError(
+                f"optimizer.lr_wsd_decay_steps {optimizer.lr_wsd_decay_steps} must fit between "
+                f"the warm-up of {warmup} steps and the end of the decay at {decay}"
+            )
+        if optimizer.min_lr > optimizer.lr:
+            raise ValueError(f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
+        return self
+
+    @model_validator(mode="after")
+    def _elastic(self) -> Self:
+        elastic.check(self)
+        return self
+
+
+KINDS: dict[str, type[CommonConfig]] = {
+    "native": RunConfig,
+    "megatron-lm": MegatronConfig,
+    "command": CommandConfig,
+}
+"""The class of configs of each trainer."""
+
+
+def trainers_with(section: str) -> list[str]:
+    """The trainers whose runs have this section, or this setting outside of sections."""
+    return [trainer for trainer, kind in KINDS.items() if section in kind.model_fields]

@@ -1,0 +1,146 @@
+"""The files of clusters: where they lie, and what they say before a schema has judged it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from relayrun import places
+from relayrun.config.compose import yamlfile
+from relayrun.config.compose.yamlfile import LocatedSettings
+from relayrun.errors import ConfigError, nearest
+
+log = logging.getLogger(__name__)
+
+CLUSTER = "CLUSTER"
+"""The variable that names the cluster where no config does."""
+
+
+OF_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
+"""Options that sbatch takes from variables, SBATCH_ACCOUNT and so on."""
+OF_CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
+"""Variables that send Slurm's commands to other clusters."""
+UNHEEDED = {
+    "SBATCH_TIMELIMIT": "job.time",
+    "SBATCH_MEM_PER_NODE": "job.mem",
+    "SBATCH_GPUS_PER_NODE": "job.gpus_per_node",
+    "SBATCH_EXCLUSIVE": "job.exclusive",
+    "SBATCH_WCKEY": "job.sbatch.wckey",
+    "SBATCH_GRES": "job.sbatch.gres",
+    "SBATCH_NETWORK": "job.sbatch.network",
+}
+"""Variables for sbatch that its jobs here do not get, with the setting in their place."""
+
+
+def folders(config: Path | None = None) -> list[Path]:
+    """The folders of the clusters' files: the nearest above a config file, or the project's, then relayrun's own."""
+    above = config.resolve().parents if config is not None else (places.project() / "configs", places.project())
+    nearest_folder = next((up / "clusters" for up in above if (up / "clusters").is_dir()), None)
+    own = places.shared("configs/clusters")
+    return [own] if nearest_folder in (None, own) else [nearest_folder, own]
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """Names of the clusters that have a file in one of these folders."""
+    return sorted({entry.stem for folder in folders for entry in folder.glob("*.yaml")})
+
+
+def read(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSettings:
+    """What the file of cluster `name` says. Raises ConfigError, with `where` the name stands, if there is none.
+
+    `name` may be the path of a file, too.
+    """
+    places_of_it = [folder / f"{name}.yaml" for folder in folders]
+    if name.endswith((".yaml", ".yml")):
+        places_of_it = [Path(name)]
+    file = next((path for path in places_of_it if path.is_file()), None)
+    if file is None:
+        known = names(folders)
+        raise ConfigError(
+            f"unknown cluster {name!r}; there are: {', '.join(known)}",
+            where=where,
+            hint=nearest(name, known) or f"name one of them, or write {places_of_it[0]}",
+        )
+    return yamlfile.read(file)
+
+
+def insert(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
+    """Replace a cluster's name in composed settings by what its file says. Raises ConfigError."""
+    name = settings.values.get("cluster")
+    if isinstance(name, str):
+        cluster = read(name, folders=folders, where=settings.place(("cluster",)))
+        settings.values["cluster"] = cluster.values
+        settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
+
+
+def of_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options of sbatch that variables of a person's shell give."""
+    found = {name: environment.get(f"SBATCH_{name.upper()}", "").strip() for name in OF_ENVIRONMENT}
+    return {name: value for name, value in found.items() if value}
+
+
+def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where a variable sends jobs to another cluster than the one whose Slurm is asked here.
+
+    What else is not heeded is said.
+    """
+    cluster, executor = settings.values.get("cluster"), settings.values.get("executor")
+    if executor == "local" or (isinstance(cluster, dict) and cluster.get("scheduler") == "local"):
+        return
+    for name in OF_CLUSTERS:
+        if environment.get(name):
+            raise ConfigError(
+                f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm",
+                where="environment",
+                hint=f"unset {name}; for another cluster, submit from its login node",
+            )
+    for name, setting in UNHEEDED.items():
+        if environment.get(name):
+            log.warning("%s=%s is not heeded: set %s", name, environment[name], setting)
+
+
+def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
+    """Put the options of sbatch that variables give into the config's jobs: relayrun starts sbatch without them.
+
+    They hold over the site's defaults, and `--set` over them. Raises ConfigError where the config says another value.
+    """
+    for option, value in of_environment(environment).items():
+        variable, own = f"SBATCH_{option.upper()}", settings.values.setdefault("job", {})
+        if not isinstance(own, dict):
+            return
+        place = (settings.place(("job", option)) or "") if option in own else ""
+        if place.startswith("--set"):
+            continue
+        if own.get(option) is not None and str(own[option]) != value:
+            raise ConfigError(
+                f"{variable}={value}, and job.{option} is {own[option]}",
+                where=place,
+                hint=f"unset {variable}, or say which one counts: --set job.{option}=...",
+            )
+        own[option], settings.places["job", option] = value, variable
+
+
+def insert_job_defaults(settings: LocatedSettings, *, only: Collection[str] | None = None) -> None:
+    """Put the site's defaults of jobs under the config's own; of `sbatch`, option by option.
+
+    `only`: names of the settings that count, for jobs that are no training.
+    """
+    cluster = settings.values.get("cluster")
+    if not isinstance(cluster, dict) or not isinstance(defaults := cluster.get("job"), dict):
+        return
+    defaults = {name: value for name, value in defaults.items() if only is None or name in only}
+    own = settings.values.setdefault("job", {})
+    if not isinstance(own, dict):
+        return
+    _insert_missing(settings, own, defaults, ("job",))
+    if isinstance(options := defaults.get("sbatch"), dict) and isinstance(own.get("sbatch"), dict):
+        _insert_missing(settings, own["sbatch"], options, ("job", "sbatch"))
+
+
+def _insert_missing(
+    settings: LocatedSettings, own: dict[str, object], defaults: dict[str, object], at: tuple[str, ...]
+) -> None:
+    for name in defaults.keys() - own.keys():
+        own[name] = defaults[name]
+        settings.places[(*at, name)] = settings.place(("cluster", *at, name)) or ""

@@ -1,0 +1,75 @@
+"""Whether a path may be written: nothing may below a cluster's `read_only_paths`, whichever job or tool would do it.
+
+A run config names its cluster. A tool that has no config asks for the cluster of the variable CLUSTER, and where that
+is not set for every file of configs/clusters/: on a machine of another site these paths do not exist.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relayrun.config.compose import sites
+from relayrun.errors import INTO_A_FOLDER, ConfigError, refusal_of_url, run_main
+
+AnyPath = str | os.PathLike[str]
+
+
+def protected(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
+    """The first of `read_only_paths` that `path` is, or lies below, links followed; None where it may be written.
+
+    A URL is no path of this machine, and may be written.
+    """
+    if "://" in os.fspath(path):
+        return None
+    real = os.path.realpath(path)
+    for place in read_only_paths:
+        top = os.path.realpath(place)
+        if os.path.commonpath([real, top]) == top:
+            return place
+    return None
+
+
+def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_only_paths: Sequence[str]) -> None:
+    """Raise ConfigError for the outputs, by their names, that are URLs, or lie where `cluster` allows no writing."""
+    refusals = {name: refusal_of_url(path) for name, path in outputs.items() if path is not None}
+    if urls := [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]:
+        raise ConfigError("; ".join(urls), hint=INTO_A_FOLDER)
+    found = [
+        f"{name}: {os.fspath(path)} lies below {place}"
+        for name, path in outputs.items()
+        if path is not None and (place := protected(path, read_only_paths)) is not None
+    ]
+    if found:
+        raise ConfigError(
+            "; ".join(found) + f", where cluster {cluster!r} allows no writing (cluster.read_only_paths)",
+            hint="choose a folder on another file system",
+        )
+
+
+def check_outputs(outputs: Mapping[str, AnyPath | None], environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError as `check_writable` does, for a tool that was given no config."""
+    folders = sites.folders()
+    name = environment.get(sites.CLUSTER, "")
+    if name:
+        found = {name: sites.read(name, folders=folders, where=f"{sites.CLUSTER}={name}").values}
+    else:
+        found = {each: sites.read(each, folders=folders, where=None).values for each in sites.names(folders)}
+    for each, values in found.items():
+        check_writable(outputs, cluster=each, read_only_paths=_texts(values.get("read_only_paths")))
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def main(paths: Sequence[str]) -> int:
+    """Check the paths of a Bash script, before it submits a job. Raises ConfigError."""
+    check_outputs({f"argument {number}": path for number, path in enumerate(paths, start=1)})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(lambda: main(sys.argv[1:])))

@@ -1,0 +1,87 @@
+"""The section `checkpoint` of a run config."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from relayrun.config.sections.section import Line, NonNegative, Positive, Section
+
+
+class Mirror(Section):
+    """A second place for copies of checkpoints. Each is read back in full before it counts."""
+
+    path: Line
+    """An absolute folder that is there, on another file system than the run, or a URL that fsspec can write below
+    (`s3://bucket/ada`; credentials come from the environment); copies lie in PROJECT/NAME below it."""
+    keep_last: Positive = 2
+    """Newest copies that are kept."""
+    keep_every: Positive | None = None
+    """Copies whose iteration is a multiple of this are never removed."""
+    megabytes_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Copied at most, in 10^6 bytes a second; default: as fast as it goes, at the lowest priority."""
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if "://" in value:
+            return _url(value)
+        if not value.startswith("/"):
+            raise ValueError("is relative; write the absolute path of a folder, or a URL")
+        return value
+
+
+def _url(value: str) -> str:
+    """A URL below which copies can lie, without slashes at its end."""
+    scheme, _, rest = value.partition("://")
+    if re.match(r"[^/]*:[^/]*@", rest):
+        raise ValueError("has a password in it, which would be written into files: set credentials in the environment")
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/") or re.search(r"::|[?#*\[\]]|//|\s", rest):
+        raise ValueError("is no URL of a folder: write SCHEME://BUCKET/FOLDER, without options and patterns")
+    if scheme in ("http", "https"):
+        raise ValueError("is a page that can only be read: write the URL of a store, such as s3://BUCKET/FOLDER")
+    return value.rstrip("/")
+
+
+class Checkpoint(Section):
+    """When the state is made durable. A leave (time, signal, trigger, last step) always saves too."""
+
+    interval: Positive
+    """Iterations between saves."""
+    keep_last: Positive = 3
+    """Published checkpoints that are kept; older ones are removed."""
+    keep_every: Positive | None = None
+    """Checkpoints whose iteration is a multiple of this are never removed."""
+    async_save: bool = True
+    """Write while training goes on, from a copy in host memory (on each rank, as large as what it saves). A save that
+    is due while one is under way waits for it."""
+    writer_threads: Positive = 2
+    """Files that each rank writes at a time."""
+    fully_parallel_load: bool = True
+    """Data-parallel replicas divide what they read and send it to each other, so that a load reads what they have in
+    common once, not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads all that it needs."""
+    mirror: Mirror | None = None
+    """Where committed checkpoints are copied to, beside the jobs and by `relayrun checkpoint mirror`; default: nowhere.
+    `relayrun checkpoint restore` brings one back."""
+    memory_interval: Literal["auto"] | NonNegative = 0
+    """With chain.recovery `node`: iterations between copies of each rank's state in the memory of its own node and the
+    next one (/dev/shm), from which ranks go on that are started again. It takes the room of two copies, on several
+    nodes of four. `auto`: as often as 2 % of the steps' time allow. 0: from the disk."""
+    load: str | None = None
+    """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
+    folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""
+    finetune: bool = False
+    """Take only the weights of `load`: iterations, optimizer, random numbers and data begin anew."""
+    no_load_optim: bool = False
+    """Leave out the state of the optimizer of `load`; iterations and data go on."""
+    no_load_data: bool = False
+    """Leave out the position in the data of `load`: the data begin anew, and may be others. Iterations go on."""
+
+    @model_validator(mode="after")
+    def _of_load(self) -> Self:
+        for name in ("finetune", "no_load_optim", "no_load_data"):
+            if getattr(self, name) and self.load is None:
+                raise ValueError(f"{name} says what of `load` is left out, and load is not set")
+        return self

@@ -1,0 +1,278 @@
+"""What is trained on: `data` and the data sets of its mixture."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from relayrun.config.sections.document_window import DOCUMENT_WINDOW, DocumentWindow
+from relayrun.config.sections.section import NAME, Fraction, Output, Positive, Section
+from relayrun.config.sections.streams import LANES, TOKENS, Source, Stream
+
+MOCK_ORDER = "mock"
+"""Name of the order of the data set that `mock_data` makes."""
+
+FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
+"""Names that configs and checkpoints of earlier versions hold."""
+
+
+def _order_of_today(order: str | None) -> str | None:
+    """An order by the name that it has in this version."""
+    return order if order is None else FORMER_ORDERS.get(order, order)
+
+
+class DataSource(Section):
+    """One data set of a mixture."""
+
+    path: str | list[str] | None = None
+    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either, read in the order of the list;
+    only a user's own order may do without. Of another `source`: folders, files or patterns of files, or URLs."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
+    order: str | None = None
+    """`window`, `document-window`, `megatron` or `module:callable`; default: data.order."""
+    document_window: DocumentWindow | None = None
+    """How this data set's documents are cut and packed; default: data.document_window."""
+    source: Source = "tokens"
+    """What the files hold: `tokens`, or text that is tokenized as it is read: `parquet`, `jsonl` (also compressed) or
+    `arrow`."""
+    stream: Stream | None = None
+    """How the text of another source than `tokens` is read, filtered and shuffled."""
+    options: dict[str, Any] = {}
+    """Options that are handed to a user's own order, which alone reads them."""
+    loss_mask: bool = False
+    """A user's own order gives a loss mask with its tokens: `read` returns both, or `row` a
+    `relayrun.tokens.order.rows.Row`. Without this a mask ends the run."""
+    edition: Positive = 1
+    """Number of the edition, which rises when the files are replaced by others. Set by submit."""
+
+    _named_as_today = field_validator("order")(_order_of_today)
+
+    def identity(self, name: str) -> str:
+        """The name under which the data set called `name` is counted: `name`, or `name@2` from edition 2 on."""
+        return name if self.edition == 1 else f"{name}@{self.edition}"
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set is text that is tokenized as it is read."""
+        return self.source != TOKENS
+
+    @property
+    def paths(self) -> list[str]:
+        return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
+
+
+_NOT_MOCKED = ("datasets", "validation", "split", "document_window", "mask_tokens_except")
+"""What made-up data take the place of."""
+_ORDER = re.compile(r"window|document-window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Data(Section):
+    """Which tokens are read, and in which order. Relative paths start at the folder that holds `launchers/`."""
+
+    tokenizer: str
+    """Folder or file of the tokenizer the shards were made with (for its size and its end of document)."""
+    allow_other_tokenizer: bool = False
+    """Take shards that another tokenizer than `tokenizer` made; ids beyond its vocabulary still end the run."""
+    datasets: list[str] = []
+    """Folders of .bin/.idx shards; links are followed. Short for a mixture of one data set, `train`."""
+    mixture: dict[Annotated[str, Field(pattern=NAME)], DataSource] = {}
+    """Data sets by name. May be given as the name of a YAML or JSON file that holds this, or as `path*,0.3;path*,0.7`.
+    A mixture that is changed on a resume goes on in every data set where it was."""
+    validation: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
+    """Held-out sets by name, each a list of folders; never part of training. With `order: document-window` their
+    documents are cut and packed as `document_window` says, with every other order they are read as with `window`."""
+    split: Fraction = 0.0
+    """Share of each data set's windows, at its end, that is held out: a validation set of the data set's name."""
+    order: str = "window"
+    """How a data set's windows are cut and shuffled: `window`, without an index; `document-window`, windows that never
+    cross a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""
+    document_window: DocumentWindow | None = None
+    """How data sets of `order: document-window` are cut and packed, where they do not say it themselves."""
+    data_cache_dir: Output | None = None
+    """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the number
+    of rows of `order: document-window`, which is otherwise kept in the run directory."""
+    shard_cache_dir: Output | None = None
+    """Folder of each node's own disk through which token shards below URLs are read, block by block; they need one."""
+    shard_cache_gb: Annotated[float, Field(ge=0.01)] = 20.0
+    """10^9 bytes of that folder, at most, for all ranks of a node together; what was used longest ago leaves it."""
+    lanes: Positive = LANES
+    """Lanes of the data sets that are streams: the number of data-parallel replicas must divide it at every resume. Set
+    a number with many divisors: 48 replicas take 192, 512 take 512."""
+    num_workers: Annotated[int, Field(ge=0, le=1)] = 1
+    """Processes beside each rank that read and tokenize its streams; 0: the rank does it itself, in a thread. Changes
+    speed and memory alone."""
+    max_epochs: Annotated[float, Field(gt=0)] = 100.0
+    """How often a data set may be read until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
+    reset_position_ids: bool = False
+    """Positions start at 0 after each end of document. Rotary positions are relative: with reset_attention_mask this
+    changes rounding alone."""
+    reset_attention_mask: bool = False
+    """A token sees only its own document. No mask is made: time and memory fall with the documents' lengths."""
+    eod_mask_loss: bool = False
+    """What follows an end of document is not predicted: its loss does not count."""
+    mask_tokens_except: Annotated[str, Field(min_length=1)] | None = None
+    """Characters, such as `ACGTacgt`: a token that is none of them is not predicted, its loss does not count. Each must
+    be one token of the tokenizer. Default: all tokens count."""
+    mock_data: bool = False
+    """Made-up tokens in place of tokenizer, data sets and validation sets, whatever these are: nothing is read."""
+    mock_vocabulary_size: Positive = 128_256
+    """Size of the vocabulary of the made-up tokens; the default is Llama 3's."""
+
+    _named_as_today = field_validator("order")(_order_of_today)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mock(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("mock_data") is not True:
+            return values
+        size = values.get("mock_vocabulary_size", cls.model_fields["mock_vocabulary_size"].default)
+        source = {"weight": 1.0, "order": MOCK_ORDER, "options": {"vocabulary_size": size}}
+        rest = {name: value for name, value in values.items() if name not in _NOT_MOCKED}
+        return rest | {"mixture": {"mock": source}}
+
+    @property
+    def depends_on_ends(self) -> bool:
+        """Whether something depends on which token ends a document."""
+        dropped = any(cut.drop_eod for cut in self._cuts)
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss or dropped
+
+    @property
+    def cut_by_document(self) -> dict[str, DocumentWindow]:
+        """How the data sets of `order: document-window` are cut and packed, by name; none of another order."""
+        return {
+            name: source.document_window or self.document_window or DocumentWindow()
+            for name, source in self.sources.items()
+            if (source.order or self.order) == DOCUMENT_WINDOW
+        }
+
+    def order_of(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Order and options of the data set called `name`: what decides its samples, beside its files."""
+        source, cut = self.sources[name], self.cut_by_document.get(name)
+        return source.order or self.order, source.options if cut is None else cut.model_dump(mode="json")
+
+    def stream_of(self, name: str) -> dict[str, Any]:
+        """What decides the samples of the data set called `name` beside order, options and files; of a stream alone."""
+        source = self.sources[name]
+        if not source.is_stream:
+            return {}
+        return {"source": source.source, "data.lanes": self.lanes, **(source.stream or Stream()).record()}
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """How the data sets are read that are text, by name."""
+        return {name: source.stream or Stream() for name, source in self.sources.items() if source.is_stream}
+
+    @property
+    def attends_documents(self) -> bool:
+        """Whether there are rows in which a token sees less than all before it."""
+        return self.reset_attention_mask or self._packs
+
+    @property
+    def restarts_positions(self) -> bool:
+        """Whether there are rows in which positions start at 0 again."""
+        return self.reset_position_ids or self._packs
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether there are tokens whose loss does not count."""
+        masked = any(source.is_stream or source.loss_mask for source in self.sources.values())
+        return self.eod_mask_loss or self.mask_tokens_except is not None or masked or bool(self._cuts)
+
+    @property
+    def validation_cut(self) -> DocumentWindow | None:
+        """How the sets of `validation` are cut and packed; None: as with `order: window`."""
+        return (self.document_window or DocumentWindow()) if self.order == DOCUMENT_WINDOW else None
+
+    @property
+    def _cuts(self) -> list[DocumentWindow]:
+        held_out = [self.validation_cut] if self.validation and self.validation_cut is not None else []
+        return [*self.cut_by_document.values(), *held_out]
+
+    @property
+    def _packs(self) -> bool:
+        return any(cut.packs for cut in self._cuts)
+
+    @property
+    def sources(self) -> dict[str, DataSource]:
+        """The data sets of the mixture by name, also where `datasets` is given."""
+        return self.mixture or {"train": DataSource(path=self.datasets, weight=1.0)}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if bool(self.datasets) == bool(self.mixture):
+            raise ValueError("give either datasets or mixture")
+        for name, source in self.sources.items():
+            order = source.order or self.order
+            if not _ORDER.fullmatch(order):
+                raise ValueError(f"order {order!r} is none of window, document-window, megatron, module:callable")
+            own = ":" in order or order == MOCK_ORDER
+            self._check_stream(name, order)
+            if source.loss_mask and ":" not in order:
+                raise ValueError(
+                    f"mixture.{name}: loss_mask belongs to a user's own order, module:callable, not {order}"
+                )
+            self._check_urls(name, order)
+            if not source.paths and not own:
+                raise ValueError(f"mixture.{name}: this data set has no path")
+            if order == DOCUMENT_WINDOW and self.split:
+                raise ValueError(
+                    f"mixture.{name}: data.split would hold out windows that overlap those of training, or rows with "
+                    "parts of the same documents; hold data out by path"
+                )
+            if order == DOCUMENT_WINDOW and source.options:
+                raise ValueError(f"mixture.{name}: order {order!r} takes document_window, and no options")
+            if source.document_window is not None and order != DOCUMENT_WINDOW:
+                raise ValueError(f"mixture.{name}: document_window belongs to order: {DOCUMENT_WINDOW}, not {order!r}")
+            if own and self.split:
+                raise ValueError(
+                    f"mixture.{name}: data.split cannot hold out a part of a user's own order {order!r}; "
+                    "hold data out by path"
+                )
+            if self.split and name in self.validation:
+                raise ValueError(f"data.split makes a validation set {name!r}, and data.validation has one too")
+        held_out = [path for paths in self.validation.values() for path in paths if "://" in path]
+        if held_out:
+            raise ValueError(
+                f"data.validation: {held_out[0]} is a URL, and validation sets are read from local folders"
+            )
+        if self.document_window is not None and not self._cuts:
+            raise ValueError(f"data.document_window: no data set has order: {DOCUMENT_WINDOW}, which alone reads it")
+        return self
+
+    def _check_urls(self, name: str, order: str) -> None:
+        """Raise ValueError for token shards below URLs that would not be found or read there."""
+        source = self.sources[name]
+        urls = [path for path in source.paths if "://" in path]
+        if urls and not source.is_stream:
+            if order not in ("window", DOCUMENT_WINDOW):
+                raise ValueError(f"mixture.{name}: order {order} reads local shards, and {urls[0]} is a URL")
+            if self.shard_cache_dir is None:
+                raise ValueError(
+                    f"mixture.{name}: {urls[0]} is a URL; set data.shard_cache_dir, a folder of each node's own disk"
+                )
+
+    def _check_stream(self, name: str, order: str) -> None:
+        """Raise ValueError where source, stream, order and split do not go together."""
+        source = self.sources[name]
+        if not source.is_stream:
+            if source.stream is not None:
+                raise ValueError(f"mixture.{name}: stream belongs to source: parquet, jsonl or arrow, not {TOKENS}")
+            return
+        if order not in ("window", DOCUMENT_WINDOW):
+            raise ValueError(
+                f"mixture.{name}: source: {source.source} is read with order: window or {DOCUMENT_WINDOW}, not {order}"
+            )
+        if source.options:
+            raise ValueError(f"mixture.{name}: source: {source.source} takes stream, and no options")
+        if self.split:
+            raise ValueError(
+                f"mixture.{name}: data.split needs numbered windows, and a stream has none; hold out by path"
+            )
+        if source.source != "parquet" and source.stream is not None:
+            if source.stream.filters and source.source != "jsonl":
+                raise ValueError(f"mixture.{name}: stream.filters needs source: parquet or jsonl")
+            if source.stream.extra_columns:
+                raise ValueError(f"mixture.{name}: stream.extra_columns needs source: parquet")

@@ -1,0 +1,122 @@
+"""Who is told what of a run, and the care that nothing secret stands in a config."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relayrun.config.sections.section import NAME, Line, NonNegative, Positive, Section
+
+Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation"]
+EVENTS: tuple[Event, ...] = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
+
+HINT = "secrets come from the environment alone: export it as a variable where you submit, and write ${VARIABLE} for it"
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""What stands in a URL for a variable of the environment; its group is the name."""
+_PUBLIC = ("mailto", "mailtos", "json", "jsons", "http", "https", "ntfy", "ntfys")
+"""Schemes of URLs that may have no secret part."""
+_SECRET_NAME = re.compile(
+    r"pass(word|wd)?|pw|secret|token|(api|access|auth)?_?key|auth|sig(nature)?|credentials?", re.I
+)
+_SECRET_OPTION = re.compile(rf"--?[\w-]*({_SECRET_NAME.pattern})[\w-]*[=:](.+)", re.I)
+_WEBHOOK = re.compile(r"(hooks\.slack\.com|(\w+\.)?discord(app)?\.com|[\w.-]*webhook\.office\.com)(:\d+)?/", re.I)
+_KNOWN = re.compile(r"xox[abposr]-|gh[pousr]_|glpat-|hf_|tk_[A-Za-z0-9]{20}|AKIA|syt_|sk-")
+"""What tokens of well-known services begin with."""
+
+
+_UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+
+
+class NotifyTarget(Section):
+    """Somebody who is told: a URL, or a command of your own."""
+
+    url: Line | None = None
+    """Where to: mailto://SERVER?to=NAME@DOMAIN, json://HOST/PATH, https://... (webhooks), or any that apprise knows.
+    ${VARIABLE} stands for what the environment says; nothing secret may stand here."""
+    command: list[Line] = []
+    """Your own program and its arguments; it reads subject, an empty line and body. Nothing secret may stand here."""
+    events: list[Event] | None = None
+    """What this target is told of; default: notify.events."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.url is None) == (not self.command):
+            raise ValueError("give either a url or a command")
+        what = None if self.url is None else secret_in(self.url)
+        what = next(filter(None, map(_secret_argument, self.command)), what)
+        if what is not None:
+            raise ValueError(f"holds {what}; {HINT}")
+        if self.url is not None and not VARIABLE.match(self.url) and "://" not in self.url:
+            raise ValueError("is no URL; write SCHEME://..., or ${VARIABLE} for one that the environment holds")
+        return self
+
+
+class Notify(Section):
+    """Who is told when something happens to the run: one message of a cause an hour."""
+
+    targets: dict[Annotated[str, Field(pattern=NAME)], NotifyTarget] = {}
+    """Who is told, by a name of your choice. None: nobody."""
+    events: list[Event] = list(EVENTS)
+    """What the targets are told of: chain stopped, attempts failed, hang, stalled (no durable progress), anomaly of the
+    loss, disk nearly full, node sick, done, evaluation finished."""
+    failed_attempts: Positive = 2
+    """Attempts in a row without a new durable iteration from which on `failed` is told."""
+    no_progress: Annotated[float, Field(gt=0)] = 21600.0
+    """Seconds of jobs without a new durable iteration after which `stalled` is told, and again after as many."""
+    disk_checkpoints: NonNegative = 2
+    """`disk` is told when there is room for fewer checkpoints than this; 0: only where a save met a full disk."""
+
+
+def secret_in(url: str) -> str | None:
+    """What in a URL looks like a secret, in words that do not repeat it; None where nothing does."""
+    scheme, _, rest = url.partition("://")
+    if _WEBHOOK.match(rest) and "$" not in rest:
+        return "the address of a chat's webhook, which is its key"
+    bare = VARIABLE.sub("$", rest)
+    if _KNOWN.search(url):
+        return "a token"
+    address, _, query = bare.partition("?")
+    user, at, _ = address.split("/", 1)[0].rpartition("@")
+    if at and ":" in user and user.partition(":")[2] not in ("", "$"):
+        return "a password, behind the user's name"
+    for part in re.split(r"[&;]", query):
+        name, _, value = part.partition("=")
+        if value and "$" not in value and (_SECRET_NAME.fullmatch(name) or _looks_random(value)):
+            return f"what looks like a secret, as the value of {name}"
+    for part in re.split(r"[/:@]", address.removeprefix(f"{user}@") if scheme in _PUBLIC else address):
+        if _looks_random(part):
+            return f"what looks like a token: a part of {len(part)} letters and digits"
+    if scheme and rest and scheme.lower() not in _PUBLIC and "$" not in bare and "@" not in address:
+        return f"a whole {scheme} URL, whose parts are its keys"
+    return None
+
+
+def _secret_argument(argument: str) -> str | None:
+    option = _SECRET_OPTION.fullmatch(argument)
+    if _KNOWN.search(argument) or (option is not None and "$" not in argument):
+        return "what looks like a secret, in an argument of the command, which every user of the machine can see"
+    return "a secret in a URL among the command's arguments" if "://" in argument and secret_in(argument) else None
+
+
+def _looks_random(part: str) -> bool:
+    """Whether a part of a URL is a key, by its form: long words that mix letters and digits as no name does."""
+    return _UUID.search(part) is not None or any(_is_random(word) for word in re.split(r"[-_.,]", part))
+
+
+def _is_random(word: str) -> bool:
+    if "$" in word or len(word) < 9:
+        return False
+    runs = len(re.findall(r"[A-Za-z]+|[0-9]+", word))
+    if word.isdigit():
+        return len(word) >= 16  # the number of a Discord webhook
+    if word.isalpha():
+        return len(word) >= 20 and len(re.findall(r"[a-z][A-Z]", word)) >= 3
+    return runs >= 5 or (len(word) >= 16 and runs >= 3)
+
+
+def may_be_repeated(location: tuple[str, ...]) -> bool:
+    """Whether an error may repeat the value of the setting at `location`, which may be a secret in the wrong place."""
+    return "notify" not in location[:2]

@@ -1,0 +1,181 @@
+"""The section `training` of a run config."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.section import ImportPath, NonNegative, Positive, Section
+from relayrun.errors import ConfigError
+
+LossMean = Literal["micro_batch", "sample", "token"]
+
+LOSS_MEAN_BEFORE: LossMean = "sample"
+"""The mean of runs that began before `training.loss_mean` was there: their revisions do not name one."""
+
+
+class HookEntry(Section):
+    """A hook of a user's own (see relayrun/train/hooks.py); `module:Class` alone is one without options."""
+
+    hook: ImportPath
+    """`module:Class`. Imported by the ranks only, where their Python finds the module."""
+    options: dict[str, Any] = {}
+    """Given to the class as keyword arguments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, value: object) -> object:
+        return {"hook": value} if isinstance(value, str) else value
+
+
+class Training(Section):
+    """How long and in which batches."""
+
+    steps: Positive
+    """Iterations (optimizer steps) until the run is done."""
+    stop_after: Positive | None = None
+    """Iteration after which the run saves and its chain ends; the learning rate, and all else that `steps` decides,
+    goes its way as if nothing had happened. To go on, raise it or set it to null, and resume. Megatron's exit_interval
+    stops at every multiple instead."""
+    micro_batch_size: Positive
+    """Samples that one data-parallel rank runs at a time."""
+    global_batch_size: Positive
+    """Samples of one iteration over all ranks; the rest is gradient accumulation. With a ramp: at its end."""
+    rampup_batch_size: list[Any] | None = None
+    """Smaller batches at the beginning. As in Megatron [start, increment, samples]: from start to global_batch_size in
+    steps of increment, over that many samples; or [[size, samples], ...]: size until samples are consumed."""
+    seq_length: Positive
+    """Tokens of one sample."""
+    seed: NonNegative = 28
+    """Seed of the weights, of dropout and of the data order."""
+    eval_interval: NonNegative = 0
+    """Iterations between evaluations on the validation sets; the last iteration always evaluates. 0: only then."""
+    eval_steps: Positive = 8
+    """Global batches per validation set and evaluation."""
+    threads: NonNegative = 0
+    """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32.
+    None: fp32, on CPUs only; on GPUs, where bf16 is many times faster, it must be said."""
+    elastic: bool = False
+    """With chain.recovery `node` on Slurm: where a node is lost and no spare one is left, train on inside the same job
+    with fewer replicas on the nodes that are left. Same samples and global batches; rounding differs from that of all
+    nodes, so losses are no longer equal to the last bit. The next job has all nodes again."""
+    deterministic: bool = False
+    """On GPUs: kernels and reductions that give the same bits at every run, so that a resume on the same layout, with
+    the same versions, is exact; slower. On CPUs a resume is exact without. See docs/exactness.md."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
+    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
+    attends to in one call of a kernel for sequences of any length."""
+    apply_rope_fusion: bool | None = None
+    """Rotate queries and keys in one kernel, TransformerEngine's, for either kind of layers. None: where it is there,
+    as in Megatron; a line of the log says where it is not, and why. true: an attempt without it is refused."""
+    gradient_accumulation_fusion: bool | None = None
+    """Add the gradients of weights to their sum where they are computed, by Apex's fused_weight_gradient_mlp_cuda.
+    None: where it is there, as in Megatron; a line of the log says where it is not. true: an attempt without it is
+    refused."""
+    cross_entropy_loss_fusion: bool = False
+    """The loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits leaves
+    them in bf16. On CPUs the same kernels run uncompiled."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Whose kernels cross_entropy_loss_fusion takes: megatron-core's, or TransformerEngine's."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
+    selective: `recompute_modules` of every layer."""
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
+    """What `selective` computes again; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores
+    again by themselves, so that it saves nothing with them. mlp is of layers without experts, moe of those with.
+    Megatron's layernorm is left out: without TransformerEngine it fails (megatron-core 0.16.1), and TransformerEngine's
+    norms are parts of its linear layers."""
+    recompute_num_layers: Positive | None = None
+    """So many layers, the first ones, of each pipeline stage (of each part, with virtual stages) are computed again;
+    Megatron's recompute_method block. None: all of them."""
+    manual_gc_interval: NonNegative = 0
+    """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Where loss or gradient norm are no finite number. stop: end the chain. skip: leave out this update.
+    rewind: go back to the newest checkpoint and pass over the samples from there up to these."""
+    on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
+    """What happens where the loss is a spike: above the median of the last losses by spike_threshold median
+    deviations."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Iterations whose losses a spike is measured against."""
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
+    """Distance of a spike from the median, in median absolute deviations; 10 are 6.7 standard deviations of normal
+    noise."""
+    max_skips: Positive = 10
+    """Updates left out in a row, after which one more stops the chain."""
+    max_rewinds: NonNegative = 3
+    """Rewinds of the whole run, after which one more stops the chain."""
+    loss_mean: LossMean | None = None
+    """What a masked loss (data.eod_mask_loss) is the mean over. micro_batch: the tokens that count in a micro-batch,
+    then the micro-batches, as in Megatron. sample: the tokens that count in a sample, then the samples. token: the
+    tokens that count in the global batch, whatever the layout; Megatron's calculate_per_token_loss. Without a mask they
+    are one. None: micro_batch in a run that begins, what it was in one that goes on."""
+    loss: ImportPath | None = None
+    """`module:function`, a function of your own that gives each token its loss, from logits and labels or from the
+    cross-entropy losses, see docs/own-code.md; `loss_mean` takes the mean of them. None: the cross-entropy."""
+    hooks: list[HookEntry] = []
+    """Hooks of your own in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
+
+    @property
+    def end_iteration(self) -> int:
+        """The iteration at which the chain ends."""
+        return self.stop_after or self.steps
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(self.global_batch_size, self.rampup_batch_size)
+
+    @property
+    def resolved_precision(self) -> Literal["fp32", "bf16"]:
+        """What `precision` comes to; whoever computes or reports with it reads this."""
+        return self.precision or "fp32"
+
+    @property
+    def resolved_loss_mean(self) -> LossMean:
+        """What `loss_mean` comes to in a run that begins."""
+        return self.loss_mean or "micro_batch"
+
+    def require_precision(self) -> None:
+        """Raise ConfigError if a run on GPUs leaves out its precision."""
+        if self.precision is None:
+            raise ConfigError(
+                "this run has GPUs, and its precision is not set",
+                where="training.precision",
+                hint="set bf16; or fp32, if that is meant: it is many times slower on a GPU",
+            )
+
+    @model_validator(mode="after")
+    def _stop(self) -> Self:
+        if self.stop_after is not None and self.stop_after > self.steps:
+            raise ValueError(f"stop_after {self.stop_after} lies behind the last of steps {self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _recompute(self) -> Self:
+        if self.recompute_num_layers is not None and self.recompute_granularity != "full":
+            raise ValueError("recompute_num_layers needs recompute_granularity full")
+        if self.recompute_modules is not None and self.recompute_granularity != "selective":
+            raise ValueError("recompute_modules needs recompute_granularity selective")
+        if self.recompute_modules == []:
+            raise ValueError("recompute_modules names nothing; leave out recompute_granularity")
+        return self
+
+    @model_validator(mode="after")
+    def _hooks(self) -> Self:
+        paths = [entry.hook for entry in self.hooks]
+        if twice := sorted({path for path in paths if paths.count(path) > 1}):
+            raise ValueError(f"hooks names {', '.join(twice)} twice; a checkpoint keeps one state for each")
+        return self
+
+    @model_validator(mode="after")
+    def _ramp(self) -> Self:
+        try:
+            _ = self.batch_sizes
+        except ValueError as error:
+            raise ValueError(f"rampup_batch_size: {error}") from None
+        return self

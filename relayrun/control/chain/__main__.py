@@ -1,0 +1,54 @@
+"""`python3 -m relayrun.control.chain begin|watch|guard|end|orphaned|fallback|tell`: launchers/lib, `watch`, agents."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from relayrun.control.chain import fallback_job, guard, messenger, orphaned, supervisor
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.errors import run_main
+
+
+def main() -> int:
+    """Run the one command of the supervisor that the command line names; return its exit code.
+
+    Raises RelayrunError where the run directory or the scheduler refuses what the command needs.
+    """
+    parser = argparse.ArgumentParser(prog="relayrun.control.chain", description="The supervisor beside the ranks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("begin", "watch", "guard", "end", "orphaned", "fallback", "tell"):
+        command = commands.add_parser(name)
+        command.add_argument("--run-dir", type=Path, required=True)
+        if name not in ("begin", "fallback", "tell"):
+            command.add_argument("--attempt", type=int, required=True)
+        if name in ("watch", "guard"):  # a job that an earlier version began does not say it
+            command.add_argument("--batch-pid", type=int, default=os.getppid())
+        if name == "end":
+            command.add_argument("--exit-code", type=int, required=True)
+        if name == "orphaned":
+            command.add_argument("--node", type=int, required=True)
+            command.add_argument("--round", type=int, required=True)
+    options = parser.parse_args()
+    run = Run(options.run_dir)
+    if options.command == "begin":
+        return supervisor.begin(run)
+    if options.command == "watch":
+        return supervisor.watch(run, options.attempt, batch_pid=options.batch_pid)
+    if options.command == "guard":
+        return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
+    if options.command == "orphaned":
+        return orphaned.orphaned(run, options.attempt, node=options.node, number_of_round=options.round)
+    if options.command == "fallback":
+        return fallback_job.look(run)
+    if options.command == "tell":
+        messenger.tell(run, Plan.load(run))
+        return 0
+    return supervisor.end(run, options.attempt, options.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,202 @@
+"""Measures how full the file system of a run is, and the quotas on it: who knows it is asked, beside the job.
+
+`lfs quota` and `quota` are asked where they are there, or the site's own command (`cluster.quota_command`), and the
+file system itself. A command that hangs, as it does where a server is away, holds nobody: it is asked in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from relayrun.control.chain.quota_table import limits, parse
+from relayrun.control.rundir import quota
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.quota import FILE_SYSTEM, Limit, Point
+from relayrun.control.rundir.run import Run
+from relayrun.errors import RelayrunError
+
+SECONDS = 10.0
+"""How long a question for a quota may take."""
+EVERY_SECONDS = 3600.0
+"""Between two measures."""
+SAVED_SECONDS = 600.0
+"""And between two that follow a save."""
+
+
+class QuotaWatch:
+    """Measures now and then, while a job runs."""
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self._run = run
+        self._plan = plan
+        self._thread: threading.Thread | None = None
+        self._saved: int | None = None
+        self._time = float("-inf")
+        self._error: Exception | None = None
+
+    def look(self, saved: int) -> None:
+        """Measure where it is time to. `saved` changes with each save. Raises what the last measure met, once."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+        since = time.monotonic() - self._time
+        if since < (EVERY_SECONDS if saved == self._saved else SAVED_SECONDS):
+            return
+        self._saved, self._time = saved, time.monotonic()
+        self._thread = threading.Thread(target=self._measure, daemon=True)
+        self._thread.start()
+
+    def _measure(self) -> None:
+        try:
+            measure(self._run, self._plan, now=time.time())
+        except Exception as error:
+            self._error = error
+
+
+def is_due(run: Run, *, now: float) -> bool:
+    """Whether nobody has measured for longer than a job would let pass."""
+    try:
+        return now - quota.path(run).stat().st_mtime > 1.5 * EVERY_SECONDS
+    except FileNotFoundError:
+        return True
+
+
+def measure(run: Run, plan: Plan, *, now: float) -> None:
+    """Put down how full everything is. Raises OSError where that cannot be written, RunDirError for damaged records."""
+    place = run.checkpoints if run.checkpoints.is_dir() else run.path
+    complaint = None
+    try:
+        found = quotas(place, plan.quota_command)
+    except RelayrunError as error:
+        found, complaint = [], str(error)
+    found += of_file_system(place)
+    there = {entry.name for entry in os.scandir(run.checkpoints)} if run.checkpoints.is_dir() else set()
+    line = [counted.commit for counted in Lineage(run).backwards() if counted.published]
+    own = [commit for commit in line if os.path.basename(commit.path) in there]
+    kept = plan.checkpoints_kept or 0
+    points = []
+    for each in found:
+        sizes = [sum(commit.files.values()) if each.kind == "bytes" else len(commit.files) for commit in own]
+        one, rolling = (sizes[0], sum(sizes[:kept])) if sizes else (0, 0)
+        points.append(
+            Point(
+                time=now,
+                source=each.source,
+                kind=each.kind,
+                used=each.used,
+                limit=each.limit,
+                own=sum(sizes),
+                rolling=rolling,
+                to_come=max(0, kept - len(sizes)) * one,
+                one=one,
+                saves=len(line),
+            )
+        )
+    quota.add(run, points, complaint=complaint, now=now)
+
+
+def quotas(place: Path, command: Sequence[str] = ()) -> list[Limit]:
+    """Return the quotas that hold for what this user writes at a path: the user's, a group's and a project's.
+
+    `command`: the site's own, instead of `lfs quota` and `quota`; `{path}` and `{user}` in it are filled in. Where
+    `lfs` and `quota` are not there, or answer in a form that is not known, there are no quotas. Raises RelayrunError
+    where the site's own does.
+    """
+    user = str(os.getuid())  # it may have no name here
+    if command:
+        filled = [word.replace("{path}", str(place)).replace("{user}", user) for word in command]
+        return _of_site(filled)
+    found: list[Limit] = []
+    if shutil.which("lfs") is not None:
+        asked = [("", "-u", user), (" of group ", "-g", _group(place)), (" of project ", "-p", _project(place))]
+        for of, option, who in asked:
+            if who:
+                source = f"lfs quota{of}{who}" if of else "lfs quota"
+                found += parse(source, _answer(["lfs", "quota", "-q", option, who, str(place)])) or []
+    if shutil.which("quota") is not None:
+        command = ["quota", "--no-wrap", "--raw-grace", "--nfs-all", "-f", str(_mount_point(place))]
+        found += parse("quota", _answer(command)) or []
+    return found
+
+
+def _group(place: Path) -> str:
+    """The group of files that this user makes at a path."""
+    with contextlib.suppress(OSError):
+        info = place.stat()
+        if info.st_mode & stat.S_ISGID:
+            return str(info.st_gid)
+    return str(os.getgid())
+
+
+def _project(place: Path) -> str:
+    """The project of files that are made at a path, as Lustre says: `1042 P /lustre/ada`; empty where there is none."""
+    found = re.match(r"\s*(\d+)", _answer(["lfs", "project", "-d", str(place)]))
+    return "" if found is None or int(found[1]) == 0 else found[1]
+
+
+def _mount_point(place: Path) -> Path:
+    """Where the file system of a path is mounted: `quota` knows it by no other path."""
+    real = Path(os.path.realpath(place))
+    return next(folder for folder in (real, *real.parents) if os.path.ismount(folder))
+
+
+def _of_site(command: list[str]) -> list[Limit]:
+    source = os.path.basename(command[0])
+    hint = 'cluster.quota_command prints {"used": BYTES, "limit": BYTES} or a table as `quota` does'
+    try:
+        text = _output(command)
+    except subprocess.TimeoutExpired:
+        raise RelayrunError(f"it did not answer within {SECONDS:.0f} s", where=command[0], hint=hint) from None
+    except OSError as error:
+        raise RelayrunError(f"it cannot be run: {error.strerror}", where=command[0], hint=hint) from None
+    found = parse(source, text)
+    if found is None:
+        line = (text.splitlines() or ["nothing"])[0]
+        raise RelayrunError(f"it says no quota: {line}", where=command[0], hint=hint)
+    return found
+
+
+def _answer(command: list[str]) -> str:
+    """What a usual program says; nothing where it hangs or cannot be run."""
+    try:
+        return _output(command)
+    except (subprocess.TimeoutExpired, OSError):
+        return ""
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=SECONDS,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"LC_ALL": "C"},
+    ).stdout
+
+
+def of_file_system(place: Path) -> list[Limit]:
+    """Return what `df` says, of what this user may write: blocks that are kept for root count as none."""
+    found = os.statvfs(place)
+    used = (found.f_blocks - found.f_bfree) * found.f_frsize
+    return limits(
+        FILE_SYSTEM,
+        used,
+        used + found.f_bavail * found.f_frsize,
+        found.f_files - found.f_ffree,
+        found.f_files - found.f_ffree + found.f_favail if found.f_files else 0,
+    )

@@ -1,0 +1,516 @@
+"""The little program beside the ranks: `begin` before them, `watch` beside them, `end` after them.
+
+It gathers facts, lets `decide` judge, and acts: records, the successor, the end of the chain. It keeps no
+state but the run directory's files, so it may be killed at any point; the next job's `begin` makes up for
+what a killed `end` left undone.
+
+What fails here is raised and ends the program: the batch script then tries `end` again, and in the end queues the
+job itself again (`launchers/lib/again.sh`). STOP is written only where another try would end in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import time
+from dataclasses import replace
+from itertools import islice
+
+from relayrun.control import chain_decide, job_times, take_over
+from relayrun.control.chain import campaign, evaluations, evidence, fallback, messenger, nodes, render, successor
+from relayrun.control.chain.watch import Watch
+from relayrun.control.failed_attempts import failed_attempts
+from relayrun.control.log import log
+from relayrun.control.logs import output_beside
+from relayrun.control.rundir import hand_over, lead, lineage, node_health, rounds, start_time, triggers, views
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.plan import FORMAT, Plan
+from relayrun.control.rundir.records import AttemptStart, End, Hang, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.scheduler.base import PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
+from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.trainers.base import Trainer
+from relayrun.control.trainers.choose import trainer_of
+from relayrun.errors import RelayrunError, RunDirError, SchedulerError
+from relayrun.files import fsync_directory, write_atomic
+
+CHAIN_ENDS = 10
+"""Exit code of `begin` when the ranks must not start."""
+
+FAILED = 12
+"""Exit code of `end` when the attempt failed and all is done that follows from it."""
+
+
+USEFUL_SECONDS = 60.0
+"""With less time than this, and the lead, before the end of its reservation no other job begins."""
+
+
+def begin(run: Run) -> int:
+    """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh.
+
+    Raises SchedulerError and OSError, which another try may not meet; RunDirError with STOP written.
+    """
+    try:
+        plan = Plan.load(run)
+    except RunDirError as error:
+        if run.plan.exists():  # it is a run, but none that this version can go on with
+            write_stop(run, f"this job could not begin: {error.message}")
+        raise
+    scheduler = for_plan(plan, run)
+    job_id = scheduler.current_job_id()
+    if take_over.happened(plan, job_id):
+        return CHAIN_ENDS
+    try:
+        return _begin(run, plan, scheduler, job_id)
+    except SchedulerError:
+        raise
+    except RelayrunError as error:
+        stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
+        messenger.tell(run, plan)
+        campaign.attend(run)
+        raise
+
+
+def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
+    job = scheduler.query(job_id)
+    if job is None:
+        raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
+    if (name := job.options.get("reservation")) is not None and (over := scheduler.reservation_end(name)) is not None:
+        job = replace(job, end_time=over if job.end_time is None else min(job.end_time, over))
+    scheduler.adopt(job, plan)
+    if plan.format != FORMAT:
+        log(f"the run directory is brought from format {plan.format} to {FORMAT}")
+        plan = plan.migrate(run)
+    cancelled, verdict = _close_predecessor(run, plan, scheduler)
+    line = Lineage(run)
+    chosen = line.chosen_by_hand()
+    base = chosen or line.durable()
+    if not lineage.is_own(run, base):
+        base = lineage.Durable(iteration=plan.load_iteration, path=plan.load_path)
+    trigger = triggers.look(run, "exit")
+    decision = chain_decide.at_begin(
+        chain_decide.BeginFacts(
+            stopped=stop_reason(run) or successor.stopped_words(job),
+            durable_iteration=base.iteration,
+            total_steps=plan.total_steps,
+            stop_after=plan.stop_after,
+            exit_trigger=None if trigger is None else trigger.user,
+            predecessor_cancelled=cancelled,
+            verdict=verdict,
+            failed_attempts=failed_attempts(run, plan),
+            max_failed_attempts=plan.max_failed_attempts,
+        )
+    )
+    if decision.action == "stop":
+        stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
+        if trigger is not None:  # behind STOP: what is acknowledged has come
+            _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
+        _update_views(run)
+        messenger.tell(run, plan)
+        campaign.attend(run)
+        return CHAIN_ENDS
+    options = successor.own_options(job, scheduler)
+    attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
+    if take_over.happened_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
+        attempt.begin.unlink()
+        return CHAIN_ENDS
+    chained = plan.auto_requeue and plan.mode == "singleton"
+    followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, options)
+    # a job that outlives a node must be allowed to come back: once it has lost one, Slurm may take no change of it
+    _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
+    evaluations.attend(run, plan, for_plan(plan, run, patience=0))
+    campaign.attend(run)
+    log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
+    print(attempt.path)
+    return 0
+
+
+def watch(run: Run, number: int, *, batch_pid: int) -> int:
+    """Beside the ranks, until SIGTERM or as long as the batch script lives; see `chain.watch`."""
+    Watch(run, number).loop(batch_pid)
+    return 0
+
+
+def end(run: Run, number: int, exit_code: int) -> int:
+    """Close the attempt: record how it ended and what becomes of the chain.
+
+    It may be called again: what has been recorded holds, and what follows from it is done once.
+    """
+    plan = Plan.load(run)
+    attempt = run.attempt(number)
+    started = _began(attempt)
+    newest = run.newest_begun()
+    if newest is not None and newest.number != number:
+        log(f"attempt {number} has been overtaken; its end changes nothing")
+        return 0
+    patience = PATIENCE
+    if plan.mode == "requeue" and started.job_end_time is not None:  # nobody else would queue this job again
+        patience = max(patience, started.job_end_time - time.time())
+    scheduler = for_plan(plan, run, patience=patience)
+    own = scheduler.current_job_id()
+    record = attempt.read_end()
+    if record is None:
+        cancelled = _cancelled(attempt, started, scheduler)
+        reservation = _reservation_over(run, plan, started, scheduler, own)
+        record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
+    log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
+    reason = record.verdict
+    if reason is None and record.action in ("continue", "retry"):
+        reason = successor.go_on(run, plan, scheduler, attempt, own=own, delay=record.delay)
+    if reason is not None:
+        words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
+        stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
+    evaluations.attend(run, plan, for_plan(plan, run, patience=0))
+    if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
+        _update_views(run)  # last: whatever becomes of it, the chain has been seen to
+        messenger.tell(run, plan)
+    over = record.action == "end" or stop_reason(run) is not None  # then perhaps nobody else begins the next run
+    campaign.attend(run, leaves=record.action == "end", patience=PATIENCE if over else campaign.PATIENCE)
+    return 0 if record.cause in ("done", "saved", "exit") else FAILED
+
+
+def _update_views(run: Run) -> None:
+    """Bring the merged views up to date. What fails is left for the next job's `watch`."""
+    try:
+        views.Views(run).update()
+    except (OSError, RelayrunError) as error:
+        log(f"the merged views are left for later: {error}")
+
+
+def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
+    """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
+    newest = islice(views.newest_lines(run), 2 * lead.STEPS)  # an iteration has two lines where it was evaluated
+    steps = [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1]
+    evaluations = views.evaluation_seconds(run, lead.SAVES)
+    measured = lead.measured_lead(
+        steps,
+        line.newest_saves(lead.SAVES),
+        floor=plan.lead_floor,
+        ceiling=plan.lead_ceiling,
+        evaluation_seconds=evaluations,
+    )
+    return plan.lead if measured is None else measured, lead.percentile(evaluations, 0.95) if evaluations else None
+
+
+def _time_limit(plan: Plan, job: Job) -> float:
+    """Seconds that Slurm, or the reservation, gives the job; at most what the plan asks for."""
+    if job.end_time is None or job.start_time is None or job.end_time - job.start_time > plan.time_limit - 1:
+        return plan.time_limit
+    return job.end_time - job.start_time
+
+
+def _in_the_time_there_is(plan: Plan, job: Job) -> Plan:
+    """The plan with the leads of the time limit that Slurm gave the job, where that is less than the plan asks for."""
+    limit = _time_limit(plan, job)
+    if limit >= plan.time_limit:
+        return plan
+    ceiling = min(plan.lead_ceiling, limit / 2)
+    first = ceiling if plan.lead_floor == plan.lead_ceiling else lead.first_lead(limit)
+    return replace(plan, lead=min(plan.lead, first), lead_floor=min(plan.lead_floor, ceiling), lead_ceiling=ceiling)
+
+
+def _open_attempt(
+    run: Run,
+    plan: Plan,
+    scheduler: Scheduler,
+    job: Job,
+    line: Lineage,
+    base: lineage.Durable,
+    *,
+    options: dict[str, str],
+    rewound: bool,
+) -> Attempt:
+    """Make the next attempt's directory; from its begin.json on it owns the run."""
+    run.attempts.mkdir(exist_ok=True)
+    number = max(run.attempt_numbers(), default=0) + 1
+    previous = run.newest_begun()
+    previous_end = None if previous is None else previous.read_end()
+    attempt = run.attempt(number)
+    attempt.path.mkdir()
+    fsync_directory(run.attempts)
+    plan = _in_the_time_there_is(plan, job)
+    leave_before, evaluation = measured_lead(run, plan, line)
+    for text in line.quarantine(base, attempt=number):
+        log(text)
+    stderr = evidence.own_log()
+    trainer = trainer_of(plan, run)
+    begin = AttemptStart(
+        attempt=number,
+        job_id=job.id,
+        job_name=plan.job_name,
+        nodes=job.nodes,
+        config_revision=plan.config_revision,
+        base_iteration=base.iteration,
+        base_path=base.path,
+        rewound=rewound,
+        start_time=time.time(),
+        job_end_time=job.end_time,
+        job_submit_time=job.submit_time,
+        job_eligible_time=job.eligible_time,
+        job_start_time=job.start_time,
+        script_time=job_times.script_time(),
+        previous_job_end=None if previous is None else job_times.end_of(previous, scheduler, own=job.id),
+        lead=leave_before,
+        evaluation_seconds=evaluation,
+        lead_floor=plan.lead_floor,
+        lead_ceiling=plan.lead_ceiling,
+        log=stderr,
+        log_offset=evidence.size(stderr),
+        output_offset=evidence.size(output_beside(stderr)),
+        options=options,
+        previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
+    )
+    begin.write(attempt.begin)
+    for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
+        folder.mkdir(parents=True, exist_ok=True)
+    if plan.setup:
+        write_atomic(attempt.setup, render.setup_script(plan.setup, report=str(attempt.setup_failed)))
+    for text in trainer.prepare(base, attempt=number):
+        log(text)
+    write_atomic(attempt.path / "job.env", _environment(run, plan, scheduler, job, trainer, attempt, begin))
+    return attempt
+
+
+def _queue_successor(
+    run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, options: dict[str, str]
+) -> bool:
+    """Queue the next job with these options; where that fails, `watch` tries again. Returns whether one waits."""
+    try:
+        successor.ensure(run, plan, scheduler, attempt, own=own, options=options)
+    except SchedulerError as error:
+        attempt.retry_successor.touch()
+        log(f"no successor yet: {error.message}")
+        return False
+    return True
+
+
+def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
+    try:
+        scheduler.settle(job, followed=followed, log=evidence.own_log())
+    except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
+        log(f"job {job.id} stays as it is: {error.message}")
+
+
+def _acknowledge(run: Run, trigger: triggers.Trigger, iteration: int, result: str) -> None:
+    try:
+        triggers.acknowledge(run, trigger, iteration=iteration, result=result)
+    except OSError as error:
+        log(f"trigger {trigger.name} not acknowledged: {error}")
+
+
+def _began(attempt: Attempt) -> AttemptStart:
+    started = attempt.read_begin()
+    if started is None:
+        raise RunDirError("this attempt never began", where=attempt.path)
+    return started
+
+
+def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
+    """That the reservation of the attempt's job has ended, or leaves no time for another job, in words; else empty.
+
+    Slurm takes a reservation that has ended from a job that it still ends.
+    """
+    name = started.options.get("reservation")
+    job = scheduler.query(own) if name is not None else None
+    if name is None or job is None:
+        return ""
+    end = scheduler.reservation_end(name, for_good=True)
+    if end == math.inf or (
+        "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_SECONDS)
+    ):
+        return ""
+    for job in map(scheduler.query, [job.id for job in successor.waiting(plan, scheduler, own=own)]):
+        if job is not None and job.state != RESERVATION_GONE and job.options.get("reservation") != name:
+            return ""  # a person has moved it to another one
+    ended = end is None or time.time() >= end
+    when = "ended" if ended else f"ends at {time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(end))}"
+    command = shlex.join(["relayrun", "resume", str(run.path), "--set", "job.reservation=null"])
+    return f"reservation {name} {when}; to go on without it: {command}"
+
+
+def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = "") -> End:
+    """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
+    started = _began(attempt)
+    _conclude(run, plan, attempt, started, exit_code)
+    outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
+    failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
+    now = lineage.durable(run)
+    facts = chain_decide.EndFacts(
+        outcome="fatal" if fatal else outcome.outcome if outcome else None,
+        outcome_reason=fatal or (_with_shortage(plan, attempt, outcome) if outcome else ""),
+        failure=failure,
+        exit_code=exit_code,
+        hang=hang.words if hang and not outcome else None,
+        cancelled=cancelled,
+        base_iteration=started.base_iteration,
+        durable_iteration=now.iteration,
+        total_steps=plan.total_steps,
+        stop_after=plan.stop_after,
+        failed_attempts=failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
+        max_failed_attempts=plan.max_failed_attempts,
+        auto_requeue=plan.auto_requeue,
+        reservation=reservation,
+    )
+    decision = chain_decide.at_end(facts)
+    record = End(
+        attempt=attempt.number,
+        cause=chain_decide.cause(facts),
+        reason=decision.reason,
+        exit_code=exit_code,
+        durable_iteration=now.iteration,
+        progress=now.iteration > started.base_iteration,
+        end_time=time.time(),
+        action=decision.action,
+        delay=decision.delay,
+    )
+    nodes.strike(run, attempt.number, node_health.sick(attempt), now=record.end_time, sick=True)
+    if record.cause in ("failed", "unknown"):
+        blame = nodes.blamed(_of_starter(plan, attempt), evidence.failures(attempt), ntasks=_ranks(plan, started))
+        nodes.strike(run, attempt.number, blame, now=record.end_time)
+        for node, reason in blame.items():
+            log(f"a strike for node {node}: {reason}")
+    gone = {node: each.words for each in rounds.read(attempt) for node in each.lost}
+    nodes.strike(run, attempt.number, gone, now=record.end_time)
+    record.write(attempt.end)
+    return record
+
+
+def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> None:
+    """Have the records completed that a foreign program does not write. Nobody is asked for anything any more."""
+    newest = hand_over.begin_of_round(attempt, started)
+    observer = trainer_of(plan, run).follow(newest, signal_ranks=lambda _number: None)
+    if observer is not None:
+        observer.conclude(None if exit_code == chain_decide.UNKNOWN else exit_code)
+
+
+def _with_shortage(plan: Plan, attempt: Attempt, outcome: Outcome) -> str:
+    """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
+    if outcome.outcome != "saved":
+        return outcome.reason
+    short = start_time.shortage(attempt, now=outcome.time, asked=plan.time_limit)
+    return "; ".join(filter(None, [outcome.reason, short]))
+
+
+def _ranks(plan: Plan, started: AttemptStart) -> int:
+    return plan.training_nodes(int(started.options.get("nodes", plan.nodes))) * plan.ntasks_per_node
+
+
+def _why_failed(
+    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int
+) -> tuple[str, str | None]:
+    """Who failed first, and why every other attempt would fail too; in words, for an attempt without outcome."""
+    if attempt.not_started.exists():
+        return evidence.not_started_words(attempt), None
+    if failed_line := evidence.setup_words(attempt, exit_code=exit_code):
+        return failed_line, failed_line
+    log_text, failures = _of_starter(plan, attempt), evidence.failures(attempt)
+    earlier = range(plan.submitted_after_attempt + 1, attempt.number)
+    fatal = evidence.fatal_reason(
+        log_text,
+        failures,
+        exit_code=exit_code,
+        ntasks=_ranks(plan, started),
+        began=_moved(plan, attempt),
+        worked_before=any(run.attempt(number).started.exists() for number in earlier),
+        program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
+    )
+    who = _last_round(attempt) or node_health.why_ended(attempt) or evidence.failure_words(log_text, failures)
+    if attempt.started.exists() or nodes.is_of_no_node(who):  # it was no lack of time
+        return who, fatal
+    return "; ".join(filter(None, [who, start_time.shortage(attempt, now=time.time(), asked=plan.time_limit)])), fatal
+
+
+def _moved(plan: Plan, attempt: Attempt) -> bool:
+    """Whether a rank has given a sign of life. An observer's heartbeat is there whether its program is or not."""
+    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
+
+
+def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
+    """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict.
+
+    The scheduler is asked also where an end is there: a script can be killed, or misled, in the last seconds of its
+    job. And the end may have decided that the chain ends, and been killed before STOP.
+    """
+    attempt = run.newest_begun()
+    if attempt is None or attempt.number <= plan.submitted_after_attempt:
+        return False, None
+    started = _began(attempt)
+    cancelled = _cancelled(attempt, started, scheduler)
+    record = attempt.read_end() or _close(run, plan, attempt, chain_decide.UNKNOWN, cancelled=cancelled)
+    return cancelled, record.verdict or successor.cancelled_words(attempt, scheduler)
+
+
+def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:
+    """Whether a person cancelled the attempt's job. What the chain itself cancels is on record before."""
+    return scheduler.cancelled(started.job_id, nodes=started.nodes) and not attempt.made_place.exists()
+
+
+def _log_of(attempt: Attempt) -> str:
+    """What the attempt's job wrote to its standard error since the attempt, or its last round, began."""
+    started = attempt.read_begin()
+    since = max((failed.log_size for failed in rounds.read(attempt) if failed.again), default=0)
+    return "" if started is None else evidence.tail(started.log, since=max(since, started.log_offset))
+
+
+def _of_starter(plan: Plan, attempt: Attempt) -> str:
+    """The same, for who failed first; without srun's words on tasks that are agents, as these all end with one rank."""
+    return _log_of(attempt) if plan.recovery == "job" else nodes.without_task_ends(_log_of(attempt))
+
+
+def _last_round(attempt: Attempt) -> str:
+    """Why the ranks were not started again inside the job, in words; empty where nobody judged it."""
+    failed = rounds.read(attempt)[-1:]
+    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
+
+
+def _environment(
+    run: Run, plan: Plan, scheduler: Scheduler, job: Job, trainer: Trainer, attempt: Attempt, begin: AttemptStart
+) -> str:
+    """The text of job.env: defaults that every rank needs, then the site's own, which win."""
+    leave = trainer.leave_signal
+    launch = scheduler.rank_launch(plan, job, leave_signal=leave)
+    where = [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
+    own = trainer.environment(begin)
+    path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *render.search_path(plan)]
+    environment = {
+        **render.rank_defaults(job.options.get("cpus-per-task", str(plan.cpus_per_task))),
+        **launch.environment,
+        **own,
+        **plan.environment,
+        "PYTHONPATH": ":".join(dict.fromkeys([*path, *user_python_path(os.environ)])),
+    }
+    return render.attempt_environment(
+        environment=environment,
+        modules=plan.modules,
+        task_command=render.task_command(
+            plan,
+            launch.command,
+            render.program(plan, trainer.command(begin), where=where),
+            setup=attempt.setup,
+            nodes=launch.nodes,
+        ),
+        signal_command=launch.signal_command,
+        leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
+        # Slurm's warning is that of the plan: in a job with less time it comes with the start
+        leave_from=math.floor((begin.job_end_time or 0) - begin.lead)
+        if _time_limit(plan, job) < plan.time_limit and begin.lead < plan.signal_lead
+        else 0,
+    )
+
+
+def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
+    """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued.
+
+    Raises OSError where STOP cannot be written: then nothing is cancelled, and the next job decides the same.
+    """
+    write_stop(run, reason, words=words)
+    log(f"the chain ends: {reason}")
+    try:
+        fallback.withdraw(plan, scheduler)
+        for job in successor.waiting(plan, scheduler, own=own_job):
+            successor.cancel(scheduler, job)
+    except SchedulerError as error:  # whatever starts will find STOP
+        log(f"queued jobs not cancelled: {error.message}")

@@ -1,0 +1,329 @@
+"""Evaluations of a run's checkpoints: which are due, how far each is, and the merged view. Standard library only.
+
+evaluations/policy.json          which checkpoints, by the newest submit
+evaluations/settled.json         up to which commit all have a result, by the supervisor
+evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by who submits the job (mkdir)
+    wanted                         a stage waits for it, whatever the policy says
+    not_queued.json                why it has no job yet, by the supervisor
+    submitted.json                 its job, by the supervisor
+    claim.json                     by the job, which ends if another one has written it (O_EXCL)
+    exported                       the checkpoint is not needed any more
+    model/                         the exported folder, while it is needed, or for good
+    scores.json                    what a command of the user's own has written (`evaluation.command`)
+    result.json                    by the job; by the supervisor where the job went without a word
+evaluations/.tried-...           one whose job died, and that was begun again
+evaluations.jsonl                a line per result
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from relayrun.control.rundir import lineage
+from relayrun.control.rundir.records import Commit, Record
+from relayrun.control.rundir.run import Run
+from relayrun.errors import RunDirError
+from relayrun.files import fsync_directory, write_atomic
+
+MOST_TRIES = 3
+"""Jobs of one evaluation that a stage waits for, where each dies."""
+
+Results = dict[str, dict[str, float]]
+"""By task, or by validation set: metric and value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Record):
+    """`policy.json`: which checkpoints are evaluated, as the newest submit says."""
+
+    interval: int
+    """Iterations."""
+    total_steps: int
+    """The run's last iteration, which is always evaluated; 0 where only its program knows it."""
+    hold: int
+    """Checkpoints at most that must stay until they are exported."""
+    time_limit: int
+    """Seconds, of an evaluation job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled(Record):
+    """`settled.json`: this commit, and all before it that were due under this policy, have results."""
+
+    attempt: int
+    iteration: int
+    interval: int
+    total_steps: int
+    folders: str
+    """SHA-256 of the names of all evaluations up to this iteration: who removes one has it tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Record):
+    """`submitted.json`: the job that was submitted for one checkpoint."""
+
+    job_id: str
+    time: float
+    """When it was submitted, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotQueued(Record):
+    """`not_queued.json`: the scheduler has refused the job of one checkpoint; it is tried again."""
+
+    error: str
+    time: float
+    """When it was refused last, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(Record):
+    """`claim.json`: who evaluates the checkpoint; any other job that finds it ends."""
+
+    job_id: str | None
+    """None for who evaluates by hand."""
+    node: str
+    time: float
+    """When the evaluation began, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Record):
+    """`result.json`, and a line of evaluations.jsonl. `time` is seconds since 1970."""
+
+    iteration: int
+    attempt: int
+    status: Literal["done", "failed"]
+    time: float
+    job_id: str | None = None
+    error: str | None = None
+    seconds: float | None = None
+    """From the claim to the result."""
+    results: Results = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What they depend on: program and version, few-shot examples, limit."""
+    model: str | None = None
+    """The exported folder, where it is kept."""
+    died: bool = False
+    """Its job has gone and left nothing, and nobody cancelled it: its node, for example, was lost."""
+
+
+@dataclass(frozen=True)
+class EvaluationDir:
+    """One checkpoint's evaluation."""
+
+    path: Path
+
+    @property
+    def iteration(self) -> int:
+        return int(self.path.name.removeprefix("iter_").partition("-")[0])
+
+    @property
+    def attempt(self) -> int:
+        return int(self.path.name.rpartition("-")[2])
+
+    @property
+    def wanted(self) -> Path:
+        return self.path / "wanted"
+
+    @property
+    def submitted(self) -> Path:
+        return self.path / "submitted.json"
+
+    @property
+    def not_queued(self) -> Path:
+        return self.path / "not_queued.json"
+
+    @property
+    def claim(self) -> Path:
+        return self.path / "claim.json"
+
+    @property
+    def exported(self) -> Path:
+        return self.path / "exported"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def scores(self) -> Path:
+        """What a command of the user's own writes."""
+        return self.path / "scores.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+
+def directory(run: Run, iteration: int, attempt: int) -> EvaluationDir:
+    return EvaluationDir(run.evaluations / f"iter_{iteration:07}-{attempt:04}")
+
+
+def due(run: Run) -> list[tuple[int, Commit]]:
+    """(attempt, commit) of every checkpoint that counts and is to be evaluated, rising; none without a policy."""
+    return list(_due_backwards(run))[::-1]
+
+
+def _due_backwards(run: Run) -> Iterator[tuple[int, Commit]]:
+    policy = Policy.read(run.evaluation_policy)
+    if policy is None:
+        return
+    wanted = {(folder.iteration, folder.attempt) for folder in every(run) if folder.wanted.exists()}
+    for counted in lineage.Lineage(run).backwards():
+        iteration = counted.commit.iteration
+        due = iteration % policy.interval == 0 or iteration == policy.total_steps
+        if counted.published and (due or (iteration, counted.attempt) in wanted):
+            yield counted.attempt, counted.commit
+
+
+def unsettled(run: Run) -> list[tuple[int, Commit]]:
+    """(attempt, commit) of those that are due and may have no result yet, rising; their number does not grow with age.
+
+    It ends, reading backwards, at the commit that settled.json names: that one and all before it have results.
+    """
+    mark = _read_settled(run)
+    holds = mark is not None and mark == _mark(run, mark.attempt, mark.iteration)
+    settled = (mark.attempt, mark.iteration) if mark is not None and holds else None
+    found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_backwards(run))
+    return list(found)[::-1]
+
+
+def not_queued(run: Run) -> dict[int, str]:
+    """The iterations that are due and have neither job nor result, with the scheduler's refusal; empty: none so far."""
+    folders = [directory(run, commit.iteration, attempt) for attempt, commit in unsettled(run)]
+    waiting = [each for each in folders if not (each.result.exists() or each.submitted.exists())]
+    return {each.iteration: known.error if (known := NotQueued.read(each.not_queued)) else "" for each in waiting}
+
+
+def settle(run: Run, waiting: Sequence[tuple[int, Commit]]) -> None:
+    """Note, where it has moved, up to which commit of `waiting`, in its order, all have results."""
+    done = list(takewhile(lambda entry: directory(run, entry[1].iteration, entry[0]).result.exists(), waiting))
+    if done:
+        attempt, commit = done[-1]
+        mark = _mark(run, attempt, commit.iteration)
+        if mark is not None:
+            mark.write(_settled(run))
+
+
+def _mark(run: Run, attempt: int, iteration: int) -> Settled | None:
+    """The mark at a commit, as policy and folders are now; None without a policy."""
+    policy = Policy.read(run.evaluation_policy)
+    if policy is None:
+        return None
+    names = "\n".join(folder.path.name for folder in every(run) if folder.iteration <= iteration)
+    return Settled(
+        attempt=attempt,
+        iteration=iteration,
+        interval=policy.interval,
+        total_steps=policy.total_steps,
+        folders=hashlib.sha256(names.encode()).hexdigest(),
+    )
+
+
+def _settled(run: Run) -> Path:
+    return run.evaluations / "settled.json"
+
+
+def _read_settled(run: Run) -> Settled | None:
+    try:
+        return Settled.read(_settled(run))
+    except RunDirError:  # it saves time alone: without it everything is looked at
+        return None
+
+
+def of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
+    """Where a checkpoint of the run is evaluated, whether it is or not; None where the run has not published it."""
+    for counted in lineage.Lineage(run).backwards():
+        if counted.published and counted.commit.path == path:
+            return directory(run, counted.commit.iteration, counted.attempt)
+    return None
+
+
+def want(run: Run, folder: EvaluationDir) -> None:
+    """Have a checkpoint evaluated, whatever the policy says, and whatever has been settled."""
+    if not folder.wanted.exists():
+        folder.path.mkdir(parents=True, exist_ok=True)
+        _settled(run).unlink(missing_ok=True)
+        folder.wanted.touch()
+
+
+def may_try_again(folder: EvaluationDir, result: Result) -> bool:
+    """Whether an evaluation failed since its job died, and not too often."""
+    return result.died and len(_tried(folder)) < MOST_TRIES - 1
+
+
+def try_again(folder: EvaluationDir) -> None:
+    """Put aside what a job left that died: the checkpoint is as if nobody had evaluated it."""
+    os.rename(folder.path, folder.path.with_name(f".tried-{folder.path.name}-{len(_tried(folder)) + 1}"))
+
+
+def _tried(folder: EvaluationDir) -> list[Path]:
+    return list(folder.path.parent.glob(f".tried-{folder.path.name}-*"))
+
+
+def held(run: Run) -> set[int]:
+    """Iterations whose checkpoints must stay until they are exported."""
+    policy = Policy.read(run.evaluation_policy)
+    if policy is None or not policy.hold:
+        return set()
+    folders = [directory(run, commit.iteration, attempt) for attempt, commit in unsettled(run)]
+    waiting = [folder.iteration for folder in folders if not (folder.exported.exists() or folder.result.exists())]
+    return set(waiting[-policy.hold :])
+
+
+def claim(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
+    """Make this process the one that evaluates; false if there is one already."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = os.open(folder.claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump(asdict(Claim(job_id=job_id, node=node, time=time.time())), file)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_directory(folder.path)
+    return True
+
+
+def every(run: Run) -> list[EvaluationDir]:
+    """All evaluations on record, by iteration."""
+    try:
+        names = sorted(name for name in os.listdir(run.evaluations) if name.startswith("iter_"))
+    except FileNotFoundError:
+        return []
+    return [EvaluationDir(run.evaluations / name) for name in names]
+
+
+def results(run: Run) -> list[Result]:
+    """All results, by iteration."""
+    found = [Result.read(folder.result) for folder in every(run)]
+    return sorted((result for result in found if result is not None), key=lambda r: (r.iteration, r.attempt))
+
+
+def finish(run: Run, result: Result) -> None:
+    """Record a result and bring the view up to date."""
+    result.write(directory(run, result.iteration, result.attempt).result)
+    write_view(run)
+
+
+def write_view(run: Run) -> None:
+    """Rewrite evaluations.jsonl. Without a lock: who has put an older view over a newer one sees it, and mends it."""
+    while True:
+        text = _text(run)
+        write_atomic(run.evaluations_view, text)
+        if _text(run) == text:
+            return
+
+
+def _text(run: Run) -> str:
+    return "".join(json.dumps(asdict(result), ensure_ascii=False) + "\n" for result in results(run))

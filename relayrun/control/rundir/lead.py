@@ -1,0 +1,86 @@
+"""How long before the end of its job an attempt must start to leave, from what was measured.
+
+Leaving takes the step that is under way, the evaluation that may have begun after it, what is left of a save under
+way, then the last save. Both the
+supervisor (before an attempt) and rank 0 (while it runs) judge by this one formula. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from relayrun.control.rundir.records import AttemptStart
+
+STEPS = 200
+SAVES = 10
+"""How many of the newest measurements count: a run changes its speed."""
+
+MARGIN = 10.0
+"""Seconds for what is not measured: the end of the processes, the supervisor's last acts."""
+
+
+def first_lead(time_limit: float) -> float:
+    """Seconds for a first attempt, of which nothing is measured yet: a quarter of the limit, at most 600."""
+    return min(600.0, time_limit / 4)
+
+
+def measured_lead(
+    step_seconds: Sequence[float],
+    save_seconds: Sequence[float],
+    *,
+    floor: float,
+    ceiling: float,
+    under_way: float | None = None,
+    evaluation_seconds: Sequence[float] = (),
+) -> float | None:
+    """Two steps and 1.5 saves at their 95th percentile, and a margin; within floor and ceiling.
+
+    `evaluation_seconds`: of whole evaluations, which cannot be interrupted; one is added, at its 95th percentile.
+    `under_way`: seconds since the start of a save that is not over; the rest of it is added.
+
+    None where nothing is known of steps or of saves. `save_seconds` are from the start of a save to its
+    commit. Oldest measurements first.
+    """
+    steps, saves = step_seconds[-STEPS:], save_seconds[-SAVES:]
+    if not steps or not saves:
+        return None
+    save = percentile(saves, 0.95)
+    rest = 0.0 if under_way is None else max(save - under_way, 0.0)
+    evaluations = evaluation_seconds[-SAVES:]
+    evaluation = percentile(evaluations, 0.95) if evaluations else 0.0
+    return min(max(2 * percentile(steps, 0.95) + evaluation + 1.5 * save + rest + MARGIN, floor), ceiling)
+
+
+def lead_of(
+    begin: AttemptStart,
+    step_seconds: Iterable[float],
+    save_seconds: Iterable[float],
+    *,
+    under_way: float | None,
+    evaluation_seconds: Iterable[float] = (),
+    estimate: float = 0.0,
+) -> float:
+    """Seconds before the end of the job at which a running attempt leaves, by what it has measured up to now.
+
+    What it began with until steps and saves are measured, and for good where its bounds leave no choice. `estimate`:
+    of an evaluation where none is measured.
+    """
+    if begin.lead_floor == begin.lead_ceiling:
+        return begin.lead
+    measured = measured_lead(
+        list(step_seconds),
+        list(save_seconds),
+        floor=begin.lead_floor,
+        ceiling=begin.lead_ceiling,
+        under_way=under_way,
+        evaluation_seconds=list(evaluation_seconds) or [estimate],
+    )
+    return min(begin.lead + estimate, begin.lead_ceiling) if measured is None else measured
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed. Raises ValueError if there is none."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

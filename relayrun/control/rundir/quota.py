@@ -1,0 +1,224 @@
+"""How full the file system of a run is, or a quota on it, and when it will be: measured now and then, told before.
+
+quota.json   what was measured in the last week, by jobs of the run and by the sentinel
+
+Growth is what was written in that time, by whoever writes there, less what a run's rules remove again: of its newest
+checkpoints only those count that are still to come until as many are kept as `checkpoint.keep_last` says. A measure may
+meet a save that is under way, so growth is told without the size of one checkpoint. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from relayrun.control.rundir.purge import DAY
+from relayrun.control.rundir.records import Record
+from relayrun.control.rundir.run import Run
+
+SOON_DAYS = 7.0
+"""Somebody is told so many days before."""
+SHOWN_DAYS = 30.0
+"""A file system that belongs to all is spoken of so many days before it is full."""
+WINDOW_SECONDS = 7 * DAY
+"""Growth is measured over so long."""
+SPAN_SECONDS = 6 * 3600.0
+"""And over so long at least."""
+POINTS = 60
+"""So many measures of one limit are kept."""
+DROP = 0.01
+"""Where so much of a limit was freed (and more than a checkpoint), what was measured before says nothing any more."""
+FILE_SYSTEM = "file system"
+"""The source of what `df` would say, which belongs to all users."""
+
+Kind = Literal["bytes", "files"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What a user, a group or everybody may have on a file system, and has."""
+
+    source: str
+    """Who said it: `lfs quota`, `quota`, the site's command, or `file system`."""
+    kind: Kind
+    used: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Record):
+    """One limit at one time. Numbers are bytes, or files."""
+
+    time: float
+    """In seconds since 1970."""
+    source: str
+    kind: Kind
+    used: int
+    limit: int
+    own: int = 0
+    """What of it lies in checkpoints of this run."""
+    rolling: int = 0
+    """What of it lies in those that its rules remove again."""
+    to_come: int = 0
+    """What its rules keep and is not there yet."""
+    one: int = 0
+    """In its newest checkpoint."""
+    saves: int = 0
+    """How many checkpoints it has saved so far."""
+
+    @property
+    def lasting(self) -> int:
+        """What is used for good."""
+        return self.used - self.rolling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures(Record):
+    """`quota.json`."""
+
+    points: list[dict[str, object]] = field(default_factory=list)
+    """Oldest first, see `Point`."""
+    complaint: str | None = None
+    """Why the newest measure lacks something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """How full one limit is, and when it will be."""
+
+    source: str
+    kind: Kind
+    used: int
+    limit: int
+    own: int
+    """What of it lies in checkpoints of this run."""
+    time: float
+    """When it was measured, in seconds since 1970."""
+    a_day: float | None
+    """Growth a day; None: not measured for long enough."""
+    a_checkpoint: float | None
+    """Growth between two checkpoints of this run."""
+    full: float | None
+    """When it will be full, in seconds since 1970; None: it does not grow, or nobody knows."""
+
+    def words(self, now: float) -> str:
+        """One line for people."""
+        text = f"{self.source}: {amount(self.used, self.kind)} of {amount(self.limit, self.kind)} used"
+        text += f", {amount(self.own, self.kind)} in checkpoints of this run" if self.own else ""
+        if self.a_day is not None and self.a_day > 0:
+            each = "" if self.a_checkpoint is None else f"{amount(self.a_checkpoint, self.kind)} a checkpoint, "
+            text += f"; grows by {each}{amount(self.a_day, self.kind)} a day"
+        if self.full is not None:
+            day = time.strftime("%Y-%m-%d", time.localtime(max(self.full, now)))
+            left = (self.full - now) / DAY
+            text += f": full in about {left:.1f} days, on {day}" if left > 0 else ": full at any moment"
+        return text
+
+    def is_soon(self, now: float) -> bool:
+        """Whether a person should do something now."""
+        return self.full is not None and self.full - now < SOON_DAYS * DAY
+
+    def is_told(self, now: float) -> bool:
+        """Whether `status` says it: a quota always, what belongs to all users and files only where they get scarce."""
+        if self.source != FILE_SYSTEM and self.kind == "bytes":
+            return True
+        return self.full is not None and self.full - now < SHOWN_DAYS * DAY
+
+    @property
+    def name(self) -> str:
+        """What tells it from others, for the name of a notice."""
+        return f"{re.sub(r'[^A-Za-z0-9_.]+', '-', self.source)}-{self.kind}"
+
+
+def path(run: Run) -> Path:
+    """Return the record's name."""
+    return run.path / "quota.json"
+
+
+def read(run: Run) -> Measures:
+    """What was measured; nothing before the first measure. Raises RunDirError where the record is damaged."""
+    return Measures.read(path(run)) or Measures()
+
+
+def add(run: Run, found: Iterable[Point], *, complaint: str | None, now: float) -> None:
+    """Put a measure down, and forget what is older than a week. Raises OSError, RunDirError."""
+    points = [each for each in _points(read(run)) if now - WINDOW_SECONDS <= each.time <= now]
+    kept = [each for row in _rows([*points, *found]) for each in _thinned(row)]
+    kept.sort(key=lambda point: point.time)
+    Measures(points=[asdict(each) for each in kept], complaint=complaint).write(path(run))
+
+
+def foreseen(measures: Measures, *, now: float) -> list[Foreseen]:
+    """Return each limit as it was measured last, and when it will be full."""
+    return [_foreseen(row) for row in _rows(each for each in _points(measures) if each.time <= now)]
+
+
+def amount(value: float, kind: Kind) -> str:
+    """A number of bytes or files, for people: `1.2 TB`, `12,345 files`."""
+    if kind == "files":
+        return f"{value:,.0f} files"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if abs(value) >= size:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value / 1e3:,.1f} kB"
+
+
+def _points(measures: Measures) -> list[Point]:
+    return [Point.of(each) for each in measures.points]
+
+
+def _rows(points: Iterable[Point]) -> list[list[Point]]:
+    """The points of each limit, oldest first."""
+    rows: dict[tuple[str, str], list[Point]] = {}
+    for point in points:
+        rows.setdefault((point.source, point.kind), []).append(point)
+    return list(rows.values())
+
+
+def _thinned(row: Sequence[Point]) -> list[Point]:
+    """At most so many of the points, the first and the last among them."""
+    kept = list(row)
+    while len(kept) > POINTS:
+        kept = [*kept[:-1:2], kept[-1]]
+    return kept
+
+
+def _foreseen(row: Sequence[Point]) -> Foreseen:
+    newest = row[-1]
+    since = _since_the_last_drop(row)
+    span = newest.time - since.time
+    a_day = a_checkpoint = full = None
+    left = newest.limit - newest.used - newest.to_come
+    if span >= SPAN_SECONDS:
+        growth = max(0, newest.lasting - since.lasting - newest.one)
+        a_day = growth / span * DAY
+        saves = newest.saves - since.saves
+        a_checkpoint = growth / saves if saves > 0 else None
+        full = newest.time + left / growth * span if growth else None
+    if left <= 0:
+        full = newest.time
+    return Foreseen(
+        source=newest.source,
+        kind=newest.kind,
+        used=newest.used,
+        limit=newest.limit,
+        own=newest.own,
+        time=newest.time,
+        a_day=a_day,
+        a_checkpoint=a_checkpoint,
+        full=full,
+    )
+
+
+def _since_the_last_drop(row: Sequence[Point]) -> Point:
+    """The oldest point behind which nobody has freed much, nor changed the limit."""
+    for number in range(len(row) - 1, 0, -1):
+        before, after = row[number - 1], row[number]
+        freed = before.lasting - after.lasting
+        if before.limit != after.limit or freed > max(DROP * after.limit, before.one):
+            return after
+    return row[0]

@@ -1,0 +1,138 @@
+"""Triggers: files that any member of the team touches to steer a run.
+
+`triggers/save` asks for a checkpoint, `triggers/exit` for a checkpoint and the end of the chain.
+Rank 0 alone obeys; when it has, it removes the file and leaves `save.done` or `exit.done` with
+who asked, when, at which iteration, and the result. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from relayrun.control.rundir.run import Run
+from relayrun.errors import ConfigError, RunDirError, group_name, user_name, whose
+from relayrun.files import write_json
+
+Name = Literal["save", "exit"]
+NAMES: tuple[Name, ...] = ("save", "exit")
+
+MODE = 0o2770
+"""Permissions of the folder: setgid, so that what one member leaves there belongs to the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trigger:
+    """A touched file: who and when (seconds since 1970)."""
+
+    name: Name
+    user: str
+    time: float
+
+
+def create_folder(run: Run, group: str | None = None) -> None:
+    """Make `triggers/`: writable by owner and group, the group handed on to new files, closed to others.
+
+    `group` is a name or a number; None: the group of the run directory. Raises ConfigError where there is no
+    such group, or where this user is no member of it and so may not hand the folder over.
+    """
+    run.triggers.mkdir(parents=True, exist_ok=True)
+    wanted = run.path.stat().st_gid if group is None else _gid(group)
+    found = run.triggers.stat()
+    if (found.st_gid, stat.S_IMODE(found.st_mode)) == (wanted, MODE):
+        return  # it may be a colleague's, who alone could set this
+    try:
+        os.chown(run.triggers, -1, wanted)
+        run.triggers.chmod(MODE)  # after the change of group, which takes the setgid bit away
+    except PermissionError:
+        raise ConfigError(
+            f"the triggers cannot be given to the group {group_name(wanted)}",
+            where=run.triggers,
+            hint=f"set chain.triggers_group to a group of yours, or let {user_name(found.st_uid)} submit",
+        ) from None
+
+
+def touch(run: Run, name: Name) -> None:
+    """Ask for `name` on behalf of this user. Raises RunDirError if the folder is not there or this user may not."""
+    try:
+        (run.triggers / name).touch()
+    except FileNotFoundError:
+        raise RunDirError(
+            "this run has no folder for triggers", where=run.triggers, hint="submit the run first; that makes it"
+        ) from None
+    except PermissionError:
+        with contextlib.suppress(PermissionError):
+            if look(run, name) is not None:  # a colleague asked for the same and it is not yet answered
+                return
+        folder = run.triggers.stat()
+        raise RunDirError(
+            f"you may not write here: only the user {user_name(folder.st_uid)} and the group "
+            f"{group_name(folder.st_gid)} may; {whose(run.triggers)}",
+            where=run.triggers,
+            hint="ask one of them",
+        ) from None
+
+
+def barrier(run: Run) -> Path | None:
+    """The first folder on the way to `triggers/` that members of its group may not pass, as far as modes tell.
+
+    A submit under umask 077 makes such folders.
+    """
+    group = run.triggers.stat().st_gid
+    for folder in reversed(run.triggers.absolute().parents):
+        found = folder.stat()
+        if not found.st_mode & (stat.S_IXGRP if found.st_gid == group else stat.S_IXOTH):
+            return folder
+    return None
+
+
+def look(run: Run, name: Name) -> Trigger | None:
+    """The trigger, if somebody touched it."""
+    status = _status(run, name)
+    return None if status is None else Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
+
+
+def is_touched(run: Run, name: Name) -> bool:
+    """Whether the trigger is there; nobody is asked for the name of who touched it."""
+    return _status(run, name) is not None
+
+
+def acknowledge(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
+    """Leave NAME.done and remove the trigger, unless it was touched again meanwhile."""
+    write_json(
+        _done(run, trigger.name),
+        {"user": trigger.user, "touched": trigger.time, "time": time.time(), "iteration": iteration, "result": result},
+    )
+    again = look(run, trigger.name)
+    if again is not None and again.time == trigger.time:
+        path = run.triggers / trigger.name
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _status(run: Run, name: Name) -> os.stat_result | None:
+    try:
+        return os.stat(run.triggers / name, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _gid(group: str) -> int:
+    try:
+        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"there is no group {group!r} on this machine",
+            where="chain.triggers_group",
+            hint="give a name that `getent group` knows, or a number",
+        ) from None
+
+
+def _done(run: Run, name: Name) -> Path:
+    return run.triggers / f"{name}.done"

@@ -1,0 +1,187 @@
+"""What a scheduler remembers of a chain's jobs, for people who look on: how the last one ended, why others wait.
+
+Slurm's accounting (`sacct`) is asked where there is one, else the controller, which forgets a job after some minutes.
+Each command has a few seconds: who looks on does not wait, and an answer that does not come is None.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import job_text, slurm_command
+from relayrun.control.scheduler.base import is_live
+from relayrun.control.scheduler.job_text import timestamp
+from relayrun.control.scheduler.local_queue import LocalJob, LocalQueue
+from relayrun.errors import SchedulerError
+
+SECONDS = 10.0
+"""For one command."""
+
+RESIZING = "RESIZING"
+"""Slurm's word for a job in a row of its accounting that ended with the loss of a node: the job went on."""
+
+SILENT: set[str] = set()
+"""Commands that did not answer in that time: this process does not wait for them again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How a job ended, as its scheduler has it on record."""
+
+    id: str
+    state: str
+    """Slurm's: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
+    exit_code: str = ""
+    """How the batch script ended: `1`, or `signal 9`; empty where that is 0 or not known."""
+    nodes: str = ""
+    reason: str = ""
+    end_time: float | None = None
+    """Seconds since 1970."""
+    source: str
+    """Who said so: sacct, scontrol or the local queue."""
+
+
+def last_job(plan: Plan, *, since: float) -> JobEnd | None:
+    """The newest job of the chain that ran and has ended, or else one that never ran; None where Slurm remembers none.
+
+    `since`: seconds since 1970, before which no job of interest was queued.
+    """
+    return _accounted(plan, since) or _remembered(plan)
+
+
+def pending_reasons(plan: Plan) -> dict[str, str]:
+    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words."""
+    names = ",".join([plan.job_name, plan.fallback_job_name])
+    text = ask(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
+    rows = [line.partition("|") for line in (text or "").splitlines()]
+    return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
+
+
+def for_ever(reason: str | None) -> bool:
+    """Whether a job that waits for this reason, in Slurm's word, never starts unless a person changes something."""
+    return re.fullmatch(_FOR_EVER, reason or "") is not None
+
+
+def out_of_budget(reason: str | None) -> bool:
+    """Whether a job waits for this reason, in Slurm's word, until its account has more time to spend."""
+    return re.fullmatch(_OUT_OF_BUDGET, reason or "") is not None
+
+
+_FOR_EVER = (
+    r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
+    r"|Reservation[ _].*[ _]was[ _]deleted"
+    r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit"  # what one job may have: it asks for more
+    r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
+)
+_OUT_OF_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
+
+
+def others_are_hidden() -> bool:
+    """Whether Slurm shows everybody their own jobs alone (PrivateData=jobs)."""
+    found = re.search(r"^PrivateData\s*=\s*(\S*)", ask(["scontrol", "show", "config"]) or "", re.M)
+    return found is not None and "jobs" in found[1].split(",")
+
+
+def abandoned(plan: Plan, run: Run) -> list[str]:
+    """Ids of jobs in the run's local queue that nobody will start: the terminal that ran the queue has gone."""
+    queue = LocalQueue(run.path / "local")
+    if plan.scheduler != "local" or queue.is_being_run():
+        return []
+    old = time.time() - SECONDS  # whoever has just submitted is about to run it
+    waiting = [job for job in queue.every_job() if job.state == "PENDING" and not job.auxiliary]
+    return [job.id for job in waiting if queue.path(job.id).stat().st_mtime < old]
+
+
+def last_of(every: Sequence[LocalJob]) -> JobEnd | None:
+    """The same as `last_job`, of the jobs of a local queue."""
+    jobs = [job for job in every if not job.auxiliary and job.end_time]
+    ended = [job for job in jobs if not is_live(job.state)]
+    ran = [job for job in ended if job.start_time is not None] or ended
+    if not ran:
+        return None
+    job, code = ran[-1], ran[-1].exit_code or 0
+    words = str(code) if code > 0 else f"signal {-code}" if code else ""
+    return JobEnd(id=job.id, state=job.state, exit_code=words, end_time=job.end_time, source="the local queue")
+
+
+def _accounted(plan: Plan, since: float) -> JobEnd | None:
+    text = ask(
+        [
+            "sacct",
+            "--allocations",
+            "--allusers",
+            "--parsable2",
+            "--noheader",
+            f"--name={plan.job_name}",
+            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
+            "--format=JobID,State,ExitCode,NodeList,Start,End",  # its Reason is why the job waited, not why it ended
+        ]
+    )
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
+    ended = [row for row in rows if not is_live(row[1])]
+    if not ended:
+        return None
+    row = _newest([row for row in ended if timestamp(row[4]) is not None] or ended)
+    return JobEnd(
+        id=row[0],
+        state=row[1],
+        exit_code=_exit_code(row[2]),
+        nodes=_known(row[3]),
+        end_time=timestamp(row[5]),
+        source="sacct",
+    )
+
+
+def _remembered(plan: Plan) -> JobEnd | None:
+    text = ask(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
+    ended = [row for row in rows if not is_live(row[1])]
+    if not ended:
+        return None
+    row = _newest([row for row in ended if row[2]] or ended)
+    shown = ask(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
+    fields = job_text.fields(shown, name=plan.job_name)
+    return JobEnd(
+        id=row[0],
+        state=row[1],
+        exit_code=_exit_code(fields.get("ExitCode", "")),
+        nodes=row[2],
+        reason=_known(fields.get("Reason", "")),
+        end_time=timestamp(fields.get("EndTime", "")),
+        source="scontrol",
+    )
+
+
+def _newest(rows: Sequence[list[str]]) -> list[str]:
+    return max(rows, key=lambda row: int(re.sub(r"\D.*", "", row[0]) or 0))
+
+
+def _exit_code(text: str) -> str:
+    """Slurm's `code:signal`."""
+    code, _, number = text.partition(":")
+    if number not in ("", "0"):
+        return f"signal {number}"
+    return "" if code == "0" else code
+
+
+def _known(text: str) -> str:
+    return "" if text in ("None", "None assigned", "(null)") else text
+
+
+def ask(command: Sequence[str]) -> str | None:
+    """What a command of Slurm's printed; None where it is missing, fails or takes too long."""
+    if command[0] in SILENT:
+        return None
+    try:
+        return slurm_command.run(command, seconds=SECONDS)
+    except slurm_command.TimedOutError:
+        SILENT.add(command[0])
+    except SchedulerError:
+        pass
+    return None

@@ -1,0 +1,166 @@
+"""The queue of the local scheduler: a folder of the run directory, one JSON file a job, and how a job is started."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from relayrun.control.rundir.records import Record
+from relayrun.control.scheduler.base import clean_environment
+from relayrun.errors import SchedulerError
+from relayrun.files import write_json
+
+JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob(Record):
+    """One job of the queue; states have Slurm's names. Times are seconds since 1970."""
+
+    id: str
+    name: str
+    script: str
+    log_folder: str
+    time_limit: int
+    signal_lead: int
+    eligible_time: float
+    """Not started before this (`--begin`)."""
+    submit_time: float | None = None
+    """None in a queue of an earlier version."""
+    state: str = "PENDING"
+    pid: int | None = None
+    start_time: float | None = None
+    end_time: float | None = None
+    """When the limit is reached; once the job has ended, when it did."""
+    exit_code: int | None = None
+    cancel_requested: bool = False
+    arguments: list[str] = field(default_factory=list)
+    """What the script is given."""
+    auxiliary: bool = False
+    """No part of the chain: it runs while the chain's jobs run, with the lowest priority."""
+    guarded: bool = False
+    """Queue it again if its batch script is killed."""
+    requeue_delay: int | None = None
+    """Set by `requeue`: queue it again when it ends, after so many seconds."""
+    failed_begins: int = 0
+    """How often in a row its supervisor failed."""
+
+    def write(self, path: Path) -> None:
+        """Write it so that a queue that an earlier version runs, which says `beside` for `auxiliary`, reads it, too."""
+        write_json(path, asdict(self) | {"beside": self.auxiliary})
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Self:
+        """A queue of an earlier version says `beside` for `auxiliary`."""
+        return super().of({"auxiliary": value["beside"], **value} if "beside" in value else value)
+
+
+class LocalQueue:
+    """The jobs of one run directory. Who changes one holds `locked`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, job: LocalJob) -> str:
+        """Queue it under the next number, which becomes its id."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            number = max((int(job.id) for job in self.every_job()), default=0) + 1
+            job = replace(job, id=str(number), submit_time=time.time())
+            self.write_job(job)
+        return job.id
+
+    def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
+        """Start a job's script in a session of its own; it dies with this process. Who calls writes the job down."""
+        from relayrun.control.scheduler.tasks import die_with_parent  # not paid for by who looks at the queue
+
+        def prepare() -> None:
+            # as Slurm starts a job: whoever submitted may block or ignore signals, and that is handed down
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_DFL)
+            die_with_parent(signal.SIGTERM)
+            if job.auxiliary:
+                os.nice(19)
+
+        with _log(job, "out") as out, _log(job, "err") as err:
+            started = time.time()
+            process = subprocess.Popen(
+                ["bash", job.script, *job.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=clean_environment(os.environ) | {JOB_ID_VARIABLE: job.id},
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        end_time = started + job.time_limit
+        return replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=end_time), process
+
+    def is_being_run(self) -> bool:
+        """Whether somebody runs the queue now."""
+        try:
+            with open(f"{self.folder}/runner.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+
+    def path(self, job_id: str) -> Path:
+        return self.folder / f"job-{int(job_id):04}.json"
+
+    def read_job(self, job_id: str) -> LocalJob:
+        """Raises SchedulerError if there is none."""
+        return self._read(self.path(job_id))
+
+    def _read(self, path: Path | str) -> LocalJob:
+        job = LocalJob.read(path)
+        if job is None:
+            number = os.path.basename(path).removeprefix("job-").removesuffix(".json").lstrip("0")
+            raise SchedulerError(f"there is no local job {number}", where=self.folder)
+        return job
+
+    def write_job(self, job: LocalJob) -> None:
+        """Under `locked`."""
+        job.write(self.path(job.id))
+
+    def every_job(self) -> list[LocalJob]:
+        """In the order in which they were queued."""
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+        jobs = [name for name in names if name.startswith("job-") and name.endswith(".json")]
+        return [self._read(f"{self.folder}/{name}") for name in jobs]
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """For who changes a job."""
+        with open(self.folder / "queue.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _log(job: LocalJob, suffix: str) -> BinaryIO:
+    """A job's log, to append to. Where it cannot be opened, none: a job of a chain opens its own somewhere else."""
+    try:
+        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
+        return open(Path(job.log_folder) / f"{job.name}-{job.id}.{suffix}", "ab")
+    except OSError:
+        return open(os.devnull, "ab")
+
+
+def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the batch script and all it started; they share its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

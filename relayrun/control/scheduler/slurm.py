@@ -1,0 +1,446 @@
+"""Slurm through its commands, as a chain needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pwd
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.scheduler import gres, slurm_command
+from relayrun.control.scheduler.base import (
+    PATIENCE,
+    FallbackJobs,
+    Fewest,
+    Job,
+    NodeControl,
+    RankLaunch,
+    clean_environment,
+)
+from relayrun.control.scheduler.job_text import BEGIN_FAILED, COMMENT, STOPPED_BY, is_ambiguous, parse_job, timestamp
+from relayrun.control.scheduler.slurm_command import NoAnswerError, NotInstalledError
+from relayrun.control.scheduler.slurm_fallback import SlurmFallbackJobs
+from relayrun.control.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer, says_too_few
+from relayrun.errors import ConfigError, SchedulerError
+from relayrun.slurmtime import format_time
+
+COMPLETING_SECONDS = 30.0
+"""How long a job may take to end before nobody waits for its final state any more."""
+
+LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"}
+"""Flags of a reservation behind whose end jobs that wait still start: it comes again, or they do without it."""
+
+COMMAND_SECONDS = 120.0
+"""How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
+
+
+class Slurm:
+    """Slurm through its commands, each of which has a time limit.
+
+    For `patience` seconds, questions are asked again whatever the error, orders where the controller did not answer.
+    """
+
+    def __init__(self, *, patience: float = PATIENCE, pause: float = 2.0) -> None:
+        self._patience = patience
+        self._pause = pause
+
+    def current_job_id(self) -> str:
+        job_id = os.environ.get("SLURM_JOB_ID")
+        if not job_id:
+            raise SchedulerError("not inside a Slurm job: SLURM_JOB_ID is not set")
+        return job_id
+
+    @property
+    def nodes(self) -> NodeControl:
+        return SlurmNodes(self, Slurm(patience=min(self._patience, SUFFICE_SECONDS), pause=self._pause))
+
+    @property
+    def fallback_jobs(self) -> FallbackJobs:
+        return SlurmFallbackJobs(self)
+
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
+        Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
+        try:
+            self.test(script)
+        except SchedulerError as error:
+            if plan.spare_nodes and says_too_few(error):
+                error.hint = (
+                    f"job.nodes and job.spare_nodes ask for {plan.nodes_of_job} nodes; where so many are not up, "
+                    "set job.spare_nodes to fewer"
+                )
+            raise
+        try:
+            if evaluation is not None:
+                self.test(evaluation)
+        except SchedulerError as error:  # else checkpoints would stay without results, and a log alone would say so
+            raise SchedulerError(f"the job of an evaluation: {error.message}", hint="change evaluation.job") from None
+        return self.submit(plan, script, options={})
+
+    def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
+        """Ask Slurm whether it would accept the script, with these options of sbatch; queues nothing.
+
+        Returns its words. Raises SchedulerError.
+        """
+        further = [f"--{name}={value}" for name, value in (options or {}).items()]
+        return self.order(["sbatch", "--test-only", *further, str(script)], words=True)
+
+    def partitions(self) -> list[dict[str, str]]:
+        """Every partition as `scontrol show partition` has it, by the names of its fields. Raises SchedulerError."""
+        text = self.ask(["scontrol", "show", "partition", "--oneliner"])
+        rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
+        return [row for row in rows if "PartitionName" in row]
+
+    def adopt(self, job: Job, plan: Plan) -> None:
+        if job.name != plan.job_name:  # from here on it is a singleton of its chain
+            self.order(["scontrol", "update", f"JobId={job.id}", f"JobName={plan.job_name}"])
+        if plan.auto_requeue != job.requeue:  # Slurm brings back a job that loses its node, until another one follows
+            try:
+                self.order(["scontrol", "update", f"JobId={job.id}", f"Requeue={int(plan.auto_requeue)}"])
+            except SchedulerError:  # a site may allow it to nobody; only one mode cannot do without
+                if plan.mode == "requeue":
+                    raise
+
+    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
+        command = ["--dependency=singleton"]
+        if delay:
+            command.append(f"--begin=now+{delay}")
+        again = gres.in_the_same_way(options, plan.sbatch_options)
+        command += [f"--{name}={value}" for name, value in again.items()]
+        # not `--`: sbatch takes the rest as the script and its arguments anyway
+        return self.submit_once([*command, str(script)], name=plan.job_name)
+
+    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
+        return self.submit_once(
+            [f"--job-name={name}", f"--time={format_time(limit)}", str(script), *arguments], name=name
+        )
+
+    def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
+        """Queue one job, whatever sbatch says: it can queue a job and report an error all the same.
+
+        So each job carries a word of its own in its comment, and is looked for by it before the next try.
+        `name` is the job's, `comment` one that is its own already. Returns its id; raises SchedulerError.
+        """
+        comment = comment or f"{COMMENT}{secrets.token_hex(6)}"
+        command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
+        deadline, pause = time.monotonic() + self._patience, self._pause
+        while True:
+            try:
+                job_id = self._once(command).strip().split(";")[0]
+                if not job_id.isdecimal():
+                    raise SchedulerError(f"sbatch: no job id in its answer {job_id!r}")
+                return job_id
+            except SchedulerError as error:
+                rows = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
+                found = [row.partition("|")[0] for row in rows if row.partition("|")[2] == comment]
+                if found:
+                    return found[0]
+                if not isinstance(error, NoAnswerError) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+    def named(self, name: str) -> str | None:
+        found = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i"]).split()
+        return found[0] if found else None
+
+    def cancel(self, job_id: str) -> None:
+        job = self.query(job_id)
+        if job is not None and job.live:
+            self.order(["scancel", job_id])
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        self.order(["scontrol", "update", f"JobId={job_id}", f"Comment={STOPPED_BY}{user}"])
+
+    def cancelled_by(self, job_id: str) -> str | None:
+        try:
+            command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State"]
+            found = re.search(r"CANCELLED by (\d+)", self._once(command))
+        except SchedulerError:  # without accounting nobody knows
+            return None
+        if found is None:
+            return None
+        try:
+            return pwd.getpwuid(int(found[1])).pw_name
+        except KeyError:
+            return found[1]
+
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        self.order(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
+
+    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
+        changes = ["Requeue=0"] if followed else []
+        if job.begin_failed and not followed:  # a job that comes back must know which nodes it left out for that
+            changes.append(f"Comment={BEGIN_FAILED}0@{job.begin_failed_on}")
+        else:  # its StdOut says nothing: the script opened its log itself
+            changes.append(f"Comment={COMMENT}log={log}" if log else "Comment=")
+        self.order(["scontrol", "update", f"JobId={job.id}", *changes])
+
+    def requeue(self, job_id: str, *, delay: int = 0, few: Fewest | None = None) -> None:
+        job = self._seen_once(job_id)
+        if job is None or not job.requeue:
+            with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
+                self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+        later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job)
+        # each by itself: a site may refuse one. Such a list is one process: with the first order Slurm ends this job
+        updates = [" ".join([f"update JobId={job_id}", *changes]) for changes in (later, fewer(few)) if changes]
+        try:
+            if updates:
+                self.order(["scontrol"], [f"requeue {job_id}", *updates])
+            else:
+                self.order(["scontrol", "requeue", job_id])
+        except SchedulerError as error:  # by the guard, or by the batch script before it
+            if "pending execution" not in error.message:
+                raise
+
+    def _seen_once(self, job_id: str) -> Job | None:
+        """The job; None where Slurm does not say. It is asked once, where there may be seconds for what counts."""
+        try:
+            return parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
+        except (SchedulerError, KeyError):
+            return None
+
+    def _nodes_come_back(self, job: Job | None) -> list[str]:
+        """Changes by which a job whose `begin` worked may have the nodes again where it had failed before."""
+        if job is None or not job.begin_failed_on:
+            return []
+        tried = set(job.begin_failed_on.split(","))
+        shown = job.options.get("exclude")
+        try:
+            given = self._once(["scontrol", "show", "hostnames", shown]).split() if shown else []
+        except SchedulerError:
+            return []
+        return [f"ExcNodeList={','.join(node for node in given if node not in tried)}", "Comment="]
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        step = [*self._step_on_batch_host(job_id), f"--output={literal(str(log))}", "--export=ALL"]
+        environment = clean_environment(os.environ)  # srun would take the job's own options from it
+        devnull = subprocess.DEVNULL
+        try:  # it ends with the job; nobody waits for it
+            subprocess.Popen([*step, *command], env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
+        except OSError as error:
+            raise SchedulerError(f"srun: {error}") from None
+
+    def run_beside(self, job_id: str, command: Sequence[str], *, nodes: int) -> str:
+        """Run a program beside the ranks of a running job: on the batch host, or once on each of its nodes.
+
+        Return what it printed. Raises SchedulerError.
+        """
+        step = self._step_on_batch_host(job_id) if nodes == 1 else _step_beside(job_id, nodes=nodes)
+        return self._once([*step, *command])
+
+    def _step_on_batch_host(self, job_id: str) -> list[str]:
+        """What starts one task where the batch script of a running job runs: each Slurm counts nodes in its own way."""
+        job = self.query(job_id)
+        if job is None or not job.batch_host:
+            raise SchedulerError(f"Slurm does not say on which node the batch script of job {job_id} runs")
+        return [*_step_beside(job_id, nodes=1), f"--nodelist={job.batch_host}"]
+
+    def kill_wait(self) -> float:
+        """Seconds from SIGTERM to SIGKILL when a job is ended."""
+        found = re.search(r"^KillWait\s*=\s*(\d+)", self.ask(["scontrol", "show", "config"]), re.M)
+        return float(found[1]) if found else 30.0
+
+    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
+        word = f"--signal={number.name.removeprefix('SIG')}"
+        if number != signal.SIGKILL:
+            self.order(["scancel", word, job_id])  # to all steps and not to the batch script
+            return
+        # SIGKILL to a job cancels it, batch script and all; so to each of its steps
+        steps = self.ask(
+            ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"], answer="Invalid job id"
+        ).split()
+        for step in steps:
+            if step.rpartition(".")[2].isdecimal():
+                self.order(["scancel", word, step])
+
+    def query(self, job_id: str) -> Job | None:
+        try:
+            text = self.ask(["scontrol", "show", "job", "--oneliner", job_id], answer="Invalid job id")
+        except SchedulerError as error:
+            if "Invalid job id" in error.message:
+                return None
+            raise
+        name = None
+        if is_ambiguous(text):  # some text of a person's looks like the fields around it; the name alone stands first
+            command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
+            name = self.ask(command, answer="Invalid job id").removesuffix("\n")
+        return parse_job(text, name=name)
+
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+        try:
+            text = self._once(["scontrol", "show", "reservation", "--oneliner", name])
+        except SchedulerError:
+            return None
+        found = dict(re.findall(r"(\S+?)=(\S*)", text))
+        flags = set(found.get("Flags", "").split(","))
+        if for_good and flags & LASTING_RESERVATIONS:
+            return math.inf
+        if "FLEX" in flags:  # a job may go on behind the end of such a one
+            return None
+        return timestamp(found.get("EndTime", ""))
+
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
+        job = self.query(job_id)
+        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
+            # Until its batch script, in which this runs, is gone, a job that Slurm ends is COMPLETING, whatever
+            # the cause. It was cancelled if it was neither its limit, nor a preemption, nor one of its nodes
+            # (a lost one is no longer in its own list).
+            return not job.at_limit and not job.preempted and not self._node_is_down(nodes)
+        deadline = time.monotonic() + COMPLETING_SECONDS
+        while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
+            time.sleep(1)  # a successor may start before Slurm has written down how its predecessor ended
+            job = self.query(job_id)
+        return job is not None and job.state == "CANCELLED"
+
+    def _node_is_down(self, nodes: str) -> bool:
+        states = self.ask(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
+        return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
+
+    def live_ids(self) -> set[str]:
+        """Ids of all queued and running jobs of everybody, an element of an array as `12_3`."""
+        return set(self.ask(["squeue", "--noheader", "--array", "--format=%i"]).split())
+
+    def max_array_size(self) -> int:
+        """Most elements of a job array; 0 where the cluster takes none."""
+        config = self.ask(["scontrol", "show", "config"])
+        limits = re.findall(
+            r"^MaxArraySize\s*=\s*(\d+)|^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", config, re.M
+        )
+        return min((int(limit) for pair in limits for limit in pair if limit), default=1001)  # Slurm's own default
+
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        return self.jobs_named(plan.job_name, anyone=anyone)
+
+    def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
+        """Queued and running jobs with this name: this user's, or anyone's. Raises SchedulerError."""
+        whose = [] if anyone else ["--me"]
+        text = self.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
+        rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+        return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
+
+    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
+        name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
+        cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
+        nodes = self.nodes.expand(job.nodes)
+        # one port per job: jobs that share a node must not meet; and another one each time that it is queued again
+        port = 20_000 + (int(job.id) + 7_001 * int(os.environ.get("SLURM_RESTART_COUNT") or 0)) % 20_000
+        if plan.outlives_nodes:
+            command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
+            command.insert(1, "--overlap")  # else a step waits where another one has not ended
+        elif plan.recovery == "node":
+            command = self.agent_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
+        else:
+            command = self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
+        return RankLaunch(
+            command=command,
+            nodes=nodes if plan.outlives_nodes else (),
+            signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
+            environment={"MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)},
+        )
+
+    def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
+        """What stands before a program that a job starts once for every rank."""
+        return [
+            "srun",
+            "--kill-on-bad-exit=1",
+            "--export=ALL",
+            f"--nodes={nodes}",
+            f"--ntasks-per-node={plan.ntasks_per_node}",
+            f"--cpus-per-task={cpus_per_task}",  # srun does not inherit it from sbatch
+            *plan.srun_options,
+        ]
+
+    def agent_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
+        """What stands before a program that a job starts once a node, with the processors of all its ranks."""
+        return [
+            "srun",
+            "--kill-on-bad-exit=1",
+            "--export=ALL",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",  # else srun takes the job's number of ranks from the environment
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={int(cpus_per_task) * plan.ntasks_per_node}",
+            *plan.srun_options,
+        ]
+
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
+        # srun does not inherit --cpus-per-task from sbatch
+        one = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus_per_task}"]
+        return ["srun", "--export=ALL", *one, *plan.srun_options]
+
+    def ask(self, command: Sequence[str], *, answer: str = "") -> str:
+        """Run a command that changes nothing and return what it printed.
+
+        Any error is tried again: a list of those that pass by is never whole. `answer`: the error that has these words
+        is an answer. Raises SchedulerError.
+        """
+        return self._run(command, again=lambda error: not (answer and answer in error.message))
+
+    def order(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        """Run a command that changes something, and may do so twice; return what it printed.
+
+        It is tried again where the controller did not answer. A refusal is raised as a SchedulerError.
+        `lines`: orders for its standard input. `words`: return what it said on standard error, too.
+        """
+        return self._run(command, lines, words=words, again=lambda error: isinstance(error, NoAnswerError))
+
+    def _run(
+        self,
+        command: Sequence[str],
+        lines: Sequence[str] = (),
+        *,
+        again: Callable[[SchedulerError], bool],
+        words: bool = False,
+    ) -> str:
+        deadline, pause = time.monotonic() + self._patience, self._pause
+        while True:
+            try:
+                return self._once(command, lines, words=words)
+            except NotInstalledError:
+                raise
+            except SchedulerError as error:
+                if not again(error) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+    def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
+        return slurm_command.run(command, lines, seconds=seconds, words=words)
+
+
+def _step_beside(job_id: str, *, nodes: int) -> list[str]:
+    """What starts one task a node as a step of a running job that takes nothing from its other steps."""
+    return [
+        "srun",
+        f"--jobid={job_id}",
+        "--overlap",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--cpus-per-task=1",
+        "--cpu-bind=none",
+        "--mem=0",
+        "--gres=none",
+        "--input=none",
+        "--quiet",
+    ]
+
+
+def whole_job_command(srun_options: Sequence[str]) -> list[str]:
+    """What starts one task that has all of its job, although srun would bind it to the processors of one."""
+    return ["srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--export=ALL", *srun_options]
+
+
+def literal(path: str) -> str:
+    """A path inside a Slurm file name pattern, where `%` begins a field."""
+    if "\n" in path:
+        raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
+    return path.replace("%", "%%")

@@ -1,0 +1,92 @@
+"""Slurm jobs that start only if another one fails: `--dependency=afternotok`.
+
+Measured on Slurm 22.05. Such a job starts about a second after the other one has ended with an error, was killed or
+was cancelled, also while that one was still queued. It goes on waiting while the other one is queued again: by itself,
+after the loss of its node. Slurm cancels it when the other one ends with exit code 0. It can be moved behind another
+job as long as it has not started. Which job it waits for stands in its comment, since Slurm forgets that at its start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from relayrun.control.scheduler.base import FallbackOrder, Job
+from relayrun.control.scheduler.job_text import BEGIN_FAILED, COMMENT
+from relayrun.control.scheduler.slurm_command import NoAnswerError
+from relayrun.errors import SchedulerError
+from relayrun.slurmtime import format_time
+
+OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
+"""Options of the chain's jobs that its fallback job always has: where it may run, and who pays."""
+
+OF_THE_TIME = ("time", "time-min", "begin", "deadline")
+"""Options of the chain's jobs that it never has."""
+
+
+class Commands(Protocol):
+    """Slurm's commands: `relayrun.control.scheduler.slurm.Slurm`."""
+
+    def ask(self, command: Sequence[str], *, answer: str = "") -> str:
+        """Run a command that changes nothing and return what it printed."""
+
+    def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
+        """Run a command that changes something, and may do so twice; return what it printed."""
+
+    def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
+        """Queued and running jobs with this name: this user's, or anyone's."""
+
+    def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
+        """Queue one job, whatever sbatch says; return its id."""
+
+
+class SlurmFallbackJobs:
+    """The fallback jobs of a Slurm cluster."""
+
+    def __init__(self, slurm: Commands) -> None:
+        self._slurm = slurm
+
+    def live(self, name: str, *, anyone: bool = False) -> list[Job]:
+        return self._slurm.jobs_named(name, anyone=anyone)
+
+    def queue(
+        self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None], limit: int
+    ) -> str:
+        time = f"--time={format_time(limit)}"
+        first = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes", time]
+        small = _words({option: options[option] for option in OPTIONS if options.get(option)})
+        whole = _words({option: value for option, value in options.items() if option not in OF_THE_TIME})
+        try:  # a partition may have a least number of nodes, and sbatch take a job that waits there for ever
+            self._slurm.order(["sbatch", "--test-only", time, *small, str(script)])
+            return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_comment(order))
+        except NoAnswerError:
+            raise
+        except SchedulerError:  # a site may demand GPUs, or several nodes, of every job
+            return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_comment(order))
+
+    def move(self, job_id: str, order: FallbackOrder) -> None:
+        changes = [f"Dependency=afternotok:{order.job_id}", f"Comment={_comment(order)}"]
+        self._slurm.order(["scontrol", "update", f"JobId={job_id}", *changes])
+
+    def order(self, job_id: str) -> FallbackOrder:
+        text = self._slurm.ask(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%k"]).strip()
+        found = _ORDER.fullmatch(text)
+        if found is None:
+            raise SchedulerError(f"the comment of job {job_id} does not say which job it stands behind: {text!r}")
+        return FallbackOrder(job_id=found[1], failed_begins=int(found[2]))
+
+    def count_failed_begins(self, job_id: str, count: int, nodes: str) -> None:
+        self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"Comment={BEGIN_FAILED}{count}@{nodes}"])
+
+
+def _words(options: Mapping[str, str | None]) -> list[str]:
+    return [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
+
+
+_ORDER = re.compile(rf"{COMMENT}starts-only-if-job=(\d+)-fails,failed-begins=(\d+)")
+
+
+def _comment(order: FallbackOrder) -> str:
+    return f"{COMMENT}starts-only-if-job={order.job_id}-fails,failed-begins={order.failed_begins}"

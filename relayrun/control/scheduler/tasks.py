@@ -1,0 +1,130 @@
+"""The local task starter: what srun is on Slurm, on one machine.
+
+    python -m relayrun.control.scheduler.tasks --ntasks 2 -- PROGRAM ARG ...
+
+Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free
+MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and
+SIGTERM are handed on to every rank, SIGQUIT as SIGKILL. A rank dies with its starter. What ranks have started, and
+left behind, is ended like a step's processes on Slurm; see `scheduler.leftover`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from relayrun.control.scheduler import leftover
+from relayrun.errors import log_to_stderr
+from relayrun.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LEAST_PORT = 21_000
+"""Jobs on Slurm take theirs from 20,000 on, by their numbers."""
+PF_EXITING = 0x4
+"""Flag of a process in /proc/PID/stat."""
+KILL_SECONDS = 2.0
+"""From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Ask Linux to send this process `signal_number` when its parent ends. Holds across exec."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
+
+
+def is_dying(pid: int) -> bool:
+    """Whether this child ends already. So does one whose neighbours have seen it close its connections."""
+    flags = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[6])
+    return bool(flags & PF_EXITING)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on now, of the loopback interface or another address; empty: of all of them.
+
+    It lies below the ports that the kernel takes for connections, where there is room: one of those may be in use
+    again before a program that is still importing listens on it.
+    """
+    first = int(CONNECTION_PORTS.read_text().split()[0])
+    tried = random.SystemRandom().sample(range(LEAST_PORT, first), 20) if first >= LEAST_PORT + 1000 else []
+    for port in [*tried, 0]:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((address, port))
+            return int(listener.getsockname()[1])
+    raise OSError(f"no TCP port is free on {address or 'this machine'}")
+
+
+def start_tasks(ntasks: int, command: Sequence[str]) -> int:
+    """Run `command` as `ntasks` ranks; return 0, or the exit code of the first that failed."""
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGKILL if number == signal.SIGQUIT else number)
+
+    for handled in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(handled, forward)
+    mark = {leftover.MARK: f"{os.getpid()}-{time.time_ns()}"}
+    starter = {"SLURM_NTASKS": str(ntasks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {**os.environ, **mark, **starter}
+    for number in range(ntasks):
+        ranks.append(  # noqa: PERF401 - one by one: a signal may come between two starts
+            subprocess.Popen(
+                command,
+                env=shared | {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)},
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            )
+        )
+    first_failure = 0
+    kill_at: float | None = None
+    while any(rank.poll() is None for rank in ranks):
+        failed = next(((n, rank) for n, rank in enumerate(ranks) if rank.poll()), None)
+        if failed is not None and kill_at is None:
+            number, rank = failed
+            first_failure = _exit_code(rank.returncode)
+            log.error("task %d ended with exit code %d; ending the others", number, first_failure)
+            forward(signal.SIGTERM, None)
+            kill_at = time.monotonic() + KILL_SECONDS
+        if kill_at is not None and time.monotonic() > kill_at:
+            forward(signal.SIGKILL, None)
+        time.sleep(0.05)
+    for command_line in leftover.end(mark):
+        log.error("a process that the ranks left behind is ended: %s", command_line)
+    return first_failure or max(_exit_code(rank.returncode) for rank in ranks)
+
+
+def _exit_code(returncode: int) -> int:
+    """As a shell reports it: 128 + signal for a killed process."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the ranks that `argv` (without the program's name) asks for; return as `start_tasks` does."""
+    parser = argparse.ArgumentParser(prog="relayrun.control.scheduler.tasks")
+    parser.add_argument("--ntasks", type=int, required=True)
+    parser.add_argument("--pid-file", type=Path, help="where to write the id of this process")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    log_to_stderr()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.pid_file is not None:
+        write_atomic(options.pid_file, f"{os.getpid()}\n")
+    return start_tasks(options.ntasks, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,312 @@
+"""Writes the records of an attempt for a program that knows nothing of them, from what is seen of it.
+
+The native trainer's rank 0 leaves `metrics.jsonl`, heartbeats, `commits.jsonl` and `outcome.json`. With those written
+here, everything behind them (hang watch, lead, status, the law of the chain) holds for a foreign program as it does
+for the native one.
+
+`look` is a duty of the watch, once a second. It may be killed and started again at any point: what has been recorded
+is read back, and nothing is recorded twice. `conclude` does the rest when the ranks have gone, in `end`, or in the next
+job's `begin` where the whole job was lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from relayrun.control.rundir import hand_over, triggers
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.lead import SAVES, STEPS, lead_of, percentile
+from relayrun.control.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName, Started
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, Program
+from relayrun.control.trainers.retention import Retention
+from relayrun.files import append_line, sizes, write_atomic, write_json
+
+LOOK_SECONDS = 1.0
+"""Between two looks; a save that begins and ends between them takes less."""
+
+STEPS_TO_OBEY = 2
+"""A program that has been asked to leave, and makes so many steps more, has not heard it."""
+
+
+class Observer:
+    """Follows one attempt.
+
+    Args:
+        leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
+            written behind it, so that a kill in between asks again.
+        retention: removes old checkpoints; None: they all stay, or the program removes them itself.
+        end: kills the ranks; None: nothing does.
+        ask_again: ask once more when the program trains on, whoever asked it: a signal that comes before it has a
+            handler, or while Slurm's controller is away, is lost. For programs that a second one does not harm.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        begin: AttemptStart,
+        program: Program,
+        *,
+        leave: Callable[[], None],
+        retention: Retention | None = None,
+        end: Callable[[], None] | None = None,
+        ask_again: bool = False,
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._begin = begin
+        self._program = program
+        self._leave = leave
+        self._retention = retention
+        self._end = end
+        self._ask_again = ask_again
+        self._asked_at: int | None = None
+        """The iteration at which it was known that the program had been asked to leave."""
+        self._files: dict[str, dict[str, int]] = {}
+        """What lay in a checkpoint at the look before, as long as more may come."""
+        self._iteration = begin.base_iteration
+        self._said: tuple[int, float] | None = None
+        """The iteration that it said last, and when that was seen (monotonic); None: it has said none."""
+        self._first: int | None = None
+        """The first iteration that it said in this attempt; 0 is no iteration that it has done."""
+        self._samples: dict[int, int] = {}
+        """Samples consumed with the iterations whose checkpoints may still come."""
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._saves: deque[float] = deque(maxlen=SAVES)
+        self._committed = begin.base_iteration
+        self._save_begun: tuple[int, float] | None = None
+        """Iteration of the save under way, and when it was first seen (monotonic)."""
+        self._beat: Heartbeat | None = None
+        self._save_asked: triggers.Trigger | None = None
+        self._take_up()
+
+    def look(self) -> None:
+        """Record what is new; ask the program to save or leave where that is due. Raises OSError."""
+        try:
+            self._record()
+            if self._began_anew:
+                self._refuse()
+                return
+            self._obey_save()
+        finally:  # whatever of its files cannot be read
+            if not self._began_anew:
+                self._obey_leave()
+        if self._retention is not None:  # last: what cannot be removed keeps nothing else from being done
+            self._retention.look(self._program.checkpoints(), saving=self._program.saving() is not None)
+
+    def conclude(self, exit_code: int | None) -> None:
+        """Record what is left, and how the program ended, as far as that is known. Raises OSError.
+
+        `exit_code`: of all ranks together; None where nobody saw it.
+        """
+        self._record(gone=True)
+        if self._attempt.outcome.exists():
+            return
+        if self._began_anew:
+            self._refuse(gone=True)
+            return
+        ending = self._program.ending(exit_code)
+        if ending is None:
+            return
+        exit_trigger = triggers.look(self._run, "exit")
+        outcome: OutcomeName
+        if ending.outcome == "left":
+            if self._committed < self._iteration:
+                return  # it says that it saved, and what it saved is not whole: no outcome, the law judges
+            outcome, words = ("saved", ending.words)
+            if exit_trigger is not None:
+                outcome, words = "exit", f"exit trigger by {exit_trigger.user}"
+            elif self._attempt.stop.exists():
+                words = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip() or words
+        else:
+            outcome, words = ending.outcome, ending.words
+        now = time.time()
+        Outcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
+        if exit_trigger is not None:  # behind the outcome: what is acknowledged has come
+            triggers.acknowledge(self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}")
+        if outcome == "done" and self._retention is not None:
+            self._retention.finish(self._program.checkpoints())
+
+    def _take_up(self) -> None:
+        """Go on where an observer before this one was killed."""
+        for line in self._attempt.metrics_backwards():
+            self._iteration = max(self._iteration, int(line["iteration"]))
+            break
+        start = hand_over.start_of(self._attempt)
+        for number, commit in enumerate(self._attempt.read_commits()):
+            if start is None or number >= start.commits:  # those of earlier rounds that count are not behind the base
+                self._committed = max(self._committed, commit.iteration)
+            self._saves.append(commit.seconds)
+
+    def _record(self, *, gone: bool = False) -> None:
+        """Record what is new. `gone`: the ranks have gone, and nothing more can come."""
+        steps = self._program.steps()
+        if self._first is None:
+            self._first = next((step.iteration for step in steps if step.iteration), None)
+        if self._began_anew:
+            return
+        moved = self._record_steps(steps)
+        saving = self._program.saving()
+        self._time_save(saving)
+        for checkpoint in self._program.checkpoints():
+            if checkpoint.iteration <= self._committed:
+                continue
+            if gone or self._is_settled(checkpoint):
+                self._commit(checkpoint)
+            else:
+                saving = checkpoint.iteration
+                self._time_save(saving)
+        if saving is None:
+            self._save_begun = None
+        self._heartbeat("save" if saving is not None else "step" if self._said else "start", moved=moved)
+
+    @property
+    def _began_anew(self) -> bool:
+        """Whether the program does not go on from its base: it would write over its old files, and all would look well.
+
+        Some say every tenth iteration alone, others count from 0: any first one from the base on is right.
+        """
+        return self._first is not None and self._first < self._begin.base_iteration
+
+    def _refuse(self, *, gone: bool = False) -> None:
+        """End ranks that began anew, and the chain with them: the next attempt would do the same. Raises OSError."""
+        if self._attempt.outcome.exists():
+            return
+        if not gone and self._end is not None:
+            self._end()
+        base = self._begin.base_iteration
+        reason = (
+            f"the program says iteration {self._first} first, and was to go on from iteration {base} "
+            f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
+            "given, and say iterations counted from the beginning of the run"
+        )
+        Outcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time()).write(
+            self._attempt.outcome
+        )
+
+    def _record_steps(self, steps: Sequence[ObservedStep]) -> bool:
+        """Return whether it moved: whether it said another iteration than before, were it a lower one.
+
+        One that it repeats is no sign of life: a progress bar writes itself anew where nothing moves.
+        """
+        moved = False
+        now = time.monotonic()
+        rising = sum(step.iteration > self._iteration for step in steps)
+        measured = None if self._said is None or not rising else (now - self._said[1]) / rising
+        for step in steps:
+            self._record_step(step, measured)
+            if self._said is None or self._said[0] != step.iteration:
+                moved, self._said = True, (step.iteration, now)
+        if self._said is not None and not self._attempt.started.exists():
+            begun = self._begin.start_time  # nothing is known of the start's parts
+            over = Started(process=begun, imported=begun, initialised=begun, loaded=time.time())
+            over.write(self._attempt.started)
+        return moved
+
+    def _time_save(self, saving: int | None) -> None:
+        if saving is not None and (self._save_begun is None or self._save_begun[0] != saving):
+            self._save_begun = (saving, time.monotonic())
+
+    def _is_settled(self, checkpoint: FoundCheckpoint) -> bool:
+        """Whether no file of a checkpoint has come or grown since the look before.
+
+        A program's ranks write side by side: the file that one of them writes last need not be the last one.
+        """
+        if not checkpoint.may_change:
+            return True
+        now = sizes(checkpoint.path)
+        before, self._files[checkpoint.path] = self._files.get(checkpoint.path), now
+        return before == now
+
+    def _record_step(self, step: ObservedStep, measured: float | None) -> None:
+        """`measured`: the seconds between two steps as they were seen, for a program that does not say them."""
+        seconds = step.seconds if step.seconds is not None else measured
+        if seconds is not None and (step.seconds is not None or step.iteration > self._iteration):
+            self._steps.append(seconds)
+        if step.consumed_samples is not None:
+            self._samples[step.iteration] = step.consumed_samples
+        if step.iteration <= self._iteration:  # recorded by the observer before
+            return
+        record = {"iteration": step.iteration, **step.metrics, "time": time.time()}
+        if step.seconds is not None:
+            record["step_seconds"] = step.seconds
+        if step.consumed_samples is not None:
+            record["consumed_samples"] = step.consumed_samples
+        append_line(self._attempt.metrics, record, durable=False)
+        self._iteration = step.iteration
+
+    def _commit(self, checkpoint: FoundCheckpoint) -> None:
+        begun = self._save_begun
+        seen = begun is not None and begun[0] == checkpoint.iteration
+        seconds = time.monotonic() - begun[1] if begun is not None and seen else LOOK_SECONDS
+        commit = Commit(
+            iteration=checkpoint.iteration,
+            path=checkpoint.path,
+            consumed_samples=self._samples.get(checkpoint.iteration, -1),
+            time=time.time(),
+            seconds=seconds,
+            files=sizes(checkpoint.path),
+        )
+        self._attempt.append_commit(commit)
+        self._committed = checkpoint.iteration
+        self._saves.append(seconds)
+        self._samples = {n: samples for n, samples in self._samples.items() if n > checkpoint.iteration}
+        self._files.pop(checkpoint.path, None)
+        if self._save_asked is not None:
+            result = f"saved iteration {checkpoint.iteration}"
+            triggers.acknowledge(self._run, self._save_asked, iteration=checkpoint.iteration, result=result)
+            self._save_asked = None
+
+    def _heartbeat(self, phase: str, *, moved: bool) -> None:
+        """Written where the program moved, and then alone: who does not move must look as if it did not."""
+        beat = self._beat
+        if beat is not None and not moved and (beat.iteration, beat.phase) == (self._iteration, phase):
+            return
+        self._beat = Heartbeat(
+            node="program",
+            iteration=self._iteration,
+            phase=phase,
+            time=time.time(),
+            step_p95=percentile(self._steps, 0.95) if self._steps else None,
+            save_p95=percentile(self._saves, 0.95) if self._saves else None,
+        )
+        self._attempt.heartbeats.mkdir(exist_ok=True)
+        write_json(self._attempt.heartbeats / "program.json", asdict(self._beat), durable=False)
+
+    def _obey_save(self) -> None:
+        asked = triggers.look(self._run, "save")
+        if asked is None or asked == self._save_asked:
+            return
+        why_not = self._program.ask_to_save()
+        if why_not is None:
+            self._save_asked = asked  # answered when a checkpoint has come
+        else:
+            triggers.acknowledge(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
+
+    def _obey_leave(self) -> None:
+        """Who finds `attempts/N/stop` knows that the program has been asked; the ranks of one that heard it leave."""
+        if self._attempt.stop.exists():
+            if self._asked_at is None:
+                self._asked_at = self._iteration
+            elif self._ask_again and self._iteration >= self._asked_at + STEPS_TO_OBEY:
+                self._leave()
+                self._asked_at = self._iteration
+            return
+        begin = self._begin
+        exit_trigger = triggers.look(self._run, "exit")
+        if exit_trigger is not None:
+            why = f"exit trigger by {exit_trigger.user}"
+        elif begin.job_end_time is not None and time.time() >= begin.job_end_time - self._lead():
+            why = "time limit near"
+        else:
+            return
+        self._leave()
+        write_atomic(self._attempt.stop, f"{why}\n")
+
+    def _lead(self) -> float:
+        under_way = None if self._save_begun is None else time.monotonic() - self._save_begun[1]
+        return lead_of(self._begin, self._steps, self._saves, under_way=under_way)

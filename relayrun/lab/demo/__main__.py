@@ -1,0 +1,337 @@
+"""`make demo`: raw text to a trained model on one machine, by the commands that a user would type.
+
+    python -m relayrun.lab.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
+
+The first job trains a third of the steps and measures what a start and a step take on this machine, now. From that
+follows the time limit of the jobs after it, so that the rest needs two of them at least, on any machine, idle or busy.
+
+With --slurm the dumps are tokenized by jobs and the training is a chain of jobs over two nodes, on the
+cluster that SLURM_CONF names (`make demo-slurm` starts one). Everything lies in demo-output/ and
+logs/runs/relayrun/demo (demo-slurm); a second demo removes the first one's.
+Exits 1 if the model has not learned: its held-out loss must lie well below the unigram entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from relayrun import places
+from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.lead import SAVES, measured_lead
+from relayrun.control.rundir.lineage import Lineage, durable
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.start_time import start_seconds
+from relayrun.control.scheduler.choose import for_plan
+from relayrun.errors import RelayrunError, run_main
+from relayrun.files import read_lines
+from relayrun.lab.demo import continuation, corpus, stories, unigram
+from relayrun.lab.demo.continuation import first_words
+from relayrun.slurmtime import format_time
+from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
+from relayrun.watch.follow import Follower
+from relayrun.watch.report import report
+from relayrun.watch.report.report import Report
+
+OUTPUT = places.CODE / "demo-output"
+MARKER = OUTPUT / ".made-by-relayrun-demo"
+MARGIN = 1.0
+"""Nats per token that the held-out loss must lie below the unigram entropy."""
+TRAINED_ON = {"stories": 0.8, "docs": 0.12, "code": 0.08}
+"""Shares of the mixture."""
+SHARE_OF_A_JOB = 0.55
+"""The time limit of the next jobs suffices for this share of the iterations that are left, so two jobs are needed."""
+WIDTH = 48
+"""Characters of the relay's track."""
+TRIES = 4
+"""Jobs in a row without a new checkpoint, each with twice the time of the one before, after which the demo gives up."""
+
+console = Console(stderr=True, highlight=False)
+
+
+def main() -> int:
+    """Make the corpus, tokenize, mix, train and export; return 1 if the model has not learned."""
+    parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
+    parser.add_argument(
+        "--size",
+        choices=sorted(
+            path.stem.removeprefix("llama-") for path in places.shared("configs/models").glob("llama-*m.yaml")
+        ),
+        default="3m",
+    )
+    parser.add_argument("--slurm", action="store_true", help="jobs of the cluster that SLURM_CONF names")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="of stories, and as much documentation and code")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting of the run's config",
+    )
+    options = parser.parse_args()
+    started = time.monotonic()
+    model = yamlfile.read(places.shared(f"configs/models/llama-{options.size}.yaml")).values["model"]
+    overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
+    config_file = places.shared("configs/runs") / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
+    config = compose.native(compose.load(config_file, overrides))
+    run = Run(Path(config.run_dir or ""))
+    clear_former(run, f"{config.project}/{config.name}")
+
+    headline("1. text: made-up stories, and documentation and sources of this Python installation, as parquet")
+    told = stories.build(OUTPUT / "stories", megabytes=options.megabytes)
+    corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
+    texts = {
+        "stories": told.train,
+        "heldout": told.heldout,
+        **{name: OUTPUT / "text" / name for name in ("docs", "code")},
+    }
+    console.print(f"{told.documents:,} stories; the first words of one: {first_words(told.train, words=16)} ...")
+    headline("2. tokenizer: byte-level BPE, trained on this text")
+    tokenizer = train_tokenizer([texts[name] for name in TRAINED_ON], OUTPUT / "tokenizer")
+    console.print(str(tokenizer))
+
+    headline("3. tokens: dumps, tokenized with datatrove as jobs")
+    for name, folder in texts.items():
+        dumps = OUTPUT / "dumps" / name
+        run_program(
+            "scripts/tokenization/prepare_dumps.py",
+            "--dataset-folder",
+            folder,
+            "--preprocessing-metadata-folder",
+            dumps,
+            "--n-dumps",
+            1 if name == "heldout" else 2,
+        )
+        executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
+        run_program("launchers/submit_tokenization.py", write_tokenization_config(name, dumps, tokenizer), *executor)
+
+    headline("4. mixture: a folder of links, " + ", ".join(f"{share:.0%} {name}" for name, share in TRAINED_ON.items()))
+    run_program(
+        "scripts/tools/create_data_mixture.py",
+        "--folders",
+        *(OUTPUT / "tokens" / "demo" / name for name in TRAINED_ON),
+        "--weights",
+        *TRAINED_ON.values(),
+        "--output",
+        OUTPUT / "mixture",
+    )
+
+    headline("5. training: a Llama on two ranks, through as many jobs as their time limits ask for")
+    train(run, config, [config_file, *(f"--set={text}" for text in overrides)], slurm=options.slurm)
+
+    headline("6. the model as a Hugging Face folder")
+    run_relayrun("export", "hf", run.path, "--output", OUTPUT / "hf", "--test-logits")
+
+    headline("7. report")
+    return show(run, config, seconds=time.monotonic() - started)
+
+
+def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Path) -> Path:
+    """The YAML of one dataset's tokenization, as a user would write it."""
+    path = OUTPUT / f"tokenization-{dataset}.yaml"
+    settings = {
+        "tokenizer": str(tokenizer),
+        "tokenizer_name": "demo",
+        "dataset_name": dataset,
+        "metadata_folder": str(metadata_folder),
+        "output_folder": str(OUTPUT / "tokens"),
+        "tasks": 4,
+        "workers": 2,
+        "executor": "local",
+        "max_parallel": 2,
+    }
+    path.write_text(yamlfile.dump(settings), encoding="utf-8")
+    return path
+
+
+def train(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool) -> None:
+    """Train to the last step. Raises RelayrunError, with the reason, where several jobs in a row save nothing."""
+    third = f"--set=training.stop_after={config.training.steps // 3}"
+    run_chain(run, partial(run_program, "launchers/submit.py", *submit, third, chain=True), slurm=slurm)
+    fruitless = 0
+    while (done := durable(run).iteration) < config.training.steps:
+        work, lead = work_and_lead(run, left=config.training.steps - done)
+        unit = 60 if slurm else 1  # Slurm counts minutes
+        limit = math.ceil((work * 2**fruitless + lead) / unit) * unit
+        lead = limit - math.ceil(work * 2**fruitless)
+        console.print(
+            f"jobs of {limit} s, which leave {lead} s before that: about half of the iterations that are left"
+        )
+        changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.lead={lead}")
+        words = ("resume", run.path, *(f"--set={change}" for change in changes))
+        run_chain(run, partial(run_relayrun, *words, chain=True), slurm=slurm)
+        fruitless = fruitless + 1 if durable(run).iteration == done else 0
+        if fruitless == TRIES:
+            why = (
+                run.stop.read_text(encoding="utf-8").partition("\n")[0] if run.stop.exists() else "its jobs have ended"
+            )
+            raise RelayrunError(
+                f"{TRIES} chains in a row saved nothing behind iteration {done}: {why}",
+                where=run.path,
+                hint=f"relayrun status {run.path} says what its jobs did, relayrun logs {run.path} what they printed",
+            )
+
+
+def run_chain(run: Run, start: Callable[[], bool], *, slurm: bool) -> None:
+    """Start a chain, and wait for its end. Raises RelayrunError where that was refused: no job of it has begun."""
+    before = run.attempt_numbers()
+    if start() and run.attempt_numbers() == before:
+        raise RelayrunError("no job of this chain began; why stands above", where=run.path)
+    wait_for_chain(run, slurm=slurm)
+
+
+def work_and_lead(run: Run, *, left: int) -> tuple[float, float]:
+    """Seconds in which a job does a little more than half of the iterations that are left, and seconds to leave in.
+
+    By the newest attempt: what it took besides its steps (start, evaluation, saves), the next one takes as well.
+    """
+    attempts = [row for row in report.read_report(run).attempts if row.seconds is not None]
+    trained = [row for row in attempts if row.trained]
+    if not trained:
+        took = sum(row.seconds or 0.0 for row in attempts) or 60.0
+        return took, took
+    newest = trained[-1]
+    steps = [line for line in read_lines(run.attempt(newest.number).metrics) if "step_seconds" in line]
+    step: float = statistics.mean(line["step_seconds"] for line in steps)
+    besides: float = max((newest.seconds or 0.0) - step * len(steps), *start_seconds(run))
+    lead = measured_lead([step], Lineage(run).newest_saves(SAVES), floor=0.0, ceiling=math.inf)
+    return besides + step * SHARE_OF_A_JOB * left, besides if lead is None else lead
+
+
+def relay(summary: Report) -> str:
+    """The attempts as a relay: what each trained, one under the other."""
+    last = max((row.last_iteration for row in summary.attempts), default=0) or 1
+    lines = []
+    for row in summary.attempts:
+        if row.trained:
+            begin, end = (
+                round(WIDTH * iteration / last) for iteration in (row.first_iteration - 1, row.last_iteration)
+            )
+            bar = " " * begin + "█" * max(1, end - begin)
+            why = row.reason.partition(";")[0]
+            lines.append(f"  job {row.number}  {bar:{WIDTH}}  {row.first_iteration}-{row.last_iteration}: {why}")
+    return "\n".join(lines)
+
+
+def show(run: Run, config: RunConfig, *, seconds: float) -> int:
+    """Print what was made; return 1 if the model has not learned."""
+    summary = report.read_report(run)
+    output = Console(highlight=False)
+    output.width = max(output.width, 110)
+    output.print(report.attempts_table(summary))
+    if not summary.validation.get("heldout"):
+        raise RelayrunError(
+            "the training ended before its last iteration", where=run.path, hint=f"relayrun status {run.path} says why"
+        )
+    picture = run.path / "loss.png"
+    report.write_png(summary, picture)
+    for what, path in (
+        ("text", f"{OUTPUT / 'stories'}, {OUTPUT / 'text'}"),
+        ("tokens", OUTPUT / "tokens"),
+        ("mixture", OUTPUT / "mixture"),
+        ("run directory", run.path),
+        ("model", OUTPUT / "hf"),
+        ("loss curve", picture),
+        ("logs", places.CODE / "logs/slurm/training"),
+    ):
+        print(f"{what:14} {path}")
+    print(report.terminal_curve(summary))
+    print("The relay: each job went on from the checkpoint of the one before.\n" + relay(summary))
+    iteration, loss = summary.validation["heldout"][-1]
+    entropy = unigram.entropy(config, run, "heldout")
+    learned = loss <= entropy - MARGIN
+    print(
+        f"\nheld-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
+        f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
+        f"{'learned' if learned else 'NOT LEARNED'}"
+    )
+    prompt = continuation.first_words(OUTPUT / "stories/heldout", words=continuation.WORDS)
+    before, after = continuation.before_and_after(OUTPUT / "hf", prompt)
+    print(
+        f"\nThe first words of a story that it never saw, and how the model goes on:\n  {prompt} ...\n"
+        f"  before training: {before}\n  after training:  {after}\n\n"
+        f"{seconds:.0f} s in all. The next command, a project of your own:\n"
+        f"  {Path(sys.executable).parent / 'relayrun'} init my-project --cluster local"
+    )
+    return 0 if learned else 1
+
+
+def wait_for_chain(run: Run, *, slurm: bool) -> None:
+    """Follow a chain on Slurm until none of its jobs is left; a submit to this machine has waited itself."""
+    if not slurm:
+        return
+    plan = Plan.load(run)
+    follower = Follower(run, total_steps=plan.total_steps)
+    seen: dict[str, str] = {}
+    while jobs := {job.id: job.state for job in for_plan(plan, run).jobs(plan)}:
+        if jobs != seen:
+            console.print(
+                time.strftime("%H:%M:%S")
+                + " queue: "
+                + ", ".join(f"job {number} {state.lower()}" for number, state in jobs.items())
+            )
+        seen = jobs
+        follower.poll()
+        time.sleep(1)
+
+
+def clear_former(run: Run, name: str) -> None:
+    """Remove what an earlier demo made, and nothing else. Raises RelayrunError."""
+    if OUTPUT.exists():
+        if not MARKER.exists():
+            raise RelayrunError("this folder was not made by the demo", where=OUTPUT, hint="move it away")
+        shutil.rmtree(OUTPUT)
+    OUTPUT.mkdir()
+    MARKER.touch()
+    if run.path.exists():
+        plan = Plan.load(run)
+        if plan.run != name:
+            raise RelayrunError("this run directory is not the demo's", where=run.path, hint="move it away")
+        shutil.rmtree(run.path)
+
+
+def run_program(program: str, *arguments: object, chain: bool = False) -> bool:
+    """Run one of the project's programs as a user would, and show the command. Raises RelayrunError.
+
+    `chain`: it waits for a chain, whose records say how that went; return whether it failed.
+    """
+    return run_python([places.shared(program), *arguments], shown=[program, *arguments], chain=chain)
+
+
+def run_relayrun(*arguments: object, chain: bool = False) -> bool:
+    """The same, for a `relayrun` command."""
+    command = [Path(sys.executable).with_name("relayrun"), *arguments]
+    return run_python(command, shown=["relayrun", *arguments], chain=chain)
+
+
+def run_python(command: Sequence[object], *, shown: Sequence[object], chain: bool = False) -> bool:
+    """Run a Python program, and show it as a user would write it; return whether it failed. Raises RelayrunError."""
+    words = shlex.join(map(str, shown))
+    console.print("[bold]$[/] " + words, soft_wrap=True)
+    failed = subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE, check=False).returncode
+    if failed and not chain:
+        raise RelayrunError("this step of the demo failed; its message stands above", where=words)
+    return failed != 0
+
+
+def headline(text: str) -> None:
+    console.print(f"\n[bold]== {text}[/]", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

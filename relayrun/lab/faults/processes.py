@@ -1,0 +1,114 @@
+"""The processes of a run on one node, by what they do, and signals for them.
+
+The drill starts this file on the nodes of a job, as a step of that job beside its ranks, with the Python of the batch
+script. It needs nothing but the standard library, and reaches no process of another job.
+
+    python3 processes.py RUN_DIR JOB_ID ROLE SIGNAL [RANK ...]
+
+It prints a line for each process that it has signalled: its role or rank, and its process id.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+ROLES = ("rank", "batch", "watch")
+"""The program of a rank; the shell that runs the job script; the supervisor's `watch` beside the ranks."""
+
+Environment = dict[bytes, bytes]
+
+
+def ranks(run_dir: str, job_id: str) -> dict[int, int]:
+    """Process ids of the ranks by rank: the programs themselves, not srun's or what stands in for them."""
+    found = {}
+    for pid, words, variables in _of_job(job_id):
+        if f"--run-dir={run_dir}".encode() not in words or b"python" not in words[0]:
+            continue
+        name = _name(pid)
+        if name.startswith("rank-"):  # one that a server of an agent forked
+            found[int(name.removeprefix("rank-"))] = pid
+        elif b"RANK" in variables and b"relayrun.train" in words:
+            found[int(variables[b"RANK"])] = pid
+    return found
+
+
+def batch(job_id: str) -> list[int]:
+    """The shell that runs the job script: Slurm names its copy in the spool slurm_script."""
+    return [
+        pid
+        for pid, words, _ in _of_job(job_id)
+        if any(word.endswith(b"slurm_script") for word in words) and b"bash" in words[0]
+    ]
+
+
+def watch(run_dir: str, job_id: str) -> list[int]:
+    """The supervisor's `watch`."""
+    wanted = {b"watch", b"relayrun.control.chain", run_dir.encode()}
+    return [pid for pid, words, _ in _of_job(job_id) if wanted <= set(words)]
+
+
+def of_job(job_id: str) -> list[int]:
+    """All processes that were started inside a job, on this machine."""
+    return [pid for pid, _, _ in _of_job(job_id)]
+
+
+def step_daemons(pids: list[int]) -> list[int]:
+    """The slurmstepd above each of these processes; only root can tell."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has gone meanwhile
+            while pid > 1 and _name(pid) != "slurmstepd":
+                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            found.add(pid)
+    return sorted(found - {0, 1})
+
+
+def _of_job(job_id: str) -> Iterator[tuple[int, list[bytes], Environment]]:
+    """Process id, command line and environment of what was started inside a job, but for this process.
+
+    Inside a step of Slurm it is what runs on the step's node: on a test cluster all nodes are one machine.
+    """
+    node = os.environ.get("SLURMD_NODENAME", "").encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
+        except OSError:  # it has gone, or is another user's
+            continue
+        here = not node or variables.get(b"SLURMD_NODENAME", node) == node
+        if here and variables.get(b"SLURM_JOB_ID") == job_id.encode():
+            yield int(entry.name), words, variables
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def main(arguments: list[str]) -> int:
+    """Signal the processes that are asked for."""
+    run_dir, job_id, role, number, *only = arguments
+    found: list[tuple[str, int]] = []
+    if role == "rank":
+        wanted = [int(rank) for rank in only]
+        found = [(f"rank {rank}", pid) for rank, pid in ranks(run_dir, job_id).items() if not wanted or rank in wanted]
+    elif role in ROLES:
+        found = [(role, pid) for pid in (batch(job_id) if role == "batch" else watch(run_dir, job_id))]
+    for name, pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.Signals[number])
+            print(name, pid, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

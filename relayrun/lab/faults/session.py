@@ -1,0 +1,208 @@
+"""A drill in a folder: which rows are done, which are left out, what it costs, and the rest of it, row by row.
+
+FOLDER/drill.json          the cluster, as it was when the drill began
+FOLDER/results/NAME.json   a row that is done; it is not done again
+FOLDER/runs/NAME           its run directory, as of any run
+FOLDER/drill.md, drill.html the page for people
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fcntl import LOCK_EX, LOCK_NB, flock
+from typing import Any
+
+from relayrun.config.compose import compose
+from relayrun.control.chain.cancel import cancel
+from relayrun.errors import ConfigError, InputError, RelayrunError, nearest
+from relayrun.files import free_name, read_json, write_json
+from relayrun.lab.faults import perform
+from relayrun.lab.faults.fault import Fault, Need
+from relayrun.lab.faults.perform import Company
+from relayrun.lab.faults.result import Result
+from relayrun.lab.faults.site import REFERENCE, Site
+from relayrun.lab.faults.table import BY_NAME, FAULTS
+from relayrun.submit import submission
+from relayrun.submit.check.state import Intent
+
+NEVER_RUN = "check"
+"""Name of the run config that is looked at alone: a run of the drill may be there already."""
+
+MINUTES_OF_A_JOB = 3.0
+"""What a job of a row takes for about, its start included, in minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What rows would take."""
+
+    rows: int
+    jobs: int
+    node_minutes: float
+    minutes: float
+    most_node_minutes: float
+    """If every job ran to its time limit."""
+
+    @property
+    def words(self) -> str:
+        """One sentence for people."""
+        return (
+            f"{self.rows} runs of a tiny model, one after the other: {self.jobs} jobs, about {self.node_minutes:.0f} "
+            f"node minutes (at most {self.most_node_minutes:.0f}) and {self.minutes:.0f} minutes beside the queue"
+        )
+
+
+def chosen(names: str) -> list[Fault]:
+    """The faults that are asked for: `all`, or names with commas between. Raises ConfigError for an unknown one."""
+    if names == "all":
+        return list(FAULTS)
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise ConfigError("no fault is named", where="--faults", hint=f"there are: {', '.join(BY_NAME)}; or all")
+    for name in wanted:
+        if name not in BY_NAME:
+            close = nearest(name, BY_NAME)
+            raise ConfigError(
+                f"unknown fault {name!r}", where="--faults", hint=close or f"there are: {', '.join(BY_NAME)}; or all"
+            )
+    return [BY_NAME[name] for name in dict.fromkeys(wanted)]
+
+
+def left_out(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, str]:
+    """Faults that cannot be done here, with the reason."""
+    reasons = {}
+    for fault in faults:
+        if fault.needs is not None and not test_cluster:
+            reasons[fault.name] = fault.needs.value
+        elif fault.needs is Need.ROOT and os.geteuid() != 0:
+            reasons[fault.name] = "it needs root's rights"
+    return reasons
+
+
+class Session:
+    """A drill in a folder."""
+
+    def __init__(self, company: Company, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
+        """`skipped`: faults that are left out, with the reason."""
+        self.company = company
+        self.site: Site = company.site
+        self.folder = company.site.folder
+        self.faults = list(faults)
+        self.skipped = dict(skipped)
+
+    def result(self, name: str) -> Result | None:
+        """What became of a row; None where it is not done. Raises RunDirError where the record is damaged."""
+        return Result.read(self.folder / "results" / f"{name}.json")
+
+    def results(self) -> list[Result]:
+        """All rows that are done, in the order of the table, the undisturbed run first."""
+        found = [self.result(name) for name in (REFERENCE, *BY_NAME)]
+        return [each for each in found if each is not None]
+
+    def to_do(self) -> list[str]:
+        """Names of the rows that are asked for and not done, the undisturbed run first."""
+        names = [fault.name for fault in self.faults if fault.name not in self.skipped]
+        names = [name for name in names if self.result(name) is None]
+        reference = self.result(REFERENCE)
+        return [REFERENCE, *names] if names and (reference is None or not reference.passed) else names
+
+    def cost(self, names: Sequence[str]) -> Cost:
+        """What these rows would take."""
+        jobs = sum(len(BY_NAME[name].causes) if name in BY_NAME else 1 for name in names)
+        nodes, site = self.site.nodes, self.site
+        minutes = jobs * (MINUTES_OF_A_JOB + site.step_seconds * 30 / 60)
+        return Cost(
+            rows=len(names),
+            jobs=jobs,
+            node_minutes=minutes * nodes,
+            minutes=minutes,
+            most_node_minutes=float(jobs * nodes * site.minutes),
+        )
+
+    def check(self) -> None:
+        """Raise what a submit would raise, before anything is queued, or for too few nodes."""
+        known = len(self.company.slurm.nodes.known())
+        if known < self.site.nodes:
+            raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
+        if self.site.ranks < 2:
+            raise ConfigError(
+                "a drill needs two ranks: faults of one, while another waits",
+                where="--nodes",
+                hint="--nodes 2, or job.ntasks_per_node in the cluster's file",
+            )
+        self._own_cluster()
+        config = compose.load(self.site.write_config(NEVER_RUN, None))
+        submission.report_on(config, intent=Intent()).findings.raise_errors()
+
+    def _own_cluster(self) -> None:
+        """Raise InputError where the folder has a drill of another cluster or of other numbers."""
+        path = self.folder / "drill.json"
+        asked: dict[str, Any] = {"cluster": dict(self.site.cluster), "nodes": self.site.nodes}
+        if not path.exists():
+            write_json(path, asked)
+        elif read_json(path) != asked:
+            hint = "name another one: --directory DIR"
+            raise InputError("this folder has a drill with another cluster or other nodes", where=path, hint=hint)
+
+    def again(self) -> None:
+        """Put what is known of the rows that are asked for out of the way, so that they are done again."""
+        for fault in self.faults:
+            path = self.folder / "results" / f"{fault.name}.json"
+            if path.exists():
+                os.rename(path, free_name(self.folder / "results", f"{fault.name}.json.before"))
+
+    def go_on(self) -> None:
+        """Do the rows that are not done. Raises RelayrunError where the undisturbed run fails."""
+        tell = self.company.tell
+        for name in self.to_do():
+            self.clear(name)
+            tell(f"{time.strftime('%H:%M:%S')} {name} ...")
+            if name == REFERENCE:
+                result = perform.undisturbed(self.company)
+            else:
+                result = perform.row(self.company, BY_NAME[name])
+            result.write(self.folder / "results" / f"{name}.json")
+            tell(f"{time.strftime('%H:%M:%S')} {line(result)}")
+            if name == REFERENCE and not result.passed:
+                raise RelayrunError(
+                    f"the undisturbed run failed, so no fault is tried: {'; '.join(result.wrong)}",
+                    where=result.run_dir,
+                    hint=f"relayrun logs {result.run_dir}",
+                )
+
+    def clear(self, name: str) -> None:
+        """End what a drill that was killed has left of a row, and put its run directory out of the way."""
+        run, fault = self.site.run(name), BY_NAME.get(name)
+        if fault is not None and fault.small_disk and os.path.ismount(mounted := run.path / fault.small_disk):
+            subprocess.run(["umount", str(mounted)], check=True)
+        if run.plan.exists():
+            if not run.stop.exists():
+                said = cancel(run, self.company.slurm, user="the drill")
+                self.company.tell(f"{name}: left by a drill that was stopped: {said}")
+            os.rename(run.path, free_name(run.path.parent, f"{name}.stopped"))
+        provoked = self.site.commands(name)
+        if provoked.exists():
+            os.rename(provoked, free_name(provoked.parent, f"{name}.stopped"))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process does rows in this folder. Raises InputError where one does."""
+        (self.folder / "results").mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("w") as lock:
+            try:
+                flock(lock, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                raise InputError("another drill is at work here", where=self.folder) from None
+            yield
+
+
+def line(result: Result) -> str:
+    """What became of a row, in one line."""
+    if result.passed:
+        return f"{result.name}: passed ({', '.join(result.seen)}), {result.seconds:.0f} s"
+    return f"{result.name}: FAILED: {'; '.join(result.wrong)}"

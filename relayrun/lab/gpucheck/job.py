@@ -1,0 +1,104 @@
+"""The check as one Slurm job: all nodes together for the bandwidth, then the first node for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from relayrun import places
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.chain import render
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.errors import ConfigError
+from relayrun.files import write_atomic
+from relayrun.lab.gpucheck import bandwidth, runs, speed
+from relayrun.lab.gpucheck.ranks import rank_command
+from relayrun.lab.gpucheck.setup import Setup
+from relayrun.slurmtime import format_time, parse_time
+from relayrun.submit import run_plan
+from relayrun.submit.check import job as job_check
+
+SRUN_MINUTES = 3
+"""How long the ranks of all nodes may take for their all-reduce."""
+
+
+def submit(setup: Setup, cluster: dict[str, Any], program: Sequence[str], *, time: str) -> tuple[str, Path]:
+    """Queue the job; return its id and script. Raises ConfigError and SchedulerError; then nothing was queued.
+
+    `cluster`: the site's file. `program`: what Python runs inside the job.
+    """
+    config = job_config(setup, cluster)
+    job_check.check_job(config)
+    path = setup.path / "job.sbatch"
+    write_atomic(path, script(setup, config, program, time=time), mode=0o777)
+    slurm = Slurm()
+    plan = run_plan.make_plan(config, Run(setup.path), places.CODE, revision=1)
+    Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
+    slurm.test(path)
+    name = f"{plan.job_name}-check"
+    return slurm.submit_auxiliary(plan, path, name=name, arguments=[], limit=parse_time(time)), path
+
+
+def job_config(setup: Setup, cluster: dict[str, Any]) -> RunConfig:
+    """The config of the run that is timed, as it would be on the site: one rank a GPU, on all nodes."""
+    first = runs.values(setup, "job", speed.sections(setup, micro_batch=1, steps=1))
+    gpus = 0 if setup.tiny else gpus_of_a_node(setup, cluster)
+    ranks = gpus or setup.sizes.cpu_ranks
+    first["job"] = dict(cluster.get("job", {})) | {
+        "time": "01:00:00",
+        "nodes": setup.nodes,
+        "ntasks_per_node": ranks,
+        "gpus_per_node": gpus,
+    }
+    first["training"]["global_batch_size"] = first["training"]["micro_batch_size"] * ranks * setup.nodes
+    first["cluster"] = cluster
+    return runs.composed(setup, first)
+
+
+def gpus_of_a_node(setup: Setup, cluster: dict[str, Any]) -> int:
+    """Return how many GPUs a node has, by the overrides or the site's defaults. Raises ConfigError if none says so."""
+    given = [text.partition("=")[2] for text in setup.overrides if text.startswith("job.gpus_per_node=")]
+    found = str(given[-1] if given else cluster.get("job", {}).get("gpus_per_node", ""))
+    if not found.isdecimal() or not int(found):
+        raise ConfigError(
+            "nothing says how many GPUs a node has", where="job.gpus_per_node", hint="--set job.gpus_per_node=4"
+        )
+    return int(found)
+
+
+def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str) -> str:
+    """Return the sbatch script."""
+    plan = run_plan.make_plan(config, Run(setup.path), places.CODE, revision=1)
+    job, slurm = config.job, Slurm()
+    options: dict[str, str | None] = {
+        "time": format_time(parse_time(time)),
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.ntasks_per_node),
+        "cpus-per-task": str(job.cpus_per_task),
+        **plan.sbatch_options,
+    }
+    given = replace(setup, gpus=job.gpus_per_node)
+    entered = config.cluster.container.with_mounts([str(places.CODE), str(setup.path)]).command
+    before = []
+    if job.nodes > 1:
+        setup_file, output = setup.path / "nodes.setup.json", setup.path / bandwidth.OF_NODES
+        given.write(setup_file)
+        output.unlink(missing_ok=True)
+        srun = slurm.every_task_command(plan, nodes=job.nodes, cpus_per_task=str(job.cpus_per_task))
+        measured = rank_command(
+            given, bandwidth.PROGRAM, f"--setup={setup_file}", f"--output={output}", container=entered
+        )
+        before.append([*srun, f"--time={SRUN_MINUTES}", *measured])
+    single = slurm.single_task_command(plan, cpus_per_task=str(job.cpus_per_task * job.ntasks_per_node))
+    return render.program_script(
+        plan,
+        "check",
+        options,
+        environment={"PYTHONUNBUFFERED": "1", "PYTHONPATH": given.environment()["PYTHONPATH"], **plan.environment},
+        command=[*single, *entered, given.python, *program],
+        fallback=setup.path,
+        before=before,
+    )

@@ -1,0 +1,238 @@
+"""The parts `models` and `layouts`: other models than a Llama, optimizers, types, and two ranks, on this device.
+
+Each way trains a small model in bf16 on one batch, again and again, so that its loss must fall. Then the same weights
+compute that loss in fp32, with other kernels where there are such. Ways that need what is not installed say so.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from relayrun.config.compose import compose
+from relayrun.errors import RelayrunError
+from relayrun.files import write_atomic
+from relayrun.lab.gpucheck import runs
+from relayrun.lab.gpucheck.ranks import add_program
+from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
+
+PROGRAM = "relayrun.lab.gpucheck.programs.models"
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A model, an optimizer or a type that is tried."""
+
+    what: str
+    """One line for people."""
+    sections: Sections = field(default_factory=dict)
+    """What differs from a Llama that Adam trains in bf16."""
+    exact: Sections | None = field(default_factory=dict)
+    """What differs from `sections` where the loss is computed once more, in fp32; None: it is not."""
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01}
+ENGINE = {"transformer_impl": "transformer_engine"}
+WAYS: dict[str, Way] = {
+    "llama": Way(what="a Llama"),
+    "documents": Way(
+        what="documents in rows, with positions of their own",
+        sections={"data": {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}},
+    ),
+    "window": Way(
+        what="a sliding window, in every second layer",
+        sections={"model": {"transformer": {"window_size": [15, 0], "window_attn_skip_freq": 2}}},
+    ),
+    "qwen3": Way(
+        what="norms of queries and keys, heads of their own size (Qwen3)",
+        sections={"model": {"transformer": {"qk_layernorm": True, "kv_channels": 32}}},
+    ),
+    "apertus": Way(
+        what="xIELU and two matrices in feed-forward layers (Apertus)",
+        sections={
+            "model": {
+                "transformer": {"qk_layernorm": True, "gated_linear_unit": False, "activation_func": "xielu"},
+            }
+        },
+    ),
+    "experts": Way(
+        what="experts, tokens by allgather (Mixtral)",
+        sections={"model": {"transformer": EXPERTS}},
+    ),
+    "experts_sent": Way(
+        what="experts, tokens by alltoall, and shared experts with a gate",
+        sections={
+            "model": {
+                "transformer": EXPERTS
+                | {
+                    "moe_token_dispatcher_type": "alltoall",
+                    "moe_shared_expert_intermediate_size": 64,
+                    "moe_shared_expert_gate": True,
+                },
+            }
+        },
+    ),
+    "latent": Way(
+        what="multi-latent attention (DeepSeek)",
+        sections={
+            "model": {
+                "transformer": {
+                    "multi_latent_attention": True,
+                    "q_lora_rank": 32,
+                    "kv_lora_rank": 32,
+                    "qk_head_dim": 32,
+                    "qk_pos_emb_head_dim": 16,
+                    "v_head_dim": 32,
+                    "rope_type": "rope",
+                    "qk_layernorm": True,
+                },
+            }
+        },
+    ),
+    "muon": Way(
+        what="Muon",
+        sections={
+            "optimizer": {"name": "muon", "muon_extra_scale_factor": 0.2},
+            "parallel": {"use_distributed_optimizer": False},
+        },
+    ),
+    "bf16_gradients": Way(
+        what="gradients in bf16",
+        sections={"optimizer": {"main_grads_dtype": "bf16"}},
+        exact={"optimizer": {"main_grads_dtype": "fp32"}},
+    ),
+    "fused_loss": Way(
+        what="the fused loss",
+        sections={"training": {"cross_entropy_loss_fusion": True}},
+        exact={"training": {"cross_entropy_loss_fusion": False}},
+    ),
+    "precision_aware": Way(
+        what="TransformerEngine's Adam, with a state in bf16",
+        sections={
+            "optimizer": {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "bf16",
+                "exp_avg_sq_dtype": "bf16",
+            }
+        },
+        exact={
+            "optimizer": {
+                "use_precision_aware_optimizer": False,
+                "exp_avg_dtype": "fp32",
+                "exp_avg_sq_dtype": "fp32",
+            }
+        },
+    ),
+    "engine": Way(what="TransformerEngine's layers", sections={"training": ENGINE}),
+    "fp8": Way(
+        what="products in 8 bits (fp8 hybrid, delayed scales)",
+        sections={"training": ENGINE, "model": {"transformer": {"fp8": "hybrid"}}},
+        exact={"model": {"transformer": {}}},
+    ),
+    "fp8_blockwise": Way(
+        what="products in 8 bits, a scale for each block",
+        sections={"training": ENGINE, "model": {"transformer": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}},
+        exact={"model": {"transformer": {}}},
+    ),
+}
+
+
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SENT = EXPERTS | {"moe_token_dispatcher_type": "alltoall"}
+LAYOUTS: dict[str, Way] = {
+    "tensor": Way(what="two tensor-parallel ranks, with sequence parallelism", sections={"parallel": SEQUENCE}),
+    "pipeline": Way(what="two pipeline stages", sections={"parallel": {"pipeline_model_parallel_size": 2}}),
+    "context": Way(
+        what="two context-parallel ranks, documents in rows",
+        sections={
+            "parallel": {"context_parallel_size": 2},
+            "data": {"reset_attention_mask": True, "reset_position_ids": True},
+            "training": {"transformer_impl": "local"},
+        },
+    ),
+    "experts": Way(
+        what="experts over two ranks",
+        sections={"model": {"transformer": SENT}, "parallel": {"expert_model_parallel_size": 2}},
+    ),
+    "whole_experts": Way(
+        what="whole experts on two tensor-parallel ranks",
+        sections={
+            "model": {"transformer": SENT},
+            "parallel": SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        },
+    ),
+    "instances": Way(
+        what="two distributed optimizers", sections={"parallel": {"num_distributed_optimizer_instances": 2}}
+    ),
+    "overlap": Way(
+        what="tp_comm_overlap, by TransformerEngine",
+        sections={"training": ENGINE, "parallel": SEQUENCE | {"tp_comm_overlap": True}},
+        exact=None,
+    ),
+}
+"""What two ranks are tried with, each on a GPU of its own."""
+
+
+def measure(setup: Setup, figures: Figures) -> None:
+    """Try every way on one rank. Raises CheckFailed where the ranks' program fails as a whole."""
+    if not attempted(setup, figures, WAYS, ranks=1):
+        raise CheckFailed("no way could be tried")
+
+
+def measure_layouts(setup: Setup, figures: Figures) -> None:
+    """Try every layout, where there are two GPUs; each by ranks that are started for it."""
+    if setup.gpus == 1:
+        figures.add("layouts", {"what": "layouts of two ranks", "not_measured": "this machine has one GPU"})
+        return
+    for name, way in LAYOUTS.items():
+        try:
+            attempted(setup, figures, {name: way}, ranks=2)
+        except CheckFailed as error:  # the ranks of the others are theirs
+            figures.add(name, {"what": way.what, "failed": error.message})
+
+
+def attempted(setup: Setup, figures: Figures, ways: Mapping[str, Way], *, ranks: int) -> bool:
+    """Put what becomes of each way on record; return whether there was one that could be tried. Raises CheckFailed."""
+    folder = setup.path / "models"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, way in ways.items():
+        try:
+            write_atomic(folder / f"{name}.yaml", text(setup, name, way.sections, ranks=ranks, precision="bf16"))
+            if way.exact is not None:
+                exact = runs.merged(way.sections, way.exact)
+                write_atomic(folder / f"{name}-exact.yaml", text(setup, name, exact, ranks=ranks, precision="fp32"))
+        except RelayrunError as error:
+            (folder / f"{name}.yaml").unlink(missing_ok=True)
+            figures.add(name, {"what": way.what, "not_measured": error.message})
+    if not any(folder.iterdir()):
+        return False
+    found: dict[str, Any] = add_program(setup, figures, PROGRAM, ranks=ranks, configs=folder)
+    for name, one in found.items():
+        figures.add(name, {"what": ways[name].what} | one)
+    return True
+
+
+def text(setup: Setup, name: str, sections: Sections, *, ranks: int, precision: str) -> str:
+    """Return the run config of a way, resolved. Raises ConfigError."""
+    sizes = setup.sizes
+    common = {
+        "model": sizes.resumed_model,
+        "training": {
+            "steps": 100,
+            "micro_batch_size": sizes.resumed_batch,
+            "global_batch_size": sizes.resumed_batch * ranks,
+            "seq_length": sizes.resumed_seq_length,
+            "precision": precision,
+        },
+        "optimizer": {"lr": 3e-3, "lr_warmup_steps": 1},
+        "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        "job": {"time": "01:00:00", "ntasks_per_node": ranks, "gpus_per_node": min(ranks, setup.gpus)},
+    }
+    made = runs.merged(runs.merged(runs.values(setup, f"models-{name}", {}), common), sections)
+    if made["model"].get("transformer", {}).get("multi_latent_attention"):  # every head has keys of its own
+        made["model"]["num_query_groups"] = made["model"]["num_attention_heads"]
+    return compose.dump(runs.composed(setup, made))

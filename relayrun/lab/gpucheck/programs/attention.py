@@ -1,0 +1,179 @@
+"""Which kernel torch picks for attention as training calls it, and its speed, forward and backward.
+
+Whole sequences, documents (`data.reset_attention_mask`) and a sliding window (`model.transformer.window_size`) go
+through `CausalAttention`, the module of a training run; beside it stands one call with a mask over the documents. FLOPs
+are those of the pairs that a model looks at, backward 2.5 times forward: 3.5 x 2 x 2 x channels x heads x pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.transformer import TransformerConfig
+
+from relayrun.lab.gpucheck.programs.common import Program, seconds_of, wait_for
+from relayrun.train.model.attention import CausalAttention
+from relayrun.train.model.documents import Documents
+
+PREFIXES = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention",
+    "aten::_cudnn_attention",
+    "aten::_efficient_attention",
+)
+"""Operations whose names say which implementation `scaled_dot_product_attention` has chosen."""
+
+
+class Shape:
+    """Tensors of one attention layer as megatron-core hands them over: [sequence, batch, heads, channels]."""
+
+    def __init__(self, program: Program) -> None:
+        given = program.setup.sizes.attention
+        self.batch, self.sequence, self.channels = given["batch"], given["sequence"], given["channels"]
+        self.heads, self.groups = given["heads"], given["groups"]
+        self.device = program.device
+        self.dtype = torch.bfloat16 if program.device.type == "cuda" else torch.float32
+        generator = torch.Generator().manual_seed(28)
+        cuts = torch.randperm(self.sequence - 1, generator=generator)[: given["documents"] - 1] + 1
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), cuts.sort().values, torch.tensor([self.sequence])])
+        self.lengths = bounds.diff().repeat(self.batch)
+        """Tokens of each document, row behind row."""
+        self.starts = bounds
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=True)
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, with fresh random values."""
+        rows = (self.sequence, self.batch)
+        return (
+            self.tensor(*rows, self.heads, self.channels),
+            self.tensor(*rows, self.groups, self.channels),
+            self.tensor(*rows, self.groups, self.channels),
+        )
+
+    def documents(self) -> Documents:
+        """As training hands them to the attention."""
+        rows = self.lengths.view(self.batch, -1).tolist()
+        return Documents(lengths=rows, device=self.device)
+
+    def mask(self) -> torch.Tensor:
+        """[batch, 1, sequence, sequence], true where a token (row) may see another: within its document, before it."""
+        at = torch.arange(self.sequence)
+        document = torch.bucketize(at, self.starts[1:], right=True)
+        visible = (document[:, None] == document[None]) & (at[None] <= at[:, None])
+        return visible.expand(self.batch, 1, -1, -1).to(self.device)
+
+    @property
+    def window(self) -> int:
+        """Tokens before itself that a token sees with a window."""
+        return self.sequence // 8
+
+    def pairs(self, lengths: torch.Tensor) -> float:
+        """Tokens that each token sees, summed, in sequences of these lengths."""
+        return float((lengths.double() ** 2).sum()) / 2
+
+    def pairs_with_window(self) -> float:
+        """The same in whole sequences with a window."""
+        return self.batch * float((torch.arange(self.sequence).clamp(max=self.window) + 1).sum())
+
+    def flops(self, pairs: float) -> float:
+        return 3.5 * 2 * 2 * self.channels * self.heads * pairs
+
+
+def module(shape: Shape, window: int | None = None) -> CausalAttention:
+    """The attention of a training run's local layers, with a sliding window or without."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.heads * shape.channels,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        attention_dropout=0.0,
+        params_dtype=shape.dtype,
+        window_size=None if window is None else (window, 0),
+    )
+    return CausalAttention(config)
+
+
+def measured(
+    shape: Shape, forward: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], flops: float, repeats: int
+) -> dict[str, Any]:
+    """Speed of one way to attend, and what ran."""
+    gradient = torch.randn_like(forward())
+
+    def both() -> None:
+        for part in inputs:
+            part.grad = None  # or it would be summed up, which is no part of attention
+        forward().backward(gradient)  # type: ignore[no-untyped-call]
+
+    seconds = seconds_of(both, shape.device, repeats=repeats)
+    found: dict[str, Any] = {"seconds": seconds, "tflops": flops / seconds / 1e12}
+    return found | kernels(both, shape.device)
+
+
+def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Operations of torch whose name says which attention ran, and the longest kernels of the GPU with seconds."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        action()
+        wait_for(device)
+    operations = sorted(
+        {event.name for event in profile.events() or () if event.name.startswith((*PREFIXES, "torch_attn::"))}
+    )
+    spent: dict[str, float] = {}
+    for event in profile.events() or ():
+        if str(getattr(event, "device_type", "")).endswith("CUDA"):
+            spent[event.name] = spent.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e6
+    longest = sorted(spent.items(), key=lambda entry: -entry[1])[:4]
+    return {"operations": operations, "kernels": [{"name": name[:120], "seconds": value} for name, value in longest]}
+
+
+def masked(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Attend with one mask of [sequence, sequence], as was usual before kernels for documents of any length."""
+    query, key, value = inputs = shape.inputs()
+    mask, repeat = shape.mask(), shape.heads // shape.groups
+
+    def forward() -> torch.Tensor:
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return forward, inputs
+
+
+def main() -> None:
+    """Measure one way after the other; one that fails says why."""
+    program = Program.begin()
+    shape, repeats = Shape(program), program.setup.sizes.repeats
+    attend, windowed = module(shape), module(shape, shape.window)
+    figures: dict[str, Any] = {"shape": dict(program.setup.sizes.attention), "type": str(shape.dtype)}
+    whole = torch.full((shape.batch,), shape.sequence)
+
+    def through_module(
+        attend: CausalAttention, documents: Documents | None = None
+    ) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+        inputs = shape.inputs()
+        return lambda: attend(*inputs, packed_seq_params=documents), inputs
+
+    ways: dict[str, tuple[Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]], float]] = {
+        "whole": (lambda: through_module(attend), shape.pairs(whole)),
+        "packed": (lambda: through_module(attend, shape.documents()), shape.pairs(shape.lengths)),
+        "packed_masked": (lambda: masked(shape), shape.pairs(shape.lengths)),
+        "window": (lambda: through_module(windowed), shape.pairs_with_window()),
+    }
+    for name, (make, pairs) in ways.items():
+        try:
+            forward, inputs = make()
+            figures[name] = measured(shape, forward, inputs, shape.flops(pairs), repeats)
+        except Exception as error:  # torch raises whatever it likes; the other ways are measured all the same
+            figures[name] = {"not_measured": f"{error}"[:400] or type(error).__name__}
+        program.write(figures)
+
+
+if __name__ == "__main__":
+    main()

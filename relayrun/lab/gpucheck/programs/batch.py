@@ -1,0 +1,99 @@
+"""The largest micro-batch that fits, found by trying: doubled until memory is out, or halved until it is not.
+
+Model and optimizer are those of a training run, made once; each size makes two iterations, and the second is timed.
+One rank does it: a rank that runs out of memory alone would leave the others waiting, and several ranks share the
+optimizer's state, so that what fits one fits them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from relayrun.config.compose import compose
+from relayrun.lab.gpucheck.programs.common import Program, wait_for
+from relayrun.lab.gpucheck.programs.search import Try, is_out_of_memory, search
+from relayrun.train import parallel
+from relayrun.train.model import device_shim
+from relayrun.train.model.gpt import MicroBatch, Model
+from relayrun.train.optimizer.optimizer import Optimizer
+
+FULL = 0.95
+"""Share of a GPU's memory that torch may have reserved: the rest is CUDA's, NCCL's, and what comes and goes."""
+
+
+class Trainer:
+    """The model of a training run, whose micro-batch may change."""
+
+    def __init__(self, program: Program) -> None:
+        self._config = compose.native(compose.read_resolved(Path(program.options.config)))
+        self._ranks = parallel.start(self._config)
+        self._vocabulary = self._config.data.mock_vocabulary_size
+        self._model = Model(self._config, self._ranks, self._vocabulary)
+        self._optimizer = Optimizer(self._config, self._model)
+        self._model.train_mode(True)
+        self._count = program.setup.sizes.micro_batches
+        self._generator = np.random.default_rng(28)
+
+    def attempt(self, micro_batch: int) -> Try:
+        """Make two iterations with it; memory that is out is no error."""
+        device, length = self._ranks.device, self._config.training.seq_length
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        shape = (micro_batch, length + 1)
+        batches = [
+            MicroBatch(tokens=self._generator.integers(0, self._vocabulary, shape, dtype=np.int64))
+            for _ in range(self._count)
+        ]
+        found: Try = {"micro_batch": micro_batch, "fits": False}
+        try:
+            for _ in range(2):
+                started = time.perf_counter()
+                self._step(batches)
+                wait_for(device)
+                seconds = time.perf_counter() - started
+            found |= {"fits": True, "tokens_per_second": micro_batch * length * self._count / seconds}
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found["words"] = str(error).splitlines()[0][:200]
+        # outside of `except`: the error holds the frames, and they hold the tensors
+        found["peak_bytes"] = parallel.peak_memory(self._ranks)
+        if on_gpu:
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+            found["fits"] &= found["reserved_bytes"] <= FULL * torch.cuda.get_device_properties(device).total_memory
+        self._optimizer.zero_grad()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        return found
+
+    def _step(self, batches: list[MicroBatch]) -> None:
+        self._optimizer.zero_grad()
+        self._model.run(batches, train=True)
+        self._optimizer.step(self._optimizer.prepare())
+
+
+def main() -> None:
+    """Search, and write every try as soon as it is done."""
+    program = Program.begin("config", "first")
+    device_shim.install()
+    trainer = Trainer(program)
+    tries: list[Try] = []
+
+    def attempt(micro_batch: int) -> Try:
+        tries.append(trainer.attempt(micro_batch))
+        program.write({"tries": tries})
+        return tries[-1]
+
+    search(int(program.options.first), program.setup.sizes.largest_batch, attempt)
+    parallel.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What all programs on the ranks have in common: their arguments, the device, a clock for it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relayrun.files import write_json
+from relayrun.lab.gpucheck.setup import Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One rank of a program."""
+
+    setup: Setup
+    output: Path
+    rank: int
+    device: torch.device
+    options: argparse.Namespace
+
+    @classmethod
+    def begin(cls, *more: str) -> Program:
+        """Read the arguments, `more` by name, and take this rank's device."""
+        parser = argparse.ArgumentParser()
+        for name in ("setup", "output", *more):
+            parser.add_argument(f"--{name}", required=True)
+        options = parser.parse_args()
+        meet(os.environ)
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device("cpu")
+            torch.set_num_threads(1)
+        return cls(
+            setup=Setup.read(Path(options.setup)),
+            output=Path(options.output),
+            rank=int(os.environ["RANK"]),
+            device=device,
+            options=options,
+        )
+
+    def write(self, figures: dict[str, Any]) -> None:
+        """Put what was measured up to now on record; on rank 0."""
+        if self.rank == 0:
+            write_json(self.output, figures, durable=False)
+
+
+def meet(environment: MutableMapping[str, str]) -> None:
+    """Say where ranks meet that srun has started: on the node of the job's script, where rank 0 is."""
+    host, job = environment.get("SLURM_LAUNCH_NODE_IPADDR"), environment.get("SLURM_JOB_ID", "")
+    if host and job.isdecimal():
+        environment.setdefault("MASTER_ADDR", host)
+        environment.setdefault("MASTER_PORT", str(20_000 + int(job) % 20_000))
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def event() -> Any:
+    """Return a CUDA event that can be timed against another."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def seconds_of(action: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """Median seconds of one call, by CUDA events where there is a GPU; after three calls for warming up."""
+    for _ in range(3):
+        action()
+    wait_for(device)
+    if device.type != "cuda":
+        found = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            action()
+            found.append(time.perf_counter() - started)
+        return statistics.median(found)
+    marks: list[Any] = [event() for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        action()
+        mark.record()
+    wait_for(device)
+    return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))) / 1000

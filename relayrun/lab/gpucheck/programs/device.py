@@ -1,0 +1,94 @@
+"""Prints nothing, writes what torch sees: versions, GPUs, and two ceilings, a matrix product's and a copy's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from functools import partial
+from typing import Any
+
+import torch
+
+from relayrun.lab.gpucheck.programs.common import Program, seconds_of
+
+OPTIONAL = {"transformer_engine": "transformer-engine", "apex": "apex", "flash_attn": "flash-attn"}
+"""Packages that change which kernels run: by module, the name of the distribution."""
+
+
+def versions() -> dict[str, str]:
+    """Return versions by name; of an optional package, `absent` where it is not installed."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found["megatron-core"] = _version("megatron-core")
+    found["CUDA"] = torch.version.cuda or "none"
+    found["cuDNN"] = cudnn()
+    found["NCCL"] = nccl()
+    found["triton"] = _version("triton")
+    for module, name in OPTIONAL.items():
+        found[name] = _version(name) if importlib.util.find_spec(module) is not None else "absent"
+    return found
+
+
+def cudnn() -> str:
+    """Return cuDNN's version, `none` where torch has none."""
+    if not torch.cuda.is_available():
+        return "none"
+    return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+
+
+def nccl() -> str:
+    """Return NCCL's version, `none` where torch has none."""
+    if not torch.cuda.is_available():
+        return "none"
+    try:
+        found: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AttributeError, ImportError) as error:
+        return f"unknown: {error}"
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent" if name == "triton" else "unknown"
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Return name, memory in bytes, multiprocessors and compute capability of every GPU."""
+    found = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        about = torch.cuda.get_device_properties(number)
+        found.append(
+            {
+                "name": about.name,
+                "memory_bytes": about.total_memory,
+                "multiprocessors": about.multi_processor_count,
+                "capability": f"{about.major}.{about.minor}",
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Write what is there, then what it can do."""
+    program = Program.begin()
+    device, sizes = program.device, program.setup.sizes
+    figures: dict[str, Any] = {"gpus": gpus(), "versions": versions()}
+    program.write(figures)
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    rows = sizes.product
+    # random: zeros run faster than what training multiplies
+    left, right = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
+    seconds = seconds_of(partial(torch.mm, left, right), device, repeats=sizes.repeats)
+    figures["product_tflops"] = 2 * rows**3 / seconds / 1e12
+    source = torch.ones((1 << 32) if on_gpu else (1 << 22), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = seconds_of(lambda: target.copy_(source), device, repeats=sizes.repeats)
+    figures["copy_bytes_per_second"] = 2 * source.numel() / seconds
+    program.write(figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A checkpoint as a Hugging Face folder, and whether transformers computes what megatron-core does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from relayrun.control.rundir.run import Run
+from relayrun.lab.gpucheck.programs.common import Program
+from relayrun.train.export import huggingface, logits
+from relayrun.train.export.checkpoint_source import find_checkpoint
+
+
+def main() -> None:
+    """Export the newest checkpoint of `--run-dir` to `--folder`, and compare logits."""
+    program = Program.begin("run-dir", "folder")
+    source = find_checkpoint(Run(Path(program.options.run_dir)))
+    folder = Path(program.options.folder)
+    folder.mkdir(parents=True)
+    started = time.perf_counter()
+    made = huggingface.write(source, folder, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
+    exported = time.perf_counter()
+    found = logits.compare(source, folder)
+    program.write(
+        {
+            "parameters": made.parameters,
+            "type": made.dtype,
+            "tokens": found.tokens,
+            "difference": found.difference,
+            "largest": found.largest,
+            "equal": found.equal,
+            "export_seconds": exported - started,
+            "compare_seconds": time.perf_counter() - exported,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

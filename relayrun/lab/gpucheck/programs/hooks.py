@@ -1,0 +1,138 @@
+"""Hooks of the check's own training runs: they cut a run at an exact place, and say what it had come to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from relayrun.control.rundir.records import Commit, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.files import append_line, read_lines
+from relayrun.lab.gpucheck.setup import NOTES
+from relayrun.train.hooks import Context, Gradients, Hook, Step
+from relayrun.train.model.gpt import Model
+from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.train.reporting import agent_link
+
+
+class Cut(Hook):
+    """Ends a start of the ranks by a signal that they send themselves, at an exact place of an iteration.
+
+    A signal from outside comes at another place each time, and none of them would be late enough for certain.
+    """
+
+    may_differ = False
+
+    def __init__(self, cuts: list[dict[str, Any]]) -> None:
+        """`cuts`: one for each start of the ranks, an attempt or a later round of it, from the first on; those after
+        them go undisturbed. `{signal: SIGUSR2, iteration: 5}`, or `{signal: SIGKILL, saves: 1}`: behind an iteration,
+        of which that many saves are durable; with `before_update: true` once its gradients are there. `rank: 0`: that
+        rank alone."""
+        self._cuts = cuts
+
+    def setup(self, context: Context) -> None:
+        number = context.attempt - 1 + agent_link.round_number() - 1
+        cut = self._cuts[number] if number < len(self._cuts) else None
+        self._cut = cut if cut is not None and cut.get("rank", context.ranks.rank) == context.ranks.rank else None
+        self._saves = 0
+
+    def after_save(self, commit: Commit) -> None:
+        self._saves += 1
+
+    def before_update(self, gradients: Gradients) -> None:
+        self._reached(gradients.iteration, before_update=True)
+
+    def after_step(self, step: Step) -> None:
+        self._reached(step.iteration, before_update=False)
+
+    def _reached(self, iteration: int, *, before_update: bool) -> None:
+        cut = self._cut
+        if cut is None or bool(cut.get("before_update")) != before_update:
+            return
+        if iteration >= cut.get("iteration", 0) and self._saves >= cut.get("saves", 0):
+            self._cut = None
+            os.kill(os.getpid(), signal.Signals[cut["signal"]])
+
+
+class Digest(Hook):
+    """Notes hashes: of the optimizer's state as it was loaded, and after every iteration; of the weights in the end.
+
+    A loss does not show every bit: a wrong one of a moment may be rounded away, iterations later. The weights follow
+    from the optimizer's fp32 ones, but where they are gathered beside the next forward pass they are not there yet.
+    """
+
+    def setup(self, context: Context) -> None:
+        self._context = context
+
+    def at_start(self, iteration: int, consumed_samples: int) -> None:
+        if iteration:
+            self._note("loaded", iteration, _optimizer_state(self._context.optimizer))
+
+    def after_step(self, step: Step) -> None:
+        self._note("state", step.iteration, _optimizer_state(self._context.optimizer))
+
+    def at_end(self, outcome: Outcome) -> None:
+        self._note("weights", outcome.iteration, _weights(self._context.model))
+
+    def _note(self, kind: str, iteration: int, tensors: Iterator[torch.Tensor]) -> None:
+        found = xxhash.xxh3_128()
+        for tensor in tensors:
+            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        every = self._context.ranks.gather(found.hexdigest())
+        if self._context.ranks.rank == 0:
+            record = {"attempt": self._context.attempt, "kind": kind, "iteration": iteration, "ranks": every}
+            note(self._context, "digest", record)
+
+
+def _weights(model: Model) -> Iterator[torch.Tensor]:
+    for chunk in model.chunks:
+        for _, parameter in sorted(chunk.named_parameters()):
+            yield parameter
+
+
+def _optimizer_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for part in getattr(optimizer.inner, "chained_optimizers", [optimizer.inner]):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                state = part.optimizer.state[parameter]
+                yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
+
+
+class Pace(Hook):
+    """Holds training before the next save is due until the one before it is durable, so that no save waits for one."""
+
+    def __init__(self, interval: int, seconds: float = 120.0) -> None:
+        """`interval`: `checkpoint.interval`. `seconds`: how long it waits at most."""
+        self._interval, self._seconds = interval, seconds
+
+    def setup(self, context: Context) -> None:
+        self._commits = Run(context.run_dir).attempt(context.attempt).commits
+        self._due: int | None = None
+
+    def after_step(self, step: Step) -> None:
+        if step.iteration % self._interval == 0:
+            self._due = step.iteration
+        elif self._due is not None and step.iteration % self._interval == self._interval - 1:
+            end = time.monotonic() + self._seconds
+            while not self._durable(self._due) and time.monotonic() < end:
+                time.sleep(0.05)
+
+    def _durable(self, iteration: int) -> bool:
+        return any(line.get("iteration") == iteration for line in read_lines(self._commits))
+
+
+def note(context: Context, name: str, record: dict[str, Any]) -> None:
+    """Put a record on a file of the run directory, for `runs.notes_of`."""
+    folder = Path(context.run_dir) / NOTES
+    folder.mkdir(exist_ok=True)
+    append_line(folder / f"{name}.jsonl", record, durable=False)

@@ -1,0 +1,22 @@
+"""How fast plain bytes go from the device to pinned host memory: what a save cannot be faster than."""
+
+from __future__ import annotations
+
+import torch
+
+from relayrun.lab.gpucheck.programs.common import Program, seconds_of
+
+
+def main() -> None:
+    """Copy `--bytes` bytes, or as many as the check allows, and write the seconds that one byte more would take."""
+    program = Program.begin("bytes")
+    device = program.device
+    size = max(1, min(int(program.options.bytes), program.setup.sizes.copied_at_most))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    seconds = seconds_of(lambda: target.copy_(source, non_blocking=True), device, repeats=program.setup.sizes.repeats)
+    program.write({"bytes": size, "seconds": seconds, "bytes_per_second": size / seconds})
+
+
+if __name__ == "__main__":
+    main()

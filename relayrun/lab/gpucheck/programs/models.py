@@ -1,0 +1,122 @@
+"""Other models, optimizers and types: whether they learn, compute what fp32 does, and how fast.
+
+The ranks train each of them on one batch, the same for all replicas. The loss of the last weights is then computed once
+more by a model in fp32 that has these weights; both without dropout. All configs are of one layout.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import RunConfig
+from relayrun.errors import RelayrunError
+from relayrun.lab.gpucheck.programs.common import Program, wait_for
+from relayrun.train import parallel
+from relayrun.train.model import device_shim
+from relayrun.train.model.gpt import MicroBatch, Model
+from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.train.optimizer.parameter_names import names
+from relayrun.train.parallel import Ranks
+
+STEPS, TIMED = 8, 4
+"""Iterations, and how many of the last ones are timed."""
+END = 0
+"""The token that ends a document."""
+
+
+def batch_of(config: RunConfig, vocabulary: int) -> MicroBatch:
+    """One micro-batch of documents over a skewed vocabulary: there is something to learn."""
+    generator = np.random.default_rng(28)
+    shape = (config.training.micro_batch_size, config.training.seq_length + 1)
+    tokens = np.minimum(generator.geometric(10 / vocabulary, shape), vocabulary - 1)
+    tokens[generator.random(shape) < 4 / config.training.seq_length] = END
+    return MicroBatch(tokens=tokens)
+
+
+def mean_loss(model: Model, batch: MicroBatch) -> float:
+    """The loss without dropout, the same on every rank."""
+    model.train_mode(False)
+    with torch.no_grad():
+        found = model.ranks.mean_loss(model.run([batch], train=False))
+    model.train_mode(True)
+    return found
+
+
+def tried(config: RunConfig, exact: RunConfig | None, ranks: Ranks, vocabulary: int) -> dict[str, Any]:
+    """Train as `config` says; `exact`: the same in fp32."""
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    batch = batch_of(config, vocabulary)
+    model = Model(config, ranks, vocabulary, eod=END)
+    optimizer = Optimizer(config, model)
+    found: dict[str, Any] = {"first_loss": mean_loss(model, batch)}
+    started = 0.0
+    for step in range(STEPS):
+        if step == STEPS - TIMED:
+            wait_for(ranks.device)
+            started = time.perf_counter()
+        optimizer.zero_grad()
+        model.run([batch], train=True)
+        optimizer.step(optimizer.prepare())
+    wait_for(ranks.device)
+    seconds = (time.perf_counter() - started) / TIMED
+    tokens = config.training.micro_batch_size * config.training.seq_length * ranks.data_parallel_size
+    found |= {
+        "last_loss": mean_loss(model, batch),
+        "tokens_per_second": tokens / seconds,
+        "peak_bytes": parallel.peak_memory(ranks),
+    }
+    if exact is not None:
+        found["exact_loss"] = mean_loss(copied(model, Model(exact, ranks, vocabulary, eod=END)), batch)
+    return found
+
+
+@torch.no_grad()
+def copied(model: Model, other: Model) -> Model:
+    """Give `other` the weights of `model`; return it."""
+    weights = {name: parameter for parameter, name in names(model.chunks)}
+    for parameter, name in names(other.chunks):
+        parameter.copy_(weights.pop(name))
+    assert not weights, sorted(weights)
+    return other
+
+
+def main() -> None:
+    """Try one way after the other, and write each as soon as it is done; what one raises leaves the others."""
+    program = Program.begin("configs")
+    device_shim.install()
+    folder = Path(program.options.configs)
+    found: dict[str, Any] = {}
+    ranks: Ranks | None = None
+    for path in sorted(folder.glob("*.yaml")):
+        if path.stem.endswith("-exact"):
+            continue
+        config, twin = read(path), path.with_name(f"{path.stem}-exact.yaml")
+        ranks = ranks or parallel.start(config)
+        try:
+            exact = read(twin) if twin.exists() else None
+            found[path.stem] = tried(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
+        except RelayrunError as error:  # it needs what is not here
+            found[path.stem] = {"not_measured": error.message}
+        except Exception as error:  # torch raises whatever it likes; the other ways are tried all the same
+            found[path.stem] = {"failed": f"{type(error).__name__}: {error}"[:400]}
+        gc.collect()
+        program.write(found)
+    if ranks is not None:
+        parallel.stop()
+
+
+def read(path: Path) -> RunConfig:
+    """Return a config that the part has resolved."""
+    return compose.native(compose.read_resolved(path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What all parts of a check get: where it works, what it runs on, and how large everything is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from relayrun import places
+from relayrun.config.compose import yamlfile
+from relayrun.errors import RelayrunError
+from relayrun.files import read_json, write_json
+
+NOTES = "gpu-check"
+"""Folder of a run directory in which the check's own hooks leave what they saw."""
+
+TRACE = "trace.json.gz"
+"""Name of the trace in the folder of the check."""
+
+
+class CheckFailed(RelayrunError):
+    """A part of the check could not be measured; `found` is what it has measured up to there."""
+
+    def __init__(self, message: str, *, where: object = None, found: Any = None) -> None:
+        super().__init__(message, where=where)
+        self.found = found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large everything is: FULL for a GPU, TINY to walk the same way on CPUs."""
+
+    seconds: float
+    """How long the whole check may take; what is not done by then is left out, with a word."""
+    model: Mapping[str, Any]
+    """Section `model` of the run that is timed and saved."""
+    vocabulary: int
+    seq_length: int
+    micro_batches: int
+    """Micro-batches of one iteration and rank in the run that is timed."""
+    largest_batch: int
+    """The micro-batch at which the search ends, whatever fits."""
+    warm_up: int
+    measured: int
+    by_part: int
+    """Iterations that are left out, timed, and timed by part, one after the other; then one is traced."""
+    resumed_model: Mapping[str, Any]
+    """Section `model` of the runs that are cut and resumed, and of the one that is exported."""
+    resumed_vocabulary: int
+    resumed_seq_length: int
+    resumed_batch: int
+    steps: int
+    """Iterations of a run that is cut and resumed."""
+    interval: int
+    """Iterations between saves there, and in the run whose saves are timed."""
+    stall_allowance: float
+    """Seconds that a save may hold training whatever its size is: 0, but where the state is so small that its copy
+    takes no time."""
+    copied_at_most: int
+    """Bytes of the plain copy to host memory, which gives the speed of one."""
+    attention: Mapping[str, int]
+    """Shape of one attention layer: batch, sequence, heads, groups, channels, documents."""
+    repeats: int
+    """How often an operation is timed."""
+    product: int
+    """Rows of the square matrices whose product says what the device can do."""
+    reduced: tuple[int, ...]
+    """Bytes of the tensors that all ranks reduce."""
+    cpu_ranks: int
+    """Ranks of the bandwidth's part where there is no GPU."""
+
+
+def _model(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yamlfile.read(places.shared(f"configs/models/{name}.yaml")).values["model"]
+    return found
+
+
+def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "hidden_dropout": 0.1,  # so that generators count too
+        "untie_embeddings_and_output_weights": False,
+    }
+
+
+def full() -> Sizes:
+    """The sizes for a GPU: a Llama of 1B parameters, and a small one to cut and resume."""
+    return Sizes(
+        seconds=480,
+        model=_model("llama3-1b"),
+        vocabulary=128_256,
+        seq_length=4096,
+        micro_batches=4,
+        largest_batch=64,
+        warm_up=4,
+        measured=12,
+        by_part=3,
+        resumed_model=_shape(4, 512, 1536, 8, 2),
+        resumed_vocabulary=4096,
+        resumed_seq_length=1024,
+        resumed_batch=8,
+        steps=24,
+        interval=8,
+        stall_allowance=0.0,
+        copied_at_most=4 << 30,
+        attention={"batch": 4, "sequence": 4096, "heads": 32, "groups": 8, "channels": 64, "documents": 8},
+        repeats=20,
+        product=8192,
+        reduced=(1 << 20, 1 << 26, 1 << 30),
+        cpu_ranks=1,
+    )
+
+
+def tiny() -> Sizes:
+    """Sizes that two CPU cores walk through in less than a minute."""
+    return Sizes(
+        seconds=1800,  # a machine with other work is no reason to fail
+        model=_shape(2, 64, 128, 4, 2),
+        vocabulary=512,
+        seq_length=64,
+        micro_batches=2,
+        largest_batch=4,
+        warm_up=1,
+        measured=3,
+        by_part=2,
+        resumed_model=_shape(2, 64, 128, 4, 2),
+        resumed_vocabulary=300,
+        resumed_seq_length=64,
+        resumed_batch=4,
+        steps=12,
+        interval=4,
+        stall_allowance=5.0,
+        copied_at_most=1 << 24,
+        attention={"batch": 1, "sequence": 128, "heads": 4, "groups": 2, "channels": 16, "documents": 4},
+        repeats=2,
+        product=256,
+        reduced=(1 << 16, 1 << 20),
+        cpu_ranks=2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One check, as its parts read it from a file."""
+
+    folder: str
+    """Where it works; `parts/` below it has the figures and the log of each part."""
+    tiny: bool
+    gpus: int = 0
+    """GPUs of this machine that torch sees."""
+    device: str = "CPU"
+    """Name of the first one."""
+    memory_bytes: int = 0
+    """Memory of the first GPU."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """Section `cluster` of the training runs: of the site's file, what holds within a job."""
+    overrides: list[str] = field(default_factory=list)
+    """Settings of the training runs, as for `relayrun submit --set`."""
+    hooks: list[str] = field(default_factory=list)
+    """Hooks of the training runs, before those of the check itself."""
+    nodes: int = 1
+    """Nodes of the job that the check runs in."""
+
+    @property
+    def sizes(self) -> Sizes:
+        return tiny() if self.tiny else full()
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder)
+
+    @property
+    def parts(self) -> Path:
+        """Figures and logs of the parts."""
+        return self.path / "parts"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a training run: one a GPU."""
+        return max(1, self.gpus)
+
+    @property
+    def precision(self) -> str:
+        """What the training runs are asked for, `training.precision`."""
+        return "bf16" if self.gpus else "fp32"
+
+    @property
+    def python(self) -> str:
+        """Python of the ranks."""
+        return str(self.cluster.get("python") or sys.executable)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that programs on the ranks get, as those of a training run do."""
+        path = os.pathsep.join(filter(None, [str(places.CODE), os.environ.get("PYTHONPATH")]))
+        own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return (
+            dict(os.environ) | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
+        )
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self), durable=False)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(**read_json(path))
+
+
+class Figures:
+    """What a part has measured, on disk after every addition: a part that is killed leaves what it had."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Put a figure, or an object of figures, on record."""
+        self._found[name] = value
+        write_json(self._path, self._found, durable=False)

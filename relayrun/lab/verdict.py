@@ -1,0 +1,165 @@
+"""What a drill has shown: figures of its runs, and which of its claims do not hold."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from relayrun.control.rundir import rounds
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
+from relayrun.files import read_lines
+from relayrun.lab import compare, timeline
+from relayrun.lab.timeline import Timeline
+
+_CLOCK_SECONDS = 0.05
+"""Between a fault and its noticing, as far as the drill's own time of it is late."""
+LEAST_SHARE = 0.9
+"""The effective training time that is wanted."""
+MOST_INTERVALS = {"memory": 1, "neighbour": 2}
+"""So many intervals between copies a round may lose at most: the newest copy may be on its way to the neighbour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that the drill did."""
+
+    time: float
+    """In seconds since 1970."""
+    kind: str
+    """`kill`, `stop` (SIGSTOP), `node`, or `host`: the batch host is lost."""
+    rank: int | None = None
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a disturbed run shows beside an undisturbed one of the same config."""
+
+    line: Timeline
+    jobs: Sequence[str]
+    """Ids of its jobs, one an attempt."""
+    restarts: int
+    """How often Slurm began these jobs again."""
+    events: Sequence[Event]
+    failed: Sequence[FailedRound]
+    tensors: int
+    faults: Mapping[str, Sequence[str]]
+    """What differs from the undisturbed run, by `losses`, `weights` and `samples`; no line: nothing."""
+    memory_intervals: Sequence[int]
+    """Steps between copies in memory that the run has chosen, in order."""
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        kinds = Counter(event.kind for event in self.events)
+        names = [name for name in rounds.SECONDS if any(name in failed.seconds for failed in self.failed)]
+        return {
+            "counted_share": self.line.share,
+            "seconds": self.line.seconds,
+            "step_seconds": self.line.step,
+            "steps": self.line.steps,
+            "steps_lost": self.line.steps_lost,
+            "kills": kinds["kill"],
+            "stops": kinds["stop"],
+            "nodes_lost": kinds["node"],
+            "hosts_lost": kinds["host"],
+            "rounds": len(self.failed) + len(self.jobs),
+            "rounds_from": dict(Counter(failed.source for failed in self.failed if failed.again)),
+            "most_steps_lost_in_a_round": max((failed.steps_lost for failed in self.failed), default=0),
+            "round_seconds": {
+                name: _spread([failed.seconds[name] for failed in self.failed if name in failed.seconds])
+                for name in names
+            },
+            "by_fault": self.by_fault(),
+            "steps_between_copies": list(self.memory_intervals),
+            "jobs": len(set(self.jobs)),
+            "job_restarts": self.restarts,
+            "tensors_compared": self.tensors,
+            "differences": {name: list(found)[:5] for name, found in self.faults.items()},
+            "events": [asdict(event) | {"time": round(event.time - self.line.began, 1)} for event in self.events],
+        }
+
+    def by_fault(self) -> dict[str, dict[str, Any]]:
+        """How long each kind of fault took until it was noticed, and from there to the next new step, in seconds.
+
+        A rank that is killed before its round has done a step counts apart (`kill in set-up`).
+        """
+        found: dict[str, list[tuple[float, FailedRound]]] = {}
+        for event, following in zip(self.events, [*self.events[1:], None], strict=False):
+            until = float("inf") if following is None else following.time
+            hit = [one for one in self.failed if event.time - _CLOCK_SECONDS <= one.time < until]
+            if hit:
+                kind = event.kind + (" in set-up" if hit[0].iteration <= hit[0].base_iteration else "")
+                found.setdefault(kind, []).append((max(0.0, hit[0].time - event.time), hit[0]))
+        return {
+            kind: {
+                "rounds": len(hits),
+                "noticed": _spread([seconds for seconds, _ in hits]),
+                "next_step": _spread([one.seconds["all"] for _, one in hits if "all" in one.seconds]),
+                "most_steps_lost": max(one.steps_lost for _, one in hits),
+            }
+            for kind, hits in sorted(found.items())
+        }
+
+    def untrue(self, *, spares: int) -> list[str]:
+        """Claims of the drill that do not hold for this run; none: all do. `spares`: spare nodes that the job had."""
+        found = [f"{name}: {lines[0]}" for name, lines in self.faults.items() if lines]
+        if not self.tensors:
+            found.append("weights: no tensor was compared")
+        lost = sum(event.kind == "node" for event in self.events)
+        noticed = sum(len(failed.lost) for failed in self.failed)
+        hosts = sum(event.kind == "host" for event in self.events)
+        if spares >= lost and (len(set(self.jobs)), self.restarts) != (1, hosts):
+            found.append(f"one job: it took {len(set(self.jobs))}, restarted {self.restarts} times, {hosts} hosts lost")
+        if not self.events:
+            found.append("nothing was killed")
+        if noticed != lost + hosts:
+            found.append(f"{lost + hosts} nodes were lost, and {noticed} are on record")
+        if not lost + hosts <= len(self.failed) <= len(self.events):
+            found.append(f"{len(self.events)} faults, and {len(self.failed)} failed rounds")
+        interval = max(self.memory_intervals, default=0)
+        for failed in self.failed if interval else ():
+            most = interval * MOST_INTERVALS.get(failed.source, 0)
+            if failed.again and most and failed.steps_lost > most:
+                found.append(f"copies every {interval} steps at most: {failed.steps_lost} were lost ({failed.told})")
+        return found
+
+
+def show(run: Run, reference: Run, *, last: int, events: Sequence[Event], restarts: Mapping[str, int]) -> Shown:
+    """Compare a disturbed run with the undisturbed one. `restarts`: of each of its jobs, by Slurm's word."""
+    jobs, failed, intervals = [], [], []
+    for number in run.attempt_numbers():
+        attempt = run.attempt(number)
+        if (begin := attempt.read_begin()) is not None:
+            jobs.append(begin.job_id)
+            failed += rounds.read(attempt)
+            intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
+    tensors, different = compare.weights(run.checkpoint(last), reference.checkpoint(last))
+    return Shown(
+        line=timeline.of(run),
+        jobs=jobs,
+        restarts=sum(restarts[job] for job in set(jobs)),
+        events=events,
+        failed=failed,
+        tensors=tensors,
+        faults={
+            "losses": compare.losses(run, reference, last),
+            "weights": different,
+            "samples": compare.samples(run, reference, last),
+        },
+        memory_intervals=intervals,
+    )
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "p95": ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))],
+        "max": ordered[-1],
+    }

@@ -1,1 +1,0 @@
-"""The same as datatrove's steps, for pipelines of your own."""

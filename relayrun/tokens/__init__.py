@@ -1,0 +1,10 @@
+"""Tokens: from files of text to the batches that a rank trains on.
+
+    stores/    files in a local folder or below a URL
+    readers/   files of a data set as texts and rows of a bounded size
+    shards/    Megatron's token files: written, listed, merged and checked
+    tokenize/  raw text to shards, in dumps
+    shuffle/   a global shuffle of a data set on disk
+
+Siblings stand in the order of dependencies: stores is the lowest. See docs/tokenization.md.
+"""

@@ -1,0 +1,259 @@
+"""A mixture: a folder of links to token shards, so chosen that each dataset has its weight in tokens.
+
+What is taken is decided in `select.py`. A shard that is cut is a link to the whole .bin beside an .idx of its first
+documents: readers of Megatron's format take what the .idx names. A dataset that is repeated has the links of its
+second pass in a folder `epoch-2`, and so on.
+
+Links are absolute and lead to the real files: the mixture may be moved or copied anywhere on the same
+machines, and stays what it is when a folder that was reached through a link (another mixture, say) is
+rebuilt. Relative links would survive only if mixture and datasets moved together.
+
+Cost: every header is read once, in a few threads for file systems with slow metadata; of a shard that is cut the
+index is read; two links are made a shard, one after another (threads only wait for the folder's lock).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
+from relayrun.files import RealPath, fsync_directory, replaced_folder, write_atomic
+from relayrun.tokens.mixture import select
+from relayrun.tokens.mixture.refusals import MOST_REPEATS, refuse_nothing, refuse_repeats, refuse_two_tokenizers
+from relayrun.tokens.mixture.summary import CutShard, Dataset, as_json, pass_folder, summarise
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT, files_of
+from relayrun.tokens.shards.prefixes import find_prefixes
+
+THREADS = 4  # more are slower on a local disk, where reading a header takes no longer than starting to
+MOST_LINKS = 10_000_000
+
+
+def create_mixture(
+    folders: Sequence[Path],
+    weights: Sequence[float],
+    output: Path,
+    *,
+    seed: int = 0,
+    tokens: int | None = None,
+    allow_repeats: bool = False,
+    most_repeats: int = MOST_REPEATS,
+    whole_shards: bool = False,
+    allow_other_tokenizer: bool = False,
+    dry_run: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Write the mixture of `folders` into the folder `output` and return its summary, a table and a forecast.
+
+    The folder appears at once and replaces a former mixture; anything else that stands there is refused. `tokens`: how
+    many in all, by default until a dataset is used up, or, with `allow_repeats`, until all are. `most_repeats`: how
+    often a dataset may be read. `whole_shards`: cut none. `allow_other_tokenizer`: warn where shards were made with
+    different tokenizers. `dry_run`: write nothing. `report` gets a line of progress now and then.
+    Raises ConfigError for wrong weights or options, InputError for wrong folders, torn shards, or two tokenizers.
+    """
+    if len(folders) != len(weights):
+        raise ConfigError(
+            f"{len(folders)} folders but {len(weights)} weights",
+            where="--weights",
+            hint="give one weight a folder, in the same order",
+        )
+    if whole_shards and (tokens is not None or allow_repeats):
+        raise ConfigError(
+            "a number of tokens and repeats are for shards that may be cut",
+            where="--whole-shards",
+            hint="leave out one of the options",
+        )
+    shares = select.normalised(weights)
+    check_output(output, folders)
+    if not dry_run:
+        refuse_urls(output)
+        refuse_unwritable(Path(os.path.realpath(output)).parent)
+    datasets = _read_datasets(folders, shares, seed, report)
+    refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
+    if whole_shards:
+        taken = select.select_whole_shards([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
+        datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
+    else:
+        targets = select.wanted([d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats)
+        refuse_repeats(datasets, targets, most=most_repeats)
+        datasets = [_taking(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
+        refuse_nothing(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
+    links = sum(dataset.prefixes for dataset in datasets)
+    if links > MOST_LINKS:
+        raise ConfigError(
+            f"{links:,} shards would be linked, because a small dataset is repeated often",
+            where="--weights",
+            hint="give it less weight, or merge its shards first",
+        )
+    summary = summarise(datasets, seed)
+    if dry_run:
+        return summary
+    report(f"linking {links:,} shards into {output}")
+    with replaced_folder(output) as building:
+        for dataset in datasets:
+            _link(dataset, building / dataset.name)
+        write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
+        write_atomic(building / SUMMARY_JSON, as_json(datasets, seed))
+        check_output(output, folders)  # again: the links may have taken minutes
+    return summary
+
+
+def distinct(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:
+    """File names, all different: a name that stands once is kept, the others get their fallback or a number."""
+    counts = Counter(names)
+    used = {name for name, count in counts.items() if count == 1} | set(reserved)
+    numbers: Counter[str] = Counter()
+    chosen = []
+    for name, fallback in zip(names, fallbacks, strict=True):
+        if counts[name] == 1 and name not in reserved:
+            chosen.append(name)
+            continue
+        unique = fallback if len(os.fsencode(fallback)) <= 240 else name
+        base = unique if len(os.fsencode(unique)) <= 240 else "shard"
+        while unique in used:
+            numbers[base] += 1
+            unique = f"{base}-{numbers[base]}"
+        used.add(unique)
+        chosen.append(unique)
+    return chosen
+
+
+def check_output(output: Path, folders: Sequence[Path]) -> None:
+    """Refuse an output that holds anything but a former mixture, or lies in an input, or holds one.
+
+    Raises InputError.
+    """
+    final = Path(os.path.realpath(output))
+    for folder in folders:
+        real = Path(os.path.realpath(folder))
+        if final == real or real in final.parents or final in real.parents:
+            raise InputError(
+                "output and input lie inside each other",
+                where=f"{output} and {folder}",
+                hint="give an output folder of its own",
+            )
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise InputError("the output exists and is not a folder", where=output)
+    hint = "move it away, or choose another output"
+    expected = files_of(final)
+    start, waiting = len(os.path.join(final, "")), [os.fspath(final)]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                name, link = entry.path[start:], entry.is_symlink()
+                if name not in expected or (expected[name] and not link):
+                    raise InputError(
+                        f"the output holds something that no former mixture left there: {entry.name}",
+                        where=output,
+                        hint=hint,
+                    )
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+
+
+def _read_datasets(
+    folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
+) -> list[Dataset]:
+    """Open every shard, put each dataset's shards into their shuffled order, name the links."""
+    roots = [folder.absolute() for folder in folders]
+    bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
+    names = distinct(bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON))
+    owners: dict[str, str] = {}
+    real_path = RealPath()
+    datasets = []
+    for i, (root, name) in enumerate(zip(roots, names, strict=True)):
+        prefixes = find_prefixes([root])
+        report(f"reading the sizes of {len(prefixes):,} shards below {root}")
+        start = len(os.path.join(root, ""))
+        relative = [prefix[start:] for prefix in prefixes]
+        parts = [prefixes[k : k + 64] for k in range(0, len(prefixes), 64)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            shards = [shard for part in pool.map(lambda part: [Shard.open(p) for p in part], parts) for shard in part]
+        reals = [real_path(shard.prefix + ".bin") for shard in shards]
+        for shard, real in zip(shards, reals, strict=True):
+            if real in owners:
+                raise InputError(
+                    "this shard stands in the mixture twice",
+                    where=f"{shard.prefix} and {owners[real]}",
+                    hint="remove one of the links, or give folders that do not overlap",
+                )
+            owners[real] = shard.prefix
+        if not any(shard.tokens for shard in shards):
+            raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
+        links = distinct([os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative])
+        order = select.shuffled_order(relative, seed=seed, dataset=i)
+        datasets.append(
+            Dataset(
+                name=name,
+                folder=str(root),
+                weight=shares[i],
+                shards=[shards[k] for k in order],
+                links=[links[k] for k in order],
+                reals=[reals[k] for k in order],
+            )
+        )
+    return datasets
+
+
+def _taking(dataset: Dataset, target: int) -> Dataset:
+    """The dataset with what it gives for `target` tokens, its last shard cut at the end of the nearest document."""
+    take = select.select_shards([shard.tokens for shard in dataset.shards], target)
+    taken, cut = take.shards, None
+    if take.rest:
+        cut = _cut(dataset.shards[taken], take.rest)
+        if cut.documents == dataset.shards[taken].documents:
+            taken, cut = taken + 1, None
+        elif not cut.tokens:
+            cut = None
+    passes = take.passes
+    if taken == len(dataset.shards):
+        passes, taken = passes + 1, 0
+    return replace(dataset, passes=passes, taken=taken, cut=cut)
+
+
+def _cut(shard: Shard, tokens: int) -> CutShard:
+    """The first documents of `shard`, with about so many tokens."""
+    lengths = np.asarray(shard.lengths())
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    if not np.array_equal(shard.offsets(), ends[:-1] * shard.dtype.itemsize):
+        raise InputError(
+            "this shard cannot be cut: its sequences do not lie one behind the other",
+            where=shard.prefix + ".idx",
+            hint="write it again, or use --whole-shards",
+        )
+    bounds = np.asarray(shard.bounds())
+    documents = select.nearest_end(ends[bounds], tokens)
+    return CutShard(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
+
+
+def _link(dataset: Dataset, folder: Path) -> None:
+    """Make the folder of one dataset's links."""
+    real_path = RealPath()
+    used = None if dataset.passes else dataset.taken + 1
+    indices = [real_path(shard.prefix + ".idx") for shard in dataset.shards[:used]]
+    for number, count in enumerate(dataset.counts):
+        place = folder / pass_folder(number)
+        place.mkdir()
+        start = os.path.join(place, "")
+        for shard, real, index, link in zip(
+            dataset.shards[:count], dataset.reals[:count], indices[:count], dataset.links[:count], strict=True
+        ):
+            os.symlink(real, start + link + ".bin")
+            if shard.cut:  # its .idx belongs to another mixture, which may be made anew
+                write_atomic(start + link + ".idx", Path(index).read_bytes())
+            else:
+                os.symlink(index, start + link + ".idx")
+        if dataset.cut is not None and number == dataset.passes:
+            os.symlink(dataset.reals[count], start + dataset.links[count] + ".bin")
+            write_atomic(start + dataset.links[count] + ".idx", dataset.cut.index())
+        fsync_directory(place)

@@ -1,0 +1,376 @@
+"""One process beside a rank that reads and tokenizes its streams, ahead of the rank and without its interpreter's lock.
+
+    rank                                          worker: python -m relayrun.tokens.mixture.stream_worker
+    LaneReading over `Received` streams  ◄─pipe─  LaneReading over the streams themselves
+
+Which lanes are asked, and in which order, follows from schedule and position, so both sides ask alike, and nothing is
+asked over the pipe: the worker sends each sample with the cursor of its lane, and is held up where the pipe is full.
+The rank keeps the cursors of what it has taken; what was read ahead is in no checkpoint. So the samples, and the state,
+are those of a rank that reads by itself.
+
+The rank writes one line of JSON to the worker's standard input, and keeps it open: its end ends the worker, however the
+rank has died. Nothing is unpickled. A worker that dies is an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun import errors
+from relayrun.config.compose.schema import RunConfig
+from relayrun.errors import RelayrunError, log_to_stderr
+from relayrun.tokens.mixture.build import text_stream
+from relayrun.tokens.order.lanes import Cursor, LaneReading, OpenLanes, Standing, Stream, read_standing
+from relayrun.tokens.order.rows import Row
+from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.order.schedule import Schedule
+from relayrun.tokens.shards.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+PIPE_BYTES = 1 << 20
+"""Room for samples between the two processes, where the kernel gives so much: at 4,096 tokens about 30 of them."""
+PIECE_BYTES = 1 << 17
+"""Bytes of samples that are sent together, since each piece wakes the rank."""
+PIECE_SECONDS = 0.002
+"""Where the last piece went longer ago the next one goes at once: the rank may wait for it."""
+_FORGET_EVERY = 256
+"""Samples after which the worker forgets the cursors of those that it has sent."""
+END_SECONDS = 10.0
+_HEAD = struct.Struct("<II")
+"""What a piece begins with: bytes of the numbers of its samples, and of their tokens and masks, which follow. In the
+place of samples an error may come: then the first is 0, and the second that of its JSON."""
+_OF_THE_RANK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+"""Signals that ask the rank for something. A job's go to all its processes; the worker lives as long as the rank."""
+
+
+class WorkerDied(RelayrunError):
+    """The process that reads a rank's streams has ended. The next attempt may do better: it may have been killed."""
+
+
+class Worker:
+    """The process that reads what one rank takes of streams, as this rank sees it."""
+
+    def __init__(
+        self, config: RunConfig, manifest: Path, order: MixtureSampler, *, consumed: int, replica: int, replicas: int
+    ) -> None:
+        """Start it. `order`, as it stands when sample `consumed` is next."""
+        job = {
+            "config": config.model_dump(mode="json"),
+            "manifest": str(manifest),
+            "phases": order.schedule.to_json(),
+            "standing": {name: order.standing[name].to_json(consumed, {}) for name in order.streams},
+            "consumed": consumed,
+            "replica": replica,
+            "replicas": replicas,
+        }
+        receiving, sending = os.pipe()
+        with contextlib.suppress(OSError):  # the limit of a user; then the pipe is as large as it is
+            fcntl.fcntl(sending, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_RANK)  # a child begins with its parent's mask
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "relayrun.tokens.mixture.stream_worker", str(sending)],
+                stdin=subprocess.PIPE,
+                pass_fds=[sending],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(sending)
+        self._pipe: BinaryIO = os.fdopen(receiving, "rb")
+        self._samples: deque[tuple[int, int, Row, Cursor]] = deque()
+        """What came with the last piece and was not asked for yet: stream, lane, sample, and the cursor behind it."""
+        self._error: RelayrunError | None = None
+        """What came behind the last sample."""
+        self._closing = False
+        self._names = list(order.streams)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._died()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def streams(self, of: Mapping[str, Stream]) -> dict[str, Stream]:
+        """The streams, of which the worker opens the lanes."""
+        return {name: _Received(name, stream, self) for name, stream in of.items()}
+
+    def take(self, name: str, lane: int) -> tuple[Row, Cursor]:
+        """Return the next sample, which must be of this lane, and where the lane stands behind it.
+
+        Raises what the worker raised, and WorkerDied.
+        """
+        if not self._samples:
+            self._samples.extend(self._next_piece())
+        of, number, row, cursor = self._samples.popleft()
+        if (self._names[of], number) != (name, lane):
+            raise RuntimeError(f"the worker read lane {number} of {self._names[of]}, not {lane} of {name}")
+        return row, cursor
+
+    def _next_piece(self) -> Iterator[tuple[int, int, Row, Cursor]]:
+        if self._error is not None:
+            raise self._error
+        head = self._pipe.read(_HEAD.size)
+        sizes = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+        numbers, data = self._pipe.read(sizes[0]), self._pipe.read(sizes[1])
+        if not sizes[1] or (len(numbers), len(data)) != sizes:
+            self._died()
+        if not numbers:
+            entry = json.loads(data)
+            kinds = (getattr(errors, each, None) for each in entry["error"])
+            kind = next(each for each in kinds if isinstance(each, type) and issubclass(each, RelayrunError))
+            self._error = kind(entry["message"], where=entry["where"], hint=entry["hint"])
+            raise self._error
+        return _unpacked(numbers, data)
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # hangs in the file system: it goes when that lets it
+            log.warning("the process %d that reads streams does not end; it was killed", self.pid)
+            return
+        self._pipe.close()
+
+    def _died(self) -> NoReturn:
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = (
+            "closed its pipe"
+            if code is None
+            else f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        raise WorkerDied(
+            f"the process that reads this rank's streams (pid {self.pid}) {how}",
+            hint="SIGKILL: look for a lack of memory on the node; else its words stand in the rank's log. "
+            "data.num_workers=0 reads in the rank itself",
+        )
+
+
+class _Shared:
+    """A stream, of which each of the two processes opens the lanes in its way (`relayrun.tokens.order.lanes.Stream`)."""
+
+    def __init__(self, name: str, stream: Stream) -> None:
+        self._name, self._stream = name, stream
+        self.lanes = stream.lanes
+
+    def first_cursors(self) -> list[Cursor]:
+        return self._stream.first_cursors()
+
+    def record(self) -> dict[str, Any]:
+        return self._stream.record()
+
+    def check_cursors(self, cursors: Sequence[Cursor]) -> None:
+        self._stream.check_cursors(cursors)
+
+
+class _Received(_Shared):
+    """A stream whose lanes another process opens."""
+
+    def __init__(self, name: str, stream: Stream, worker: Worker) -> None:
+        super().__init__(name, stream)
+        self._worker = worker
+
+    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
+        return _ReceivedLanes(self._name, dict(cursors), self._worker)
+
+
+class _ReceivedLanes:
+    """Lanes that another process reads."""
+
+    def __init__(self, name: str, cursors: dict[int, Cursor], worker: Worker) -> None:
+        self._name, self._cursors, self._worker = name, cursors, worker
+
+    def take(self, lane: int) -> Row:
+        row, self._cursors[lane] = self._worker.take(self._name, lane)
+        return row
+
+    def cursor(self, lane: int) -> Cursor:
+        return self._cursors[lane]
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class _Sender:
+    """The worker's end of the pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._numbers: list[int] = []
+        self._data: list[npt.NDArray[Any]] = []
+        self._size, self._sent = 0, 0.0
+
+    def send(self, of: int, lane: int, row: Row, cursor: Cursor) -> None:
+        """Send a sample; it may wait for some others. Raises BrokenPipeError when the rank is gone."""
+        masked, lengths = row.loss_mask is not None, row.lengths
+        self._numbers += (of, lane, len(row.tokens), masked, row.padding, row.windows, len(cursor), *cursor)
+        self._numbers += (-1,) if lengths is None else (len(lengths), *lengths)
+        self._data.append(row.tokens.astype(np.int32, copy=False))
+        self._size += self._data[-1].nbytes
+        if row.loss_mask is not None:
+            self._data.append(row.loss_mask.astype(np.float32, copy=False))
+            self._size += self._data[-1].nbytes
+        if self._size >= PIECE_BYTES or time.monotonic() - self._sent >= PIECE_SECONDS:
+            self._send_samples()
+
+    def send_error(self, error: RelayrunError) -> None:
+        """Send the samples that wait, and an error behind them."""
+        if self._data:
+            self._send_samples()
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        told = {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint}
+        self._send_piece(b"", [np.frombuffer(json.dumps(told).encode(), np.uint8)])
+
+    def _send_samples(self) -> None:
+        self._send_piece(struct.pack(f"<{len(self._numbers)}q", *self._numbers), self._data)
+        self._numbers, self._data, self._size = [], [], 0
+
+    def _send_piece(self, numbers: bytes, data: Sequence[npt.NDArray[Any]]) -> None:
+        head = _HEAD.pack(len(numbers), sum(each.nbytes for each in data))
+        piece = memoryview(b"".join([head, numbers, *(each.data for each in data)]))
+        while piece:
+            piece = piece[os.write(self._pipe, piece) :]
+        self._sent = time.monotonic()
+
+
+class _Sent(_Shared):
+    """A stream whose samples are sent as they are taken."""
+
+    def __init__(self, number: int, name: str, stream: Stream, sender: _Sender) -> None:
+        """`number`: its place among the streams of the job."""
+        super().__init__(name, stream)
+        self._number, self._sender = number, sender
+
+    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
+        return _SentLanes(self._number, self._stream.open_lanes(cursors), self._sender)
+
+
+class _SentLanes:
+    """Lanes whose samples are sent as they are taken."""
+
+    def __init__(self, number: int, lanes: OpenLanes, sender: _Sender) -> None:
+        self._number, self._lanes, self._sender = number, lanes, sender
+
+    def take(self, lane: int) -> Row:
+        row = self._lanes.take(lane)
+        self._sender.send(self._number, lane, row, self._lanes.cursor(lane))
+        return row
+
+    def cursor(self, lane: int) -> Cursor:
+        return self._lanes.cursor(lane)
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+def _unpacked(numbers: bytes, data: bytes) -> Iterator[tuple[int, int, Row, Cursor]]:
+    """The samples of a piece, each with its stream, its lane, and the cursor behind it; see `_Sender.send`."""
+    all_numbers = struct.unpack(f"<{len(numbers) // 8}q", numbers)
+    at = place = 0
+    while at < len(all_numbers):
+        of, lane, tokens, masked, padding, windows, size = all_numbers[at : at + 7]
+        behind = at + 7 + size
+        cursor, count = all_numbers[at + 7 : behind], all_numbers[behind]
+        at = behind + 1 + max(0, count)
+        ids = np.frombuffer(data, np.int32, tokens, place)
+        place += ids.nbytes
+        mask = None
+        if masked:
+            mask = np.frombuffer(data, np.float32, tokens - 1, place)
+            place += mask.nbytes
+        lengths = None if count < 0 else list(all_numbers[behind + 1 : at])
+        yield of, lane, Row(tokens=ids, lengths=lengths, loss_mask=mask, padding=padding, windows=windows), cursor
+
+
+def read_for_ever(job: Mapping[str, Any], sender: _Sender) -> None:
+    """Send the samples that a rank takes of streams, in its order. Raises BrokenPipeError when the rank is gone."""
+    config = RunConfig.model_validate(job["config"])
+    manifest = Manifest.read(job["manifest"])
+    schedule = Schedule.from_json(job["phases"])
+    names = {config.data.sources[name].identity(name): name for name in config.data.streams}
+    standing: dict[str, Standing] = read_standing(job["standing"], job["consumed"])
+    streams: dict[str, Stream] = {
+        identity: _Sent(
+            number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), sender
+        )
+        for number, identity in enumerate(job["standing"])
+    }
+    reading = LaneReading(
+        schedule,
+        streams,
+        standing,
+        _another_set,
+        name="train",
+        lanes=config.data.lanes,
+        consumed=job["consumed"],
+        replica=job["replica"],
+        replicas=job["replicas"],
+    )
+    gc.freeze()  # what lives as long as the process is not looked through again and again
+    for turn, k in enumerate(reading.numbers(job["consumed"], 1 << 62)):
+        reading.row(k)
+        if not turn % _FORGET_EVERY:
+            reading.cursors(k)
+
+
+def _another_set(_: int) -> Row:
+    """In the place of a sample that the rank reads itself."""
+    return Row(tokens=np.zeros(0, np.int64))
+
+
+def main() -> None:
+    """Read the job, then send samples until the rank ends."""
+    log_to_stderr()
+    sender = _Sender(int(sys.argv[1]))
+    job = json.loads(sys.stdin.buffer.readline() or b"{}")
+    threading.Thread(target=_end_with_the_rank, daemon=True, name="rank").start()
+    try:
+        read_for_ever(job, sender)
+    except RelayrunError as error:
+        sender.send_error(error)
+    except BrokenPipeError:
+        os._exit(0)
+
+
+def _end_with_the_rank() -> None:
+    os.read(0, 1)  # not through sys.stdin, whose lock the interpreter wants at its end
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Deals the global samples to the data-parallel ranks, and reads ahead.
+
+The iteration that begins with `c` consumed samples trains on the samples c .. c + size - 1, where the size is
+that of `BatchSizes`, whatever the layout. They are dealt in rows: accumulation step s, rank r, row m of its
+micro-batch is
+
+    sample c + (s * data_parallel_size + r) * micro_batch_size + m
+
+so that every accumulation step, over all ranks, is one contiguous run of sample numbers. Where the order deals itself,
+because a rank has lanes of its own (`relayrun.tokens.order.lanes`), a rank takes the numbers that are its own, in turn.
+
+One thread prepares the next two iterations; there are no worker processes, since copying a sample
+between processes costs more than reading it. The only state is the number of consumed samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from queue import Empty, Queue
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.config.sections.rampup import BatchSizes
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.tokens.order.rows import Row, Rows
+
+DEPTH = 2
+"""Iterations read ahead."""
+CLOSE_SECONDS = 10.0
+
+Batch = list[Rows]
+"""One rank's share of an iteration: per accumulation step micro_batch_size samples."""
+
+
+class Samples(Protocol):
+    """What is read: numbered samples, each int64 [seq_length + 1].
+
+    It may have a method `row(k)` as well, and `numbers(first, end)`, the samples of this rank between the two.
+    """
+
+    name: str
+
+    def sample(self, k: int) -> npt.NDArray[np.int64]: ...
+
+
+def checked_ids(order: Samples, k: int, vocabulary_size: int | None) -> npt.NDArray[np.int64]:
+    """Token ids of sample k. Raises FatalTrainingError if one of them is none of a vocabulary of this size.
+
+    The padding of an embedding would take some without a word, and a GPU says of the others only that it failed.
+    """
+    ids = order.sample(k)
+    checked_row(Row(tokens=ids), order, k, vocabulary_size)
+    return ids
+
+
+def checked_row(row: Row, order: Samples, k: int, vocabulary_size: int | None) -> Row:
+    """Return the row, which is sample k. Raises FatalTrainingError as `checked_ids`."""
+    tokens = row.tokens
+    if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
+        wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
+        raise FatalTrainingError(
+            f"sample {k} of {order.name!r} holds the token id {wrong}, which is beyond the vocabulary of "
+            f"{vocabulary_size}",
+            hint="scripts/tools/verify_dataset.py names the shard; tokenize it with the tokenizer of data.tokenizer",
+        )
+    return row
+
+
+class BatchReader(Iterator[Batch]):
+    """Endless iterator over the share of one data-parallel rank, beginning at `consumed_samples`.
+
+    Raises ConfigError if a batch size still to come is no multiple of micro_batch_size x data_parallel_size.
+    An error of the reading thread is raised by `next`, after the iterations that were read whole before it.
+    Call `close` (or use it as a context manager) to end the thread.
+    """
+
+    def __init__(
+        self,
+        order: Samples,
+        *,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        micro_batch_size: int,
+        batch_sizes: BatchSizes,
+        consumed_samples: int,
+        vocabulary_size: int | None = None,
+    ) -> None:
+        """`vocabulary_size`: what every token id must be below; None where nothing is known of it."""
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
+        if micro_batch_size < 1 or consumed_samples < 0:
+            raise ValueError(
+                f"micro_batch_size must be positive and consumed_samples not negative, not "
+                f"{micro_batch_size}, {consumed_samples}"
+            )
+        if (stage := batch_sizes.indivisible(micro_batch_size * data_parallel_size, consumed_samples)) is not None:
+            raise ConfigError(
+                f"{stage} is no multiple of micro_batch_size x data-parallel size = "
+                f"{micro_batch_size} x {data_parallel_size}"
+            )
+        self.consumed_samples = consumed_samples
+        """Number of the first sample that `next` has not returned yet, over all ranks."""
+        self._order = order
+        self._rank = data_parallel_rank
+        self._size = data_parallel_size
+        self._micro_batch_size = micro_batch_size
+        self._batch_sizes = batch_sizes
+        self._vocabulary_size = vocabulary_size
+        self._queue: Queue[Batch | BaseException] = Queue(DEPTH)
+        self._error: BaseException | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(consumed_samples,), daemon=True, name=f"batches-{order.name}"
+        )
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        if self._closing.is_set():
+            raise RuntimeError("this BatchReader is closed")
+        if self._error is None:
+            item = self._queue.get()
+            if not isinstance(item, BaseException):
+                self.consumed_samples += self._batch_sizes.at(self.consumed_samples)
+                return item
+            self._error = item
+        raise self._error
+
+    def close(self) -> None:
+        """End the thread. A read that hangs in the file system is left alone after 10 s: the thread is a daemon."""
+        self._closing.set()
+        try:
+            while True:  # room for what the thread is about to put; it looks at `_closing` after that
+                self._queue.get_nowait()
+        except Empty:
+            self._thread.join(CLOSE_SECONDS)
+        if (close := getattr(self._order, "close", None)) is not None:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_ahead(self, consumed: int) -> None:
+        try:
+            while not self._closing.is_set():
+                self._queue.put(self._read(consumed))
+                consumed += self._batch_sizes.at(consumed)
+        except BaseException as error:
+            self._queue.put(error)
+
+    def _row(self, k: int) -> Row:
+        row = getattr(self._order, "row", None)
+        found = Row(tokens=self._order.sample(k)) if row is None else row(k)
+        return checked_row(found, self._order, k, self._vocabulary_size)
+
+    def _read(self, consumed: int) -> Batch:
+        numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
+        return [Rows.of([self._row(k) for k in numbers[at : at + step]]) for at in range(0, len(numbers), step)]
+
+    def _numbers(self, first: int, end: int) -> Sequence[int]:
+        """The samples of this rank, of those from `first` to below `end`."""
+        if (own := getattr(self._order, "numbers", None)) is not None:
+            numbers: Sequence[int] = own(first, end)
+            return numbers
+        size = self._micro_batch_size
+        starts = range(first + self._rank * size, end, self._size * size)
+        return [k for start in starts for k in range(start, start + size)]

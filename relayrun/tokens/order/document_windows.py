@@ -1,0 +1,263 @@
+"""Windows that never cross a document, addressed by number: `order: document-window`.
+
+A document of n tokens is cut into pieces of at most c tokens that overlap by v, where c is the window without the
+tokens that are put around every piece: one piece if n <= c, else ceil((n - v) / (c - v)), of which number j begins at
+token j (c - v). Windows are numbered through the documents and shards of a data set, in the manifest's order.
+(Hugging Face calls the overlap `stride`; elsewhere a stride is the step c - v.)
+
+Found by number: for every 128th document the windows before it are kept, 8 bytes, so 62 MB for 10^9 documents. The
+lengths of the documents between are read from the .idx when a window is asked for (512 bytes). Opening reads all
+lengths once, 4 bytes a document. A "document" is a sequence of the .idx; one without tokens has no window.
+
+Rejected: a list of windows (12 bytes for each, as Megatron keeps one of samples); bisecting the .idx, which knows
+tokens but not windows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.errors import FatalTrainingError, InputError
+from relayrun.tokens.order.block_cache import BlockCache
+from relayrun.tokens.order.shard_bytes import open_bytes
+from relayrun.tokens.order.windows import OPEN_FILES, Origin, WindowDataset
+from relayrun.tokens.shards.indexed import HEADER, Shard
+from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
+from relayrun.tokens.stores.stores import is_url
+
+BLOCK = 128
+"""Documents between two entries of the table."""
+_CHUNK = BLOCK << 13  # documents whose lengths are read at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How documents are cut into windows."""
+
+    window: int
+    """Tokens of a window, those around it included."""
+    overlap: int = 0
+    """Tokens of a document that a window shares with the one before it."""
+    bos: int | None = None
+    """Id of the token before every window; None: there is none."""
+    eos: int | None = None
+    """Id of the token behind every window; None: there is none."""
+    drop_end: int | None = None
+    """Id with which documents end in the shards and which no window takes; None: documents are taken as they are."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlap < self.content:
+            raise ValueError(f"an overlap of {self.overlap} does not fit windows with {self.content} tokens of text")
+
+    @property
+    def specials(self) -> int:
+        """Tokens that are put around a piece."""
+        return (self.bos is not None) + (self.eos is not None)
+
+    @property
+    def content(self) -> int:
+        """Tokens of a document in a window, at most."""
+        return self.window - self.specials
+
+    @property
+    def step(self) -> int:
+        """Tokens from the begin of a window to that of the next one of the same document."""
+        return self.content - self.overlap
+
+    def tokens(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Tokens of documents that are cut, int64 [documents], from their lengths in the shard."""
+        tokens = lengths.astype(np.int64)
+        return tokens if self.drop_end is None else np.maximum(tokens - 1, 0)
+
+    def windows(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many windows documents of so many tokens give, int64 [documents]."""
+        rest = tokens - self.overlap
+        found: npt.NDArray[np.int64] = np.where(tokens > 0, np.maximum(1, -(-rest // self.step)), 0)
+        return found
+
+    def sizes(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of every window of these documents, those around it included; int64 [windows]."""
+        counts = self.windows(tokens)
+        ends = np.cumsum(counts)
+        numbers = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+        sizes: npt.NDArray[np.int64] = (
+            np.minimum(self.content, np.repeat(tokens, counts) - numbers * self.step) + self.specials
+        )
+        return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the text of a window comes from."""
+
+    shard: int
+    document: int
+    """Number of the document in its shard."""
+    offset: int
+    """First token of the document that the window takes."""
+    tokens: int
+    """How many of the document's tokens it takes."""
+    ends: bool
+    """Whether it takes the last of them."""
+
+
+class DocumentWindows:
+    """The windows of a data set. Thread-safe; holds at most 2 x `open_files` files open."""
+
+    def __init__(
+        self,
+        manifest: DatasetManifest,
+        cut: Cut,
+        *,
+        open_files: int = OPEN_FILES,
+        blocks: BlockCache | None = None,
+    ) -> None:
+        """Read the lengths of all documents. `blocks`: as for `WindowDataset`.
+
+        Raises InputError if a shard is not there or has become shorter.
+        """
+        self.manifest = manifest
+        self.cut = cut
+        self._stream = WindowDataset(manifest, 1, open_files=open_files, blocks=blocks)
+        self._stream_starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
+        self._file = lru_cache(open_files)(partial(_open, manifest, blocks))
+        self._tables = [self._table(number) for number in range(len(manifest.shards))]
+        self._starts = list(accumulate((int(table[-1]) for table in self._tables), initial=0))
+
+    def _table(self, shard: int) -> npt.NDArray[np.int64]:
+        """Windows of the shard before each block of documents, and in all; int64 [blocks + 1]."""
+        index = self._file(shard)
+        table = np.zeros(-(-index.documents // BLOCK) + 1, np.int64)
+        for first in range(0, index.documents, _CHUNK):
+            counts = self.cut.windows(self.cut.tokens(index.lengths(first, min(first + _CHUNK, index.documents))))
+            blocks = np.add.reduceat(counts, np.arange(0, len(counts), BLOCK))
+            table[first // BLOCK + 1 :][: len(blocks)] = blocks
+        return np.cumsum(table, out=table)
+
+    def __len__(self) -> int:
+        """Windows of the data set."""
+        return self._starts[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables that are kept."""
+        return sum(table.nbytes for table in self._tables)
+
+    def locate(self, i: int) -> Place:
+        """Where window i comes from. Raises IndexError outside of 0..len-1, OSError and InputError as `read`."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} is outside of range({len(self)})")
+        shard = bisect_right(self._starts, i) - 1
+        i -= self._starts[shard]
+        table, index = self._tables[shard], self._file(shard)
+        block = int(np.searchsorted(table, i, side="right")) - 1
+        lengths = index.lengths(block * BLOCK, min((block + 1) * BLOCK, index.documents))
+        tokens = self.cut.tokens(lengths)
+        ends = table[block] + np.cumsum(self.cut.windows(tokens))
+        at = int(np.searchsorted(ends, i, side="right"))
+        before = int(ends[at - 1]) if at else int(table[block])
+        offset = (i - before) * self.cut.step
+        count = min(self.cut.content, int(tokens[at]) - offset)
+        return Place(
+            shard=shard,
+            document=block * BLOCK + at,
+            offset=offset,
+            tokens=count,
+            ends=offset + count == int(tokens[at]),
+        )
+
+    def read(self, i: int) -> npt.NDArray[np.int64]:
+        """Token ids of window i, int64 [at most `cut.window`].
+
+        Raises IndexError outside of 0..len-1, InputError if a shard has become shorter, OSError if it cannot be read,
+        FatalTrainingError if a document does not end with the token that no window should take.
+        """
+        place = self.locate(i)
+        start = self._stream_starts[place.shard] + self._file(place.shard).start(place.document) + place.offset
+        cut, dropped = self.cut, place.ends and self.cut.drop_end is not None
+        text = self._stream.tokens(start, place.tokens + dropped)
+        if dropped and text[-1] != cut.drop_end:
+            raise FatalTrainingError(
+                f"document {place.document} ends with the token id {text[-1]}, not with the end of document "
+                f"{cut.drop_end}",
+                where=self.manifest.shards[place.shard].prefix + ".bin",
+                hint="set drop_eod: false in data.document_window, in a run with another name",
+            )
+        result = np.empty(place.tokens + cut.specials, np.int64)
+        first = int(cut.bos is not None)
+        result[first : first + place.tokens] = text[: place.tokens]
+        if cut.bos is not None:
+            result[0] = cut.bos
+        if cut.eos is not None:
+            result[-1] = cut.eos
+        return result
+
+    def origin(self, i: int) -> Origin:
+        """The piece of a document that window i is made of."""
+        place = self.locate(i)
+        prefix = self.manifest.shards[place.shard].prefix
+        return Origin(prefix=prefix, document=place.document, offset=place.offset, tokens=place.tokens)
+
+    def sizes(self, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Tokens of the windows first .. end - 1, those around them included; int64 [end - first]."""
+        if not 0 <= first <= end <= len(self):
+            raise IndexError(f"windows {first}:{end} are outside of range({len(self)})")
+        found = []
+        shard = bisect_right(self._starts, first) - 1
+        while first < end:
+            start, stop = self._starts[shard], min(end, self._starts[shard + 1])
+            if stop > first:
+                table, index = self._tables[shard], self._file(shard)
+                low = int(np.searchsorted(table, first - start, side="right")) - 1
+                high = int(np.searchsorted(table, stop - start, side="left"))
+                tokens = self.cut.tokens(index.lengths(low * BLOCK, min(high * BLOCK, index.documents)))
+                found.append(self.cut.sizes(tokens)[first - start - int(table[low]) :][: stop - first])
+                first = stop
+            shard += 1
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def all_sizes(self, each: int) -> Iterator[npt.NDArray[np.int64]]:
+        """The sizes of all windows in order, `each` at a time; the last time what is left."""
+        step = max(1, (1 << 20) // each) * each
+        for first in range(0, len(self), step):
+            sizes = self.sizes(first, min(first + step, len(self)))
+            for at in range(0, len(sizes), each):
+                yield sizes[at : at + each]
+
+
+class _IndexFile:
+    """An open .idx."""
+
+    def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
+        if not is_url(shard.prefix):
+            Shard.open(shard.prefix)  # says what is wrong with it
+        self._path = shard.prefix + ".idx"
+        self._bytes = open_bytes(self._path, shard.idx_bytes, shard.fingerprint, blocks)
+        self.documents: int = HEADER.unpack(self._read(HEADER.size, 0))[3]
+        self._itemsize = np.dtype(shard.dtype).itemsize
+
+    def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
+        """Tokens of the documents first .. end - 1."""
+        return np.frombuffer(self._read(4 * (end - first), HEADER.size + 4 * first), "<i4")
+
+    def start(self, document: int) -> int:
+        """The document's first token, counted from the begin of the shard."""
+        offset = self._read(8, HEADER.size + 4 * self.documents + 8 * document)
+        return int.from_bytes(offset, "little") // self._itemsize
+
+    def _read(self, size: int, at: int) -> bytes:
+        data = self._bytes.pread(size, at)
+        if len(data) != size:
+            raise InputError("index has become shorter", where=self._path, hint="put the shard back as it was")
+        return data
+
+
+def _open(manifest: DatasetManifest, blocks: BlockCache | None, number: int) -> _IndexFile:
+    return _IndexFile(manifest.shards[number], blocks)

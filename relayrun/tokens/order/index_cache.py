@@ -1,0 +1,122 @@
+"""Indices that are built once and kept in a folder, for all ranks and attempts.
+
+    HASH-document.npy  HASH-sample.npy  HASH-shuffle.npy    of `order: megatron`; each synced, then renamed
+    HASH-rows.npy                                           of `order: document-window`: the rows before each block
+    HASH-checksums.json                                     bytes and XXH3-128 of each, written last
+    HASH-checked.json                                       who found them whole: openings, and how the files were then
+    HASH.lock                                               held by who reads (shared), or checks and builds (alone)
+
+A wrong index gives wrong samples without an error. So whoever opens the files compares them with their checksums; where
+one does not fit, all are built anew, which gives the same bytes. The ranks of an attempt are one opening: the first of
+them to come compares, and tells the others by HASH-checked.json. They find the same files there, or compare themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from relayrun.files import read_json, whole_file, write_json
+from relayrun.tokens.stores.checksum import HashingFile
+
+log = logging.getLogger(__name__)
+
+NAMES = ("document", "sample", "shuffle")
+OPENINGS = 8
+"""The newest openings that are kept on record: several runs may share a cache."""
+
+Indices = Sequence[npt.NDArray[Any]]
+
+
+class IndexCache:
+    """The indices of one data set, or of one epoch of it."""
+
+    def __init__(self, folder: Path, name: str, *, opening: str | None = None, parts: Sequence[str] = NAMES) -> None:
+        """`name`: the hash of everything that the indices depend on. `parts`: what each of them is called.
+
+        `opening`: what the ranks have in common that open it together, and no others; None for who is alone.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = folder / f"{name}.lock"
+        self._paths = [folder / f"{name}-{part}.npy" for part in parts]
+        self._record = folder / f"{name}-checksums.json"
+        self._checked = folder / f"{name}-checked.json"
+        self._opening = opening
+
+    def read_or_build(self, build: Callable[[], Indices]) -> list[npt.NDArray[Any]]:
+        """Return the indices, mapped into memory; the first to come builds them, and the others wait for it."""
+        with self._lock.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not self._told() and (self._opening is not None or self._fault() is not None):
+                fcntl.flock(lock, fcntl.LOCK_EX)  # it lets go in between: another one may have come first
+                if not self._told():
+                    if (fault := self._fault()) is not None:
+                        if any(path.exists() for path in self._paths):
+                            log.warning("the index cache is built anew: %s", fault)
+                        self._build(build)
+                    self._tell()
+            return [np.load(path, mmap_mode="r", allow_pickle=False) for path in self._paths]
+
+    def _told(self) -> bool:
+        """Whether another one of this opening has found these very files whole."""
+        if self._opening is None:
+            return False
+        stamps = self._stamps()
+        return stamps is not None and self._openings().get(self._opening) == stamps
+
+    def _tell(self) -> None:
+        if self._opening is not None:
+            openings = {**self._openings(), self._opening: self._stamps()}
+            with contextlib.suppress(OSError):  # a full disk: then each one compares for itself
+                write_json(self._checked, dict(list(openings.items())[-OPENINGS:]), durable=False)
+
+    def _openings(self) -> dict[str, Any]:
+        """By their names, the oldest first: size and time of change (ns) of each file when it was compared."""
+        try:
+            found = read_json(self._checked)
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _stamps(self) -> list[list[int]] | None:
+        """The same as they are now; None where a file is missing."""
+        try:
+            return [[found.st_size, found.st_mtime_ns] for found in map(os.stat, (*self._paths, self._record))]
+        except FileNotFoundError:
+            return None
+
+    def _fault(self) -> str | None:
+        """What is wrong with the files; None: they are those that were built."""
+        try:
+            record = read_json(self._record)
+            for path in self._paths:
+                if _sum(np.memmap(path, np.uint8, "r")) != record[path.name]:
+                    return f"{path} is not what was built"
+        except FileNotFoundError as error:
+            return f"{error.filename} is missing"
+        except (ValueError, KeyError, TypeError):  # of an empty file, too
+            return f"{self._record} does not fit its files"
+        return None
+
+    def _build(self, build: Callable[[], Indices]) -> None:
+        record = {}
+        self._record.unlink(missing_ok=True)  # it vouches for none of what comes
+        for path, index in zip(self._paths, build(), strict=True):
+            with whole_file(path) as temporary, temporary.open("wb") as file:
+                hashed = HashingFile(file)
+                np.save(hashed, index, allow_pickle=False)
+            record[path.name] = {"bytes": hashed.bytes, "xxh3_128": hashed.hexdigest()}
+        write_json(self._record, record)
+
+
+def _sum(data: npt.NDArray[np.uint8]) -> dict[str, int | str]:
+    return {"bytes": data.nbytes, "xxh3_128": xxhash.xxh3_128_hexdigest(data.data)}

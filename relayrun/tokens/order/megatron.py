@@ -1,0 +1,153 @@
+"""`order: megatron`: a data set in the order of megatron-core's GPTDataset, one such object for each epoch.
+
+Megatron shuffles documents, joins them to one stream, cuts it into windows and shuffles those; more than one
+epoch in one object would reorder the first when their number changes. Here each epoch is an object of its own
+with `num_samples=None`: epoch 0 has the run's seed, so it is the order of a Megatron run with that seed, and
+later epochs have seeds derived from (seed, data set, epoch). All shards of the data set are one, as if merged.
+
+Its three indices (document, sample, shuffle: about 4 bytes per document and 20 per window) are built in
+memory, or kept in `data.data_cache_dir`; see `relayrun.tokens.order.index_cache`. Windows that `data.split`
+holds out (the end of the shards in their own order) lie in the last documents; these documents are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from relayrun.errors import ConfigError
+from relayrun.tokens.order.index_cache import IndexCache
+from relayrun.tokens.order.samples import held_out_windows
+from relayrun.tokens.order.spec import DatasetSpec
+from relayrun.tokens.order.windows import Origin, WindowDataset
+from relayrun.tokens.shards.indexed import Shard
+
+logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # it warns of our own cache
+
+
+class MegatronOrder:
+    """A data set (see `relayrun.tokens.order.samples.Dataset`). Raises ConfigError if there is not one whole window."""
+
+    def __init__(self, source: DatasetSpec) -> None:
+        self._source = source
+        self._documents = Documents(source)
+        stream = WindowDataset(source.manifest, source.seq_length)
+        held_out = held_out_windows(len(stream), source.split)
+        ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
+        last = (len(stream) - held_out) * source.seq_length + 1  # tokens before the labels that are held out
+        indices = np.arange(int(np.searchsorted(ends, last, side="right")) if held_out else len(ends), dtype=np.int32)
+        tokens = int(ends[len(indices) - 1]) if len(indices) else 0
+        self._length = max(0, tokens - 1) // source.seq_length
+        if not self._length:
+            raise ConfigError(
+                f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
+                hint="give more data or a smaller seq_length",
+            )
+        self._epoch: Callable[[int], Epoch] = lru_cache(2)(partial(_open_epoch, source, self._documents, indices))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1], of sample i of Megatron's own order in this epoch."""
+        if epoch < 0 or not 0 <= i < self._length:
+            raise IndexError(f"epoch {epoch}, window {i}: outside of range({self._length})")
+        text: npt.NDArray[np.int64] = self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0]
+        return text
+
+    def origins(self, epoch: int, i: int) -> list[Origin]:
+        """Where the tokens of a sample come from: documents, and offsets in them."""
+        dataset = self._epoch(epoch)
+        row = int(dataset.shuffle_index[i])
+        at, offset = (int(value) for value in dataset.sample_index[row])
+        left, found = self._source.seq_length + 1, []
+        while left:
+            document = int(dataset.document_index[at])
+            count = min(left, int(self._documents.sequence_lengths[document]) - offset)
+            if count:
+                prefix, number = self._documents.place(document)
+                found.append(Origin(prefix=prefix, document=number, offset=offset, tokens=count))
+            left, at, offset = left - count, at + 1, 0
+        return found
+
+
+def epoch_seed(seed: int, name: str, epoch: int) -> int:
+    """Return the seed of numpy's generator in GPTDataset, below 2^32: the run's own in the first epoch, later
+    derived."""
+    if epoch == 0:
+        return seed % (1 << 32)
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{epoch}".encode()).digest()[:4], "little")
+
+
+class Documents:
+    """All shards as one low-level dataset, with what GPTDataset asks of megatron-core's IndexedDataset."""
+
+    def __init__(self, source: DatasetSpec) -> None:
+        lengths = [Shard.open(shard.prefix).lengths() for shard in source.manifest.shards]
+        self.sequence_lengths = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int32)
+        self.path_prefix = source.name
+        self._prefixes = [shard.prefix for shard in source.manifest.shards]
+        self._first = np.cumsum([0, *map(len, lengths)])
+        self._starts = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        self._stream = WindowDataset(source.manifest, source.seq_length)
+
+    def get(self, document: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.int64]:
+        """Tokens of one document, from `offset` on."""
+        count = int(self.sequence_lengths[document]) - offset if length is None else int(length)
+        return self._stream.tokens(int(self._starts[document]) + offset, count)
+
+    def place(self, document: int) -> tuple[str, int]:
+        """Return the shard that holds a document, and the document's number in it."""
+        shard = int(np.searchsorted(self._first, document, side="right")) - 1
+        return self._prefixes[shard], document - int(self._first[shard])
+
+
+class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
+    """GPTDataset with a cache that several ranks, nodes and threads may share."""
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
+        build = super()._build_document_sample_shuffle_indices
+        if self.config.relayrun_cache is None:
+            document, sample, shuffle = build()
+            return document, sample, shuffle
+        cache = IndexCache(
+            Path(self.config.relayrun_cache), self.unique_description_hash, opening=self.config.relayrun_opening
+        )
+        document, sample, shuffle = cache.read_or_build(build)
+        return document, sample, shuffle
+
+
+@dataclass
+class EpochConfig(GPTDatasetConfig):  # type: ignore[misc]
+    """Without a blend megatron-core takes the data for a mock and caches nothing by itself."""
+
+    relayrun_cache: str | None = None
+    relayrun_opening: str | None = None
+
+
+def _open_epoch(source: DatasetSpec, documents: Documents, indices: npt.NDArray[np.int32], epoch: int) -> Epoch:
+    config = EpochConfig(
+        random_seed=epoch_seed(source.seed, source.name, epoch),
+        sequence_length=source.seq_length,
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(eod=0, vocab_size=None, unique_identifiers=source.manifest.fingerprint),
+        relayrun_cache=source.cache_dir,
+        relayrun_opening=source.opening,
+    )
+    identity = f"{source.manifest.fingerprint}/{len(indices)}"
+    return Epoch(documents, identity, indices, None, Split.train, config)

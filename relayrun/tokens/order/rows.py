@@ -1,0 +1,97 @@
+"""A sample with what is known of its tokens: where its documents end, and whose loss counts.
+
+A data set whose samples are more than tokens has a method `row(epoch, i)` beside `read(epoch, i)`, and gives a `Row`;
+or its `read` gives tokens and loss mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.errors import FatalTrainingError
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: that would take four times as long to make, twice for each sample
+class Row:
+    """One sample."""
+
+    tokens: npt.NDArray[np.signedinteger[Any]]
+    """Token ids, int64 or int32 [seq_length + 1]: inputs, and targets one place further."""
+    lengths: Sequence[int] | None = None
+    """Tokens of each document of the row, padding last; they sum to seq_length. A token sees its own document alone,
+    and positions start at 0 in each. None: as `data.reset_attention_mask` and `data.reset_position_ids` say."""
+    loss_mask: npt.NDArray[np.float32] | None = None
+    """1 where the loss of an input's target counts, float32 [seq_length]; None: everywhere."""
+    padding: int = 0
+    """Inputs that are no text."""
+    windows: int = 1
+    """Windows that the row holds, or parts of windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The samples of a micro-batch."""
+
+    tokens: npt.NDArray[np.int64]
+    """Token ids, int64 [rows, seq_length + 1]."""
+    lengths: Sequence[Sequence[int] | None] | None = None
+    """The same as in `Row`, for each row; None: no row has any."""
+    loss_mask: npt.NDArray[np.float32] | None = None
+    """The same as in `Row`, float32 [rows, seq_length]; None: no row has one."""
+    padding: int = 0
+    """Inputs that are no text, in all rows."""
+    windows: int = 0
+    """Windows in all rows."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        """Put rows of one length below each other."""
+        masks = None
+        if any(row.loss_mask is not None for row in rows):
+            ones = np.ones(len(rows[0].tokens) - 1, np.float32)
+            masks = np.stack([ones if row.loss_mask is None else row.loss_mask for row in rows])
+        return cls(
+            tokens=np.stack([row.tokens for row in rows], dtype=np.int64),
+            lengths=[row.lengths for row in rows] if any(row.lengths is not None for row in rows) else None,
+            loss_mask=masks,
+            padding=sum(row.padding for row in rows),
+            windows=sum(row.windows for row in rows),
+        )
+
+
+def row_of(dataset: Any, epoch: int, i: int) -> Row:
+    """Row i of an epoch of a data set (`relayrun.tokens.order.samples.Dataset`), whether it gives rows or tokens.
+
+    Raises FatalTrainingError for a loss mask that does not fit the tokens.
+    """
+    if (row := getattr(dataset, "row", None)) is not None:
+        found: Row = row(epoch, i)
+        return found
+    read = dataset.read(epoch, i)
+    if not isinstance(read, tuple):
+        return Row(tokens=read)
+    tokens, mask = read[0], np.asarray(read[1], np.float32)
+    if mask.shape != (len(tokens) - 1,):
+        raise FatalTrainingError(
+            f"{type(dataset).__name__}.read({epoch}, {i}) gives a loss mask of shape {list(mask.shape)} with "
+            f"{len(tokens)} tokens",
+            hint=f"a mask has one number for each input: {len(tokens) - 1}",
+        )
+    return Row(tokens=tokens, loss_mask=mask)
+
+
+def row_figures(counts: Sequence[int], *, tokens: int, samples: int) -> dict[str, Any]:
+    """What a step says of an iteration's rows, from padding and windows in all of them; nothing where none is known."""
+    if not counts:
+        return {}
+    padding, windows = counts
+    return {
+        "useful_tokens": tokens - padding,
+        "padding_share": padding / tokens,
+        "windows_per_row": windows / samples,
+    }

@@ -1,0 +1,211 @@
+"""Which tokens are global sample k of a run: the schedule over its data sets, and the state that a checkpoint keeps.
+
+    sample k → (data set, position) → (epoch, i) → tokens
+
+The first step is the schedule's, the second a division by the windows of an epoch, the last the data set's.
+So the state is one number, the consumed samples. The rest of it is there to be compared on load: phases,
+fingerprints, and the ledger, the count of samples of each data set, which follows from the phases and is
+stored all the same, so that a change of the arithmetic could not pass unseen. Streams, whose samples have no numbers,
+have cursors beside it (`lanes`).
+
+A new mixture makes a phase when a checkpoint is resumed, not before: it begins at the sample at which that
+checkpoint stands, whichever checkpoint it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.config.sections.data import FORMER_ORDERS
+from relayrun.errors import FatalTrainingError
+from relayrun.tokens.order.lanes import Cursor, LaneReading, Standing, Stream, read_standing
+from relayrun.tokens.order.rows import Row, row_of
+from relayrun.tokens.order.samples import Dataset
+from relayrun.tokens.order.schedule import Schedule, integer_weights
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One data set of the mixture."""
+
+    dataset: Dataset | Stream
+    weight: float
+    """Share of the samples, in any unit."""
+    record: Mapping[str, Any]
+    """What decides the order of the data set, plain JSON; a checkpoint must have been made with the same."""
+
+
+class MixtureSampler:
+    """The samples of a run in order; sample k is any k >= 0.
+
+    `settings` is what decides the order of all parts alike (seed, sequence length, tokenizer), plain JSON.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], settings: Mapping[str, Any], *, name: str = "train") -> None:
+        self.name = name
+        self.parts = dict(parts)
+        self.settings = dict(settings)
+        self.weights = integer_weights({name: part.weight for name, part in parts.items()})
+        self.streams = {name: part.dataset for name, part in parts.items() if isinstance(part.dataset, Stream)}
+        """Data sets of the mixture without numbers; see `reading`."""
+        self.lanes = next((stream.lanes for stream in self.streams.values()), None)
+        """Lanes of the streams, the same of all; None: there is no stream."""
+        self.schedule = Schedule.of(self.weights, self.lanes)
+        self.records: dict[str, dict[str, Any]] = {
+            name: {**part.record, "windows": None if isinstance(part.dataset, Stream) else len(part.dataset)}
+            for name, part in parts.items()
+        }
+        """Records of all data sets that the schedule names, also of those that have left the mixture."""
+        self.standing = {name: Standing(0, stream.first_cursors()) for name, stream in self.streams.items()}
+        """Where the lanes stand at the begin of this attempt, also those of streams that have left the mixture."""
+
+    def locate(self, k: int) -> tuple[str, int, int]:
+        """Return (data set, epoch, i) of global sample k; of a stream (name, 0, position).
+
+        Raises IndexError if k < 0.
+        """
+        name, position = self.schedule.locate(k)
+        windows = self.records[name]["windows"]
+        epoch, i = (0, position) if windows is None else divmod(position, int(windows))
+        return name, epoch, i
+
+    def sample(self, k: int) -> npt.NDArray[np.int64]:
+        """Return the token ids of global sample k, int64 [seq_length + 1]; inputs are [:-1], labels [1:].
+
+        Raises KeyError for a sample of a data set that has left the mixture; not for those of a stream.
+        """
+        return self.row(k).tokens
+
+    def row(self, k: int) -> Row:
+        """Return global sample k with what its data set knows of its tokens. Errors as in `sample`."""
+        name, epoch, i = self.locate(k)
+        return row_of(self.parts[name].dataset, epoch, i)
+
+    def reading(
+        self, consumed_samples: int, replica: int, replicas: int, *, streams: Mapping[str, Stream] | None = None
+    ) -> LaneReading:
+        """Return the samples of one of the data-parallel replicas, from `consumed_samples` on. Only of streams.
+
+        `streams`: what is opened in place of the streams of the mixture, and gives their samples.
+        """
+        assert self.lanes is not None
+        return LaneReading(
+            self.schedule,
+            self.streams if streams is None else streams,
+            self.standing,
+            self.row,
+            name=self.name,
+            lanes=self.lanes,
+            consumed=consumed_samples,
+            replica=replica,
+            replicas=replicas,
+        )
+
+    def state(
+        self, consumed_samples: int, cursors: Sequence[Mapping[str, Mapping[int, Cursor]]] = ()
+    ) -> dict[str, Any]:
+        """Return what a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`.
+
+        `cursors`: what `LaneReading.cursors` gave on every rank; none: lanes stand where the attempt began.
+        """
+        newer: dict[str, dict[int, Cursor]] = {}
+        for part in cursors:
+            for name, lanes in part.items():
+                newer.setdefault(name, {}).update(lanes)
+        standing: dict[str, dict[str, Any]] = {}
+        for name, one in self.standing.items():
+            if name not in self.streams:  # it has left the mixture, and stands still
+                one = Standing(consumed_samples, one.cursors)
+            standing[name] = one.to_json(consumed_samples, newer.get(name, {}))
+        return {
+            **({"streams": standing} if standing else {}),
+            "version": STATE_VERSION,
+            "consumed_samples": consumed_samples,
+            "settings": self.settings,
+            "phases": self.schedule.to_json(),
+            "datasets": {name: self.records[name] for name in self.schedule.names},
+            "counts": self.schedule.counts(consumed_samples),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Go on from a state; return its consumed samples. A mixture that is another than the state's begins there.
+
+        Raises FatalTrainingError, naming each difference, if the state was made over other data or in
+        another order, so that sample numbers would not mean the same samples, or if its ledger is wrong.
+        """
+        consumed, phases, records = _read(state)
+        streamed = [name for name, record in records.items() if record.get("windows", 0) is None]
+        standing = read_standing(state.get("streams", {}), consumed, streamed)
+        differences = [
+            f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
+            for name, old in state["settings"].items()
+            if self.settings.get(name) != old
+        ]
+        for dataset, record in records.items():
+            now = self.records.get(dataset)
+            if now is not None and dataset in self.parts:
+                pairs = {name: (record.get(name), now.get(name)) for name in sorted(record.keys() | now.keys())}
+                differences += [
+                    f"{name} of data set {dataset!r} was {_text(old)}, is {_text(new)}"
+                    for name, (old, new) in pairs.items()
+                    if old != new
+                ]
+        if differences:
+            raise FatalTrainingError(
+                "the data order differs from the checkpoint's, samples would be lost or repeated: "
+                + "; ".join(differences),
+                hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
+            )
+        begun = {name: Standing(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
+        for name, stream in self.streams.items():
+            if name in standing:
+                try:
+                    stream.check_cursors(standing[name].cursors)
+                except ValueError as error:
+                    raise FatalTrainingError(
+                        f"the lanes of data set {name!r} in the checkpoint are damaged: {error}",
+                        hint="resume from an older checkpoint",
+                    ) from None
+        self.schedule = phases.with_phase(consumed, self.weights, self.lanes)
+        self.records = records | self.records
+        self.standing = begun | standing
+        return consumed
+
+
+def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]]]:
+    """Consumed samples, schedule and records of a state. Raises FatalTrainingError if it is damaged."""
+    try:
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"its version is {state.get('version')!r}, this program reads {STATE_VERSION}")
+        consumed = state["consumed_samples"]
+        if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
+            raise ValueError(f"consumed_samples is {consumed!r}")
+        schedule = Schedule.from_json(state["phases"])
+        counts = schedule.counts(consumed)
+        if state["counts"] != counts:
+            raise ValueError(f"its ledger counts {dict(state['counts'])}, its phases give {counts}")
+        records = {name: _named_as_today(record) for name, record in state["datasets"].items()}
+        if records.keys() != set(schedule.names):
+            raise ValueError("its data sets are not those of its phases")
+        return consumed, schedule, records
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FatalTrainingError(
+            f"the data state of the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
+        ) from None
+
+
+def _named_as_today(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A data set's record, which may be of an earlier version."""
+    return {**record, "order": FORMER_ORDERS.get(record["order"], record["order"])} if "order" in record else {**record}
+
+
+def _text(value: object) -> str:
+    """Fingerprints shortened."""
+    return repr(value[:12] + "…") if isinstance(value, str) and len(value) == 64 else repr(value)

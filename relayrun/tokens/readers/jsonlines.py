@@ -1,0 +1,267 @@
+"""Lines of JSON to texts. A long document costs little memory, whatever its length, its escapes and its alphabet.
+
+orjson reads the lines. A Python string takes up to four bytes per character, so where a line is long, its long strings
+are taken out first, and decoded block by block into UTF-8, the longest into files. What is left of the line is short,
+and orjson decides about it, with a name in the place of each of those strings: duplicates, types and faults are as in
+any other line.
+
+A fault outside the text costs no document: a line that orjson refuses is read again by Python's own json, which takes
+NaN, lone surrogates and, here, bytes that are not UTF-8; only a text that holds one of the last two is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, cast
+
+import orjson
+import pyarrow as pa
+
+from relayrun.errors import InputError
+from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.rowtext import no_column
+from relayrun.tokens.readers.spill import Spill
+from relayrun.tokens.readers.texts import large_strings
+from relayrun.tokens.stores.stores import printable
+
+MOST_ROWS = 1024
+"""Rows of an array, at most."""
+
+_LONG = 1 << 20
+"""Bytes of a line, or of a block of a string."""
+
+_NAME = uuid.uuid4().hex
+"""Stands, with a number behind it, for a string that was taken out: no text holds it by chance or by intent."""
+
+_CUT = re.compile(
+    rb"(?<=[^\\]{12})(?=[^\x80-\xbf])"  # no escape, nor a pair of them, is so long; and a character begins here
+    rb"|(?<=[^\\])(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?=\\)"  # an escape begins, and no second half of a pair
+)
+"""Where the inside of a JSON string may be cut into two."""
+
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def read_jsonl(
+    raw: BinaryIO,
+    path: str,
+    column: str,
+    compression: str | None,
+    batch_bytes: int,
+    scratch: str | None = None,
+    faults: LineFaults | None = None,
+) -> Iterator[pa.Array]:
+    """As `columns.read_column`. Raises InputError naming the line, or the file where it holds no lines of JSON."""
+    with plain_lines(raw, compression) as lines:
+        yield from _texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
+
+
+def plain_lines(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
+    """A buffered file of the bytes of `raw`, decompressed."""
+    stream: Any = raw
+    if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
+        stream = pa.CompressedInputStream(raw, compression)
+    own = isinstance(stream, (io.BufferedReader, io.BytesIO))
+    return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG))
+
+
+def _texts(
+    lines: Any, file: str, column: str, batch_bytes: int, scratch: str | None, faults: LineFaults
+) -> Iterator[pa.Array]:
+    most, readline = _LONG, lines.readline
+    texts: list[str | None] = []
+    taken: dict[str, Spill | None] = {}
+    size = number = 0
+    begun = False
+    while line := readline(most):
+        number += 1
+        if not begun:
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if begun := bool(line) and not line.isspace():
+                _refuse_other_kinds(line, file)
+        if len(line) >= most - len(_BOM) and not line.endswith(b"\n"):
+            line, taken = _without_long_strings(line, lines, scratch)
+        if not line or line.isspace():
+            continue
+        spilled: Spill | None = None
+        reason = None
+        try:
+            text = _text(line, column, faults, taken)
+            if text is not None and text in taken and (spilled := taken[text]) is None:
+                raise BadLine("not UTF-8", f"{column!r} holds what cannot be written as UTF-8")
+        except BadLine as bad:
+            faults.add(bad, f"{file}:{number}")
+            if not faults.keep:
+                continue
+            text, reason = None, bad.reason
+        finally:
+            taken = {}
+        length = len(line)
+        if texts and (size + length > batch_bytes or len(texts) == MOST_ROWS or spilled is not None):
+            yield large_strings(texts)
+            texts, size = [], 0
+        if spilled is not None:
+            array = spilled.text()
+            del spilled
+            yield array
+            del array  # it is not kept while the next one is read
+            continue
+        if reason is not None:
+            faults.mark(len(texts), reason)
+        texts.append(text)
+        size += length
+    if texts:
+        yield large_strings(texts)
+
+
+def _refuse_other_kinds(first: bytes, file: str) -> None:
+    """Raise InputError where the first line tells that this is one array, one object over many lines, or UTF-16."""
+    begin = first.strip()
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(
+            "this file is UTF-16, not UTF-8", where=file, hint="convert it with `iconv -f UTF-16 -t UTF-8`"
+        )
+    of_json = file.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
+    if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
+        raise InputError(
+            "this file is one JSON array; it must hold a JSON object on every line",
+            where=file,
+            hint="convert it with `jq -c '.[]'`",
+        )
+    if begin == b"{":
+        raise InputError(
+            "this file holds JSON over several lines; it must hold a JSON object on every line",
+            where=file,
+            hint="convert it with `jq -c .`",
+        )
+
+
+def _text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, Spill | None]) -> str | None:
+    """The text of a line, or the name of a long one. Raises BadLine."""
+    exact = True
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        exact = False
+        try:
+            row = _leniently(line.removeprefix(_BOM))
+        except (ValueError, RecursionError):
+            raise BadLine("not JSON", f"this line is not JSON: {error}") from None
+    if isinstance(row, dict):
+        faults.look(row, long)
+    text = _value(row, column)
+    if not exact and text is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            if _is_utf8(line):
+                found = f"\\u{ord(text[error.start]):04x}"
+                raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
+            raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+    return text
+
+
+def _leniently(line: bytes) -> Any:
+    """JSON with NaN, integers of any length, lone surrogates, and bytes that are not UTF-8 as lone surrogates."""
+    return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=float)
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _value(row: Any, column: str) -> str | None:
+    if not isinstance(row, dict):
+        raise BadLine("no object", "this line is no JSON object")
+    value: Any = row
+    for name in (column,) if column in row else column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            error = no_column("", column, list(row))
+            raise BadLine("no column", error.message, hint=error.hint)
+        value = value[name]
+    if value is not None and not isinstance(value, str):
+        raise BadLine("not text", f"{column!r} holds {type(value).__name__}, not text")
+    return value
+
+
+def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tuple[bytes, dict[str, Spill | None]]:
+    """A line that begins with `begin`, with names for its long strings; and these strings by name, in UTF-8.
+
+    None stands for one that cannot be written as UTF-8. A line that holds what is no string of JSON is read to its end,
+    and what is returned of it is no JSON.
+    """
+    short, taken = bytearray(), dict[str, Spill | None]()
+    left = bytearray(begin)
+    text: Spill | None = None  # of the string that `left` is inside of
+    long = ended = broken = encodable = False
+    while True:
+        if broken:
+            left.clear()
+        elif text is None:
+            quote = left.find(b'"')
+            short += left[:quote] if quote >= 0 else left
+            del left[: quote + 1 if quote >= 0 else len(left)]
+            if quote >= 0:
+                text, long, encodable = Spill(scratch), False, True
+                continue
+        else:
+            quote = _closing(left)
+            cut = None if quote >= 0 or len(left) <= _LONG else _CUT.search(left, len(left) - 4096)
+            end = quote if quote >= 0 else cut.start() if cut is not None else -1
+            if end >= 0:
+                string = left[:end]
+                del left[: end + (quote >= 0)]
+                long = long or cut is not None
+                if long:
+                    try:
+                        piece = _decoded(string)
+                    except ValueError:
+                        broken = True
+                        continue
+                    encodable = encodable and piece is not None
+                    if encodable and piece is not None:
+                        text.add(piece)
+                    string = bytearray(f"{_NAME} {len(taken)}".encode())
+                if quote >= 0:
+                    if long:
+                        taken[string.decode()] = text if encodable else None
+                    short += b'"' + string + b'"'
+                    text = None
+                    continue
+        if ended:
+            return bytes(short if text is None else short + b'"'), taken  # an open string is an error
+        block = lines.readline(_LONG)
+        ended = len(block) < _LONG or block.endswith(b"\n")
+        left += block
+
+
+def _closing(inside: bytearray) -> int:
+    """Where the quote is that ends a string, -1 if it does not end here."""
+    quote = inside.find(b'"')
+    while quote >= 0:
+        first = quote
+        while first > 0 and inside[first - 1] == 0x5C:  # backslashes
+            first -= 1
+        if (quote - first) % 2 == 0:
+            return quote
+        quote = inside.find(b'"', quote + 1)
+    return -1
+
+
+def _decoded(inside: bytearray) -> bytes | None:
+    """The inside of a string in UTF-8; None where it cannot be written so. Raises ValueError for what is no string."""
+    string = b'"' + inside + b'"'
+    try:
+        return bytes(orjson.loads(string).encode())
+    except orjson.JSONDecodeError:
+        _leniently(string)
+        return None

@@ -1,0 +1,451 @@
+"""The frozen, ordered lists of the shards that a run reads, one list for each data set; of a stream, its files of text.
+
+The manifest is built when a run is made, and written into its directory; every attempt reads it
+and never looks for shards again, so that a file that appears later cannot shift the data. A submit with
+another mixture adds data sets to it (`data.evolution`); a data set that stands in it is never changed.
+Building
+reads every .idx once (20 bytes per document: about 0.3 s for 10^7 documents); reading and verifying
+cost a line of JSON and two `stat` calls per shard.
+
+A fingerprint is the SHA-256 of a shard's whole .idx, with its sizes: documents that were added, cut,
+reordered or tokenized otherwise change it. It does not depend on paths, so a data set may move. The
+.bin is not read: ids that change while every document keeps its length are not seen. Of a file of text
+the fingerprint is that of its two ends, where parquet has its list of row groups; its time of change tells whether it
+may have been edited between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from relayrun.errors import InputError, RelayrunError, together
+from relayrun.files import read_json, write_json
+from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.mixture_folder import repeated_on_purpose
+from relayrun.tokens.shards.record import Records
+from relayrun.tokens.stores.checksum import checksum_of
+
+VERSION = 2
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """One shard as it was when the manifest was built."""
+
+    prefix: str
+    """Absolute path without .bin or .idx, links not resolved."""
+    dtype: str
+    """Name of the token type in numpy, for example `uint16`."""
+    tokens: int
+    documents: int
+    bin_bytes: int
+    idx_bytes: int
+    fingerprint: str
+    """SHA-256 of the .idx, hexadecimal."""
+
+    @classmethod
+    def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:
+        """Open a shard and read its whole index.
+
+        Raises InputError if the shard is torn, holds no integers, or if its .bin is not its documents
+        one behind the other in the order of the index (windows read the .bin straight through).
+        """
+        prefix = os.fspath(Path(prefix).absolute())
+        try:
+            prefix.encode()
+        except UnicodeEncodeError:
+            raise InputError(
+                "the name of a shard must be valid UTF-8", where=repr(prefix), hint="rename it or its folder"
+            ) from None
+        shard = Shard.open(prefix)
+        if not np.issubdtype(shard.dtype, np.integer):
+            raise InputError(
+                f"token ids must be integers, these are {shard.dtype}",
+                where=prefix + ".idx",
+                hint="tokenize it again, or leave this prefix out",
+            )
+        _check_contiguous(shard)
+        with open(prefix + ".idx", "rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(
+            prefix=prefix,
+            dtype=shard.dtype.name,
+            tokens=shard.tokens,
+            documents=shard.documents,
+            bin_bytes=shard.bin_bytes,
+            idx_bytes=shard.idx_bytes,
+            fingerprint=fingerprint,
+        )
+
+    def differences(self) -> list[str]:
+        """What differs on disk: a line per missing file or other size. A URL is compared when it is opened."""
+        found: list[str] = []
+        if "://" in self.prefix:
+            return found
+        for suffix, size in ((".bin", self.bin_bytes), (".idx", self.idx_bytes)):
+            try:
+                now = os.stat(self.prefix + suffix).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(f"{self.prefix}{suffix}: missing")
+            else:
+                if now != size:
+                    found.append(f"{self.prefix}{suffix}: {now} bytes, was {size}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of text as it was when the manifest was built."""
+
+    path: str
+    """Absolute path, links not resolved, or a URL."""
+    size: int
+    """Bytes."""
+    fingerprint: str
+    """SHA-256 of its first and last 64 KiB, hexadecimal; of a file that was edited between them, of its whole, too."""
+    changed: int = 0
+    """When it was changed last, ns since 1970; 0: not known."""
+    content: str = ""
+    """The xxh3-128 of all of it; empty: it was never read whole."""
+    fragments: int | None = None
+    """Only its first so many row groups are read; None: all."""
+    rows: int | None = None
+    """Only its first so many rows are read; None: all."""
+
+    def differences(self) -> list[str]:
+        """What differs on disk: a line for a missing file, another size, or another time of change.
+
+        Where the time is another one the file is read whole, and is the same if its content is known to be. A URL is
+        compared when it is opened.
+        """
+        if "://" in self.path:
+            return []
+        try:
+            now = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return [f"{self.path}: missing"]
+        if now.st_size != self.size:
+            return [f"{self.path}: {now.st_size} bytes, was {self.size}"]
+        same = self.changed in (0, now.st_mtime_ns) or (self.content and checksum_of(self.path) == self.content)
+        return [] if same else [f"{self.path}: was changed: {self.other_time()}"]
+
+    def other_time(self) -> str:
+        """What is wrong with a file of the same size whose time of change is another one, in words."""
+        if self.content:
+            return "its content is another one"
+        when = f"{self.changed // 10**9}.{self.changed % 10**9:09}"
+        return f"its time of change is another one (if its content is the same: touch -d @{when} FILE)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetManifest:
+    """Shards in the order in which they are read: together one stream of tokens. Or files of text, which have none."""
+
+    shards: tuple[ShardEntry, ...]
+    files: tuple[FileEntry, ...] = ()
+    """Files of text, sorted by name or as listed; where there are some, there are no shards."""
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @cached_property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over type, sizes and fingerprint of every shard in order, hexadecimal."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            digest.update(
+                f"{shard.dtype} {shard.tokens} {shard.documents} {shard.bin_bytes} "
+                f"{shard.idx_bytes} {shard.fingerprint}\n".encode()
+            )
+        for file in self.files:
+            digest.update(f"{file.size} {file.fingerprint} {file.fragments} {file.rows}\n".encode())
+        return digest.hexdigest()
+
+    def differences(self) -> list[str]:
+        """What differs on disk, a line each."""
+        entries: list[ShardEntry | FileEntry] = [*self.shards, *self.files]
+        return [line for entry in entries for line in entry.differences()]
+
+    @classmethod
+    def build(cls, prefixes: Sequence[str | os.PathLike[str]]) -> DatasetManifest:
+        """Read the indices of `prefixes`; their order is kept. Errors as in `ShardEntry.build`, for all of them."""
+        shards: list[ShardEntry] = []
+        bad: list[RelayrunError] = []
+        for prefix in prefixes:
+            try:
+                shards.append(ShardEntry.build(prefix))
+            except InputError as error:
+                bad.append(error)
+        if bad:
+            raise together(bad, f"of {len(prefixes):,} shards cannot be used")
+        return cls(shards=tuple(shards))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything that decides which tokens a run may see."""
+
+    datasets: dict[str, DatasetManifest]
+    """Shards of all data sets that the mixture has ever had, by identity (`config.schema.DataSource.identity`)."""
+    validation: dict[str, DatasetManifest]
+    vocabulary_size: int
+    """Entries of the tokenizer, its special tokens included, not padded."""
+    eod: int | None
+    """Id of the token that ends a document."""
+    tokenizer: str
+    """The tokenizer's name as given in the config; a label, never opened from here."""
+    tokenizer_fingerprint: str = ""
+    """Fingerprint of the whole tokenizer; empty if it is not known."""
+    tokenizer_ids: str = ""
+    """Fingerprint of what decides its ids (`tokenization.identity`); empty if it is not known."""
+    listed_order: bool = False
+    """Whether a list of shards or folders stands here in the order given; earlier versions sorted it."""
+    listed_validation: bool = False
+    """The same for the folders of validation sets, which were sorted for longer."""
+
+    @classmethod
+    def build(
+        cls,
+        datasets: Mapping[str, Sequence[str | os.PathLike[str]] | DatasetManifest | None],
+        validation: Mapping[str, Sequence[str | os.PathLike[str]]],
+        *,
+        vocabulary_size: int,
+        eod: int | None,
+        tokenizer: str,
+        tokenizer_fingerprint: str = "",
+        tokenizer_ids: str = "",
+        split: float = 0.0,
+    ) -> Manifest:
+        """Freeze the shards of each data set and of each validation set, by name; None: it has no shards by design.
+
+        A data set of files of text comes frozen. `split`: `data.split`.
+
+        Raises InputError if a set is empty or a shard is refused (`ShardEntry.build`), and as `check_apart`.
+        """
+        built: list[dict[str, DatasetManifest]] = []
+        for sets, what in ((datasets, "data set"), (validation, "validation set")):
+            frozen = {name: part for name, part in sets.items() if isinstance(part, DatasetManifest)}
+            named = {name: part for name, part in sets.items() if not isinstance(part, DatasetManifest)}
+            for name, prefixes in named.items():
+                if prefixes is not None and not prefixes:
+                    raise InputError(
+                        f"the {what} {name!r} has no shard", hint="give folders that hold .bin and .idx files"
+                    )
+            made = frozen | {name: DatasetManifest.build(prefixes or []) for name, prefixes in named.items()}
+            built.append({name: made[name] for name in sets})
+        manifest = cls(
+            datasets=built[0],
+            validation=built[1],
+            vocabulary_size=vocabulary_size,
+            eod=eod,
+            tokenizer=tokenizer,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            tokenizer_ids=tokenizer_ids,
+            listed_order=True,
+            listed_validation=True,
+        )
+        manifest.check_apart(list(datasets), split=split)
+        return manifest
+
+    def check_apart(self, mixture: Iterable[str], *, split: float = 0.0) -> None:
+        """Raise InputError if a shard stands twice in a set or in the mixture, or its text in a validation set.
+
+        `mixture` names the data sets that are read together. Links and hard links to one .bin are one
+        shard; a data set that has left the mixture may be gone from the disk. Also raises as `check_held_out`.
+        """
+        together = set(mixture)
+        in_training: dict[tuple[int, int], tuple[str, str]] = {}
+        for name, dataset in self.datasets.items():
+            for identity, prefix in _identities(name, dataset, missing_ok=name not in together).items():
+                other, first = in_training.setdefault(identity, (name, prefix))
+                if other != name and {name, other} <= together:
+                    raise InputError(
+                        f"stands in the data sets {other!r} ({first}) and {name!r}",
+                        where=prefix,
+                        hint="name each shard once, or its tokens are repeated",
+                    )
+        for name, dataset in self.validation.items():
+            _identities(f"validation {name!r}", dataset)
+        training, validation = (
+            {name: [shard.prefix for shard in dataset.shards] for name, dataset in sets.items()}
+            for sets in (self.datasets, self.validation)
+        )
+        files = [file for dataset in self.datasets.values() for file in dataset.files]
+        check_held_out(training, validation, files=files, split=together if split else ())
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `write` wrote. Raises FileNotFoundError, and InputError if it is damaged."""
+        try:
+            value = read_json(path)
+            if value["version"] != VERSION:
+                raise ValueError(f"its version is {value['version']}, this program reads {VERSION}")
+            return cls(
+                datasets={name: _dataset(part) for name, part in value["datasets"].items()},
+                validation={name: _dataset(part) for name, part in value["validation"].items()},
+                vocabulary_size=value["vocabulary_size"],
+                eod=value["eod"],
+                tokenizer=value["tokenizer"],
+                tokenizer_fingerprint=value["tokenizer_fingerprint"],
+                tokenizer_ids=value.get("tokenizer_ids", ""),  # runs of earlier versions have none
+                listed_order=value.get("listed_order", False),
+                listed_validation=value.get("listed_validation", False),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
+            raise InputError(
+                f"cannot be read as a manifest: {what}",
+                where=path,
+                hint="it is written once and never edited; restore it from a copy",
+            ) from None
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON, atomically."""
+        write_json(
+            path,
+            {
+                "version": VERSION,
+                "tokenizer": self.tokenizer,
+                "tokenizer_fingerprint": self.tokenizer_fingerprint,
+                "tokenizer_ids": self.tokenizer_ids,
+                "listed_order": self.listed_order,
+                "listed_validation": self.listed_validation,
+                "vocabulary_size": self.vocabulary_size,
+                "eod": self.eod,
+                "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},
+                "validation": {name: _json(dataset) for name, dataset in self.validation.items()},
+            },
+        )
+
+    def differences(self, mixture: Iterable[str]) -> list[str]:
+        """What differs on disk in the data sets `mixture` and the validation sets: two `stat` calls per shard."""
+        found = [f"{name}: {line}" for name in mixture for line in self.datasets[name].differences()]
+        for name, dataset in self.validation.items():
+            found += [f"validation {name!r}: {line}" for line in dataset.differences()]
+        return found
+
+    def verify(self, mixture: Iterable[str] | None = None) -> None:
+        """Raise InputError that names every difference of sizes on disk. `mixture` as in `differences`; None: all."""
+        if found := self.differences(self.datasets if mixture is None else mixture):
+            raise InputError(
+                "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
+                hint="put these files back as they were, or start a new run",
+            )
+
+
+def check_held_out(
+    training: Mapping[str, Sequence[str]],
+    validation: Mapping[str, Sequence[str]],
+    *,
+    files: Iterable[FileEntry] = (),
+    split: Collection[str] = (),
+) -> None:
+    """Raise InputError if text that is held out is trained on, by `Records.texts`; the sets are prefixes by name.
+
+    `files`: training data that are read as text. `split`: the training sets of which a share is held out.
+    """
+    records = Records()
+    texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
+    held: dict[str, str] = {}
+    for prefix in (prefix for name in split for prefix in training[name]):
+        for text in texts[prefix]:
+            if (other := held.setdefault(text, prefix)) != prefix:
+                raise InputError(
+                    f"data.split would hold out text that is trained on: this text also stands in {other}",
+                    where=prefix,
+                    hint="hold out by path: take some shards out of the data (before a mixture repeats them), and name "
+                    "their folder in data.validation",
+                )
+    places = {text: prefix for each in training.values() for prefix in each for text in texts[prefix]}
+    for file in files:
+        whole = f"xxh3-128:{file.content}" if file.content else ""
+        known = records.texts_of_file(file.path, file.size, whole, f"ends:{file.fingerprint}")
+        places |= dict.fromkeys(known, file.path)
+    for name, prefixes in validation.items():
+        shared = {places[text]: prefix for prefix in prefixes for text in texts[prefix] if text in places}
+        if shared:
+            first = min(shared)
+            there = "" if shared[first] == first else f", whose text is that of {shared[first]}"
+            raise InputError(
+                f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one{there}",
+                where=first,
+                hint="held-out data must not be trained on: mend one set",
+            )
+
+
+def _check_contiguous(shard: Shard) -> None:
+    lengths, offsets = shard.lengths(), shard.offsets()
+    expected = 0
+    for start in range(0, shard.sequences, _CHUNK):
+        sizes = lengths[start : start + _CHUNK].astype(np.int64) * shard.dtype.itemsize
+        ends = expected + np.cumsum(sizes)
+        wrong = np.flatnonzero(offsets[start : start + _CHUNK] != ends - sizes)
+        if len(wrong) or sizes.min() < 0:
+            at = start + int(wrong[0] if len(wrong) else sizes.argmin())
+            raise InputError(
+                f"the token file is not its documents one behind the other: sequence {at} of the index "
+                "does not begin where the one before it ends",
+                where=shard.prefix + ".idx",
+                hint="write the shard again in the order of its index, or leave it out",
+            )
+        expected = int(ends[-1])
+
+
+def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
+    """(device, inode) of every .bin → prefix, and of every local file of text → path."""
+    found: dict[tuple[int, int], str] = {}
+    below_urls = [shard.prefix for shard in dataset.shards if "://" in shard.prefix]
+    if len(set(below_urls)) < len(below_urls):
+        twice = next(prefix for number, prefix in enumerate(below_urls) if prefix in below_urls[:number])
+        raise InputError(f"stands twice in {name}", where=twice, hint="name each shard once")
+    named = [(shard.prefix, shard.prefix + ".bin") for shard in dataset.shards if "://" not in shard.prefix]
+    named += [(file.path, file.path) for file in dataset.files if "://" not in file.path]
+    for prefix, path in named:
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            if missing_ok:
+                continue
+            raise
+        other = found.setdefault((status.st_dev, status.st_ino), prefix)
+        if other is not prefix and not repeated_on_purpose(prefix, other):
+            raise InputError(
+                f"stands twice in {name}, also as {other}",
+                where=prefix,
+                hint="name each shard once, or its tokens are repeated within an epoch",
+            )
+    return found
+
+
+def _json(dataset: DatasetManifest) -> dict[str, Any]:
+    return {
+        "fingerprint": dataset.fingerprint,
+        "tokens": dataset.tokens,
+        "shards": [asdict(shard) for shard in dataset.shards],
+        **({"files": [asdict(file) for file in dataset.files]} if dataset.files else {}),
+    }
+
+
+def _dataset(value: dict[str, Any]) -> DatasetManifest:
+    dataset = DatasetManifest(
+        shards=tuple(ShardEntry(**shard) for shard in value["shards"]),
+        files=tuple(FileEntry(**file) for file in value.get("files", ())),  # none in runs of earlier versions
+    )
+    if dataset.fingerprint != value["fingerprint"] or dataset.tokens != value["tokens"]:
+        raise ValueError("its shards do not have the fingerprint that it names")
+    return dataset

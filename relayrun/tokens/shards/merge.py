@@ -1,0 +1,213 @@
+"""Several shards into one, by moving bytes: no token is looked at.
+
+The result is that of Megatron-LM's `tools/merge_datasets.py`: the .bin files one behind the other, and one index; and
+a record of its own, which names the tokenizer of its inputs and the checksums of both files. Each input is compared
+with the checksums of its record on the way, since the bytes pass through memory anyway: past the page cache that costs
+no more than `cat`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from relayrun.errors import InputError, refuse_unwritable, refuse_urls
+from relayrun.files import RealPath, alone, fsync_directory, remove_leftovers, rename_new, temporary_prefix
+from relayrun.tokens.shards.indexed import Shard, index_bytes
+from relayrun.tokens.shards.record import OWN_RECORD, MadeBy, Records, ShardRecord, write_own_record
+from relayrun.tokens.stores.direct_io import DirectFile
+
+log = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+"""Bytes that are read, hashed and passed on at a time: they stay in the processor's cache."""
+
+
+def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
+    """Write the shards `prefixes`, in this order, as the shard `output`; return it.
+
+    `multimodal`: their indices hold a mode of every sequence, and so does the result's.
+    Nothing stands under the final names before the shard is whole. Raises InputError for a torn shard, for one that is
+    not what its record says, for token types or tokenizers (by their records) that differ, or if `output` exists or is
+    one of the inputs. Warns where the record cannot name a tokenizer, because not every input does.
+    """
+    target = os.path.abspath(output)
+    inputs = look(prefixes, output, multimodal=multimodal)
+    with alone(Path(target)) as held:
+        if not held:
+            hint = "wait for it, or choose another name"
+            raise InputError("another merge writes this output", where=target, hint=hint)
+        _refuse_existing(target)  # again: another one may have ended since
+        remove_leftovers(Path(target).parent, shared=True)
+        _merge(inputs, target, [os.path.abspath(prefix) for prefix in prefixes], multimodal=multimodal)
+    return Shard.open(target, multimodal=multimodal)
+
+
+def _merge(inputs: Inputs, target: str, prefixes: list[str], *, multimodal: bool) -> None:
+    """Write the files under names of this process, then give them theirs; where that fails, none of them is left."""
+    shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
+    folder = Path(target).parent
+    tokens, index_file = (str(folder / f"{temporary_prefix()}{secrets.token_hex(8)}") for _ in range(2))
+    made = [tokens, index_file]
+    try:
+        with DirectFile(tokens) as out:
+            digest = xxhash.xxh3_128()
+            for shard, record in zip(shards, known, strict=True):
+                _append(shard, {} if record is None else record.xxh3_128, out, digest)
+            os.fsync(out.fileno())
+        bounds, sequences = [np.zeros(1, np.int64)], 0
+        for shard in shards:
+            bounds.append(np.asarray(shard.bounds())[1:] + sequences)
+            sequences += shard.sequences
+        lengths = np.concatenate([np.asarray(shard.lengths()) for shard in shards])
+        index = index_bytes(lengths, np.concatenate(bounds), dtype)
+        if multimodal:
+            index += b"".join(np.asarray(shard.modes()).tobytes() for shard in shards)
+        with open(index_file, "wb") as file:
+            file.write(index)
+            file.flush()
+            os.fsync(file.fileno())
+        sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
+        largest = _largest_id(shards, known)
+        own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
+        try:
+            rename_new(tokens, target + ".bin")
+            made += [target + ".bin", target + OWN_RECORD]
+            write_own_record(target, own, merged=prefixes)
+            rename_new(index_file, target + ".idx")
+        except FileExistsError:
+            _refuse_existing(target)
+            raise
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        raise
+    fsync_directory(folder)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The shards of a merge, the record of each that has one, and the tokenizer that all of them have on record."""
+
+    shards: list[Shard]
+    records: list[ShardRecord | None]
+    made: MadeBy | None
+    texts: frozenset[str]
+    """What names the text of all of them (`Records.texts`)."""
+
+    @property
+    def bytes(self) -> int:
+        """The size of the shard that they become, about."""
+        return sum(shard.tokens * shard.dtype.itemsize + shard.idx_bytes for shard in self.shards)
+
+
+def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Inputs:
+    """Look at the inputs of a merge and the place of its output; no token is read. Raises InputError as `merge`."""
+    refuse_urls(output)
+    target = os.path.abspath(output)
+    shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]
+    if not shards:
+        raise InputError("there is no shard to merge")
+    _refuse_existing(target)
+    refuse_unwritable(Path(target).parent)
+    dtype = shards[0].dtype
+    if other := next((shard for shard in shards if shard.dtype != dtype), None):
+        raise InputError(
+            f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}",
+            where=other.prefix,
+            hint="merge shards of one tokenizer alone",
+        )
+    records, real_path = Records(), RealPath()
+    known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
+    texts = frozenset().union(*records.texts(prefixes).values())
+    return Inputs(shards, known, _one_tokenizer(prefixes, known, target), texts)
+
+
+def _refuse_existing(target: str) -> None:
+    for suffix in (".bin", ".idx"):
+        if os.path.exists(target + suffix):
+            raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
+
+
+def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str) -> MadeBy | None:
+    """The tokenizer that all inputs have on record; None, with a warning, where one has none.
+
+    Raises InputError where two differ, or end documents with different tokens.
+    """
+    found = [(prefix, record.made) for prefix, record in zip(prefixes, records, strict=True) if record is not None]
+    known = [(prefix, made) for prefix, made in found if made is not None]
+    for prefix, made in known:
+        first, other = known[0]
+        if not made.same(other):
+            what = "another tokenizer made this shard than"
+        elif made.eos != other.eos:
+            what = f"documents end with {_token(made.eos)} here, with {_token(other.eos)} in"
+        else:
+            continue
+        raise InputError(f"{what} {first}", where=prefix, hint="merge shards of one tokenizer alone")
+    if len(known) < len(prefixes):
+        log.warning(
+            "%s: its record will name no tokenizer, since %d of %d inputs have none on record",
+            target,
+            len(prefixes) - len(known),
+            len(prefixes),
+        )
+        return None
+    return max((made for _, made in known), key=lambda made: bool(made.ids))  # records of earlier versions say less
+
+
+def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) -> int | None:
+    """The largest id of all inputs; None where one of them has none on record, or all are empty."""
+    noted = [
+        None if record is None else record.largest_id
+        for shard, record in zip(shards, records, strict=True)
+        if shard.tokens
+    ]
+    known = [largest for largest in noted if largest is not None]
+    return max(known) if known and len(known) == len(noted) else None
+
+
+def _token(id_: int | None) -> str:
+    return "no token" if id_ is None else f"the token {id_}"
+
+
+def _append(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
+    """The tokens of `shard` behind what `out` holds; its offsets must run without gaps from 0.
+
+    `sums`: what its record says of its files, if it has one. Raises InputError where they are others.
+    """
+    left = shard.tokens * shard.dtype.itemsize
+    lengths = np.asarray(shard.lengths(), np.int64)
+    if len(lengths) and not np.array_equal(shard.offsets(), (np.cumsum(lengths) - lengths) * shard.dtype.itemsize):
+        raise InputError("sequences of this shard do not lie one behind the other", where=shard.prefix)
+    own = xxhash.xxh3_128()
+    with open(shard.prefix + ".bin", "rb", buffering=0) as source:
+        while left:
+            piece = out.reserve(min(left, _PIECE)).data
+            read = source.readinto(piece)
+            if not read:
+                raise InputError("this token file became shorter while it was read", where=shard.prefix + ".bin")
+            digest.update(piece[:read])
+            if sums:
+                own.update(piece[:read])
+            out.commit(read)
+            left -= read
+    if not sums or shard.cut:  # the record of a cut one is that of the whole
+        return
+    index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())
+    for suffix, found in (("bin", own.hexdigest()), ("idx", index)):
+        if sums.get(suffix, found) != found:
+            raise InputError(
+                f"the .{suffix} is not what its record says (xxh3-128)",
+                where=f"{shard.prefix}.{suffix}",
+                hint="tokenize its dump again, which makes this shard anew, or leave it out",
+            )

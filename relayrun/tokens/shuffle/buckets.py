@@ -1,0 +1,273 @@
+"""Rows scattered by their keys: buckets on disk, or one in memory.
+
+Every row has a key, a 64-bit hash of the seed, the number of its file, and its number there. A bucket holds the
+rows of a range of keys; the rows of bucket 0 in the order of their keys, then those of bucket 1 and so on, are the
+shuffle. A part is a run of the input files, scattered by one thread into one file:
+
+    part-3.arrow    segments: the rows of one bucket among those that were in memory at a time, as a message of Arrow
+    part-3.npz      where the segments lie; how many rows fell into every bin (a bucket has `BINS`); lengths of texts
+
+Parts in their order, segments in theirs, and rows in theirs are in the order of the input, so that a stable sort
+gives rows of equal keys one order, whatever the parts and the buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from relayrun.errors import RelayrunError
+from relayrun.files import whole_file
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.rows import RowFile, read_rows, texts, wide
+from relayrun.tokens.shuffle.lengths import Lengths
+from relayrun.tokens.shuffle.pieces import Cut
+
+_KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
+BINS = 64
+"""The pieces of a bucket, at most, in which it is read where it turns out to be larger than expected."""
+
+
+def keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The keys of these rows of file number `file`: two rounds of the splitmix64 finaliser (Steele et al., 2014)."""
+    start = np.random.SeedSequence([seed, file]).generate_state(1, np.uint64)[0]
+    mixed = rows * np.uint64(0x9E3779B97F4A7C15) + start
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return np.asarray(mixed, np.uint64)
+
+
+def keyed_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema of the rows of files of this schema, while they are moved: with their keys."""
+    return wide(schema).append(_KEY)
+
+
+def keyed(
+    files: Iterable[tuple[int, RowFile]],
+    column: str,
+    seed: int,
+    lengths: Lengths,
+    faults: LineFaults,
+    cut: Cut | None = None,
+) -> Iterator[pa.Table]:
+    """The rows of these files and their numbers, in pieces, with their keys; notes the lengths of the texts.
+
+    Rows that `faults` leaves out have no number. With `cut`, a row is what it makes of one, with a number of its own.
+    """
+    for number, file in files:
+        row = 0
+        for table in read_rows(file, column, faults):
+            table = table if cut is None else cut.apply(table, column)
+            lengths.add(texts(table, column))
+            rows = np.arange(row, row + len(table), dtype=np.uint64)
+            row += len(table)
+            yield table.append_column(_KEY, pa.array(keys(seed, number, rows)))
+        lengths.end_file()
+
+
+class Partition:
+    """Takes rows apart by bucket, about `most` bytes at a time: in few steps, through memory that is used again."""
+
+    def __init__(self, buckets: int, most: int) -> None:
+        self._buckets, self._most = buckets, most
+        self._waiting: list[pa.Table] = []
+        self._size = 0
+        self.counts = np.zeros(buckets * BINS, np.int64)
+        """Rows of every bin."""
+
+    def add(self, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+        """Numbers of buckets and rows of theirs, when enough has come together."""
+        self._waiting.append(table)
+        self._size += table.nbytes
+        del table
+        if self._size > self._most:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[tuple[int, pa.Table]]:
+        """What waits."""
+        if not self._waiting:
+            return
+        table = pa.concat_tables(self._waiting).combine_chunks()
+        self._waiting.clear()
+        self._size = 0
+        bins = _bins(table, self._buckets)
+        self.counts += np.bincount(bins, minlength=self.counts.size)
+        order = np.argsort(bins // BINS, kind="stable")
+        bounds = np.searchsorted(bins[order] // BINS, np.arange(self._buckets + 1))
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            yield number, table.take(order[bounds[number] : bounds[number + 1]])
+
+
+def scatter(tables: Iterable[pa.Table], stem: Path, partition: Partition, lengths: Lengths) -> Iterator[None]:
+    """Write the part `stem` (.arrow, .npz) with the rows of `tables`.
+
+    Yields after every table. Both files come whole, the .npz last: a part that has one is done.
+    """
+    segments: list[tuple[int, int, int]] = []
+
+    def write(pieces: Iterable[tuple[int, pa.Table]]) -> None:
+        for number, piece in pieces:
+            for batch in piece.to_batches():
+                start = sink.tell()
+                sink.write(batch.serialize())
+                segments.append((number, start, sink.tell() - start))
+
+    with whole_file(stem.with_suffix(".arrow")) as temporary, pa.OSFile(str(temporary), "wb") as sink:
+        for table in tables:
+            write(partition.add(table))
+            del table
+            yield
+        write(partition.rest())
+    with whole_file(stem.with_suffix(".npz")) as temporary, open(temporary, "wb") as file:
+        found = np.array(segments, np.int64).reshape(-1, 3)
+        np.savez(file, segments=found, counts=partition.counts, lengths=lengths.array())
+
+
+def _bins(table: pa.Table, buckets: int) -> npt.NDArray[np.int64]:
+    upper = table[_KEY.name].to_numpy() >> np.uint64(32)
+    return np.asarray(upper * np.uint64(buckets * BINS) >> np.uint64(32), np.int64)
+
+
+class SortedRows:
+    """Rows in memory, in the order of their keys; rows of equal keys in the order in which they came."""
+
+    def __init__(self, tables: Sequence[pa.Table], schema: pa.Schema) -> None:
+        """Sort the rows of `tables`, which have the columns of `keyed_schema`."""
+        table = pa.concat_tables([schema.empty_table(), *tables])
+        self._order = np.argsort(table[_KEY.name].to_numpy(), kind="stable")
+        self._table = table.drop_columns([_KEY.name]).combine_chunks()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def take(self, start: int, stop: int) -> pa.Table:
+        return self._table.take(self._order[start:stop])
+
+
+class Buckets(Protocol):
+    """Where sorted rows come from, bucket by bucket."""
+
+    size: int
+    """Bytes of all rows."""
+
+    before: list[npt.NDArray[np.float64]]
+    """Lengths of the texts of every part, in the order of the input."""
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Rows of every bucket."""
+
+    def load(self, number: int) -> SortedRows: ...
+
+
+def text_bytes(buckets: Buckets) -> int:
+    """Bytes of the texts of all rows."""
+    return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)
+
+
+class InMemory:
+    """Buckets that fit into memory."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = keyed_schema(schema)
+        self._pieces: list[list[pa.Table]] = []
+        self.counts = np.zeros(0, np.int64)
+        self.size = 0
+        self.before: list[npt.NDArray[np.float64]] = []
+
+    def add_part(self, pieces: Sequence[list[pa.Table]], lengths: Lengths) -> None:
+        """The pieces of every bucket, from the part that comes next in the input."""
+        self._pieces = [[*old, *new] for old, new in zip(self._pieces or [[] for _ in pieces], pieces, strict=True)]
+        self.counts = np.array([sum(map(len, tables)) for tables in self._pieces], np.int64)
+        self.size += sum(table.nbytes for tables in pieces for table in tables)
+        self.before.append(lengths.array())
+
+    def load(self, number: int) -> SortedRows:
+        return SortedRows(self._pieces[number], self._schema)
+
+
+class OnDisk:
+    """The buckets of all parts."""
+
+    def __init__(self, stems: Sequence[Path], schema: pa.Schema) -> None:
+        self._files = [stem.with_suffix(".arrow") for stem in stems]
+        self._schema = keyed_schema(schema)
+        segments, bins = [], np.zeros(0, np.int64)
+        self.before: list[npt.NDArray[np.float64]] = []
+        for part, stem in enumerate(stems):
+            with np.load(stem.with_suffix(".npz")) as found:
+                segments.append(np.insert(found["segments"], 0, part, axis=1))
+                bins = found["counts"] + (bins if part else 0)
+                self.before.append(found["lengths"])
+        found = np.concatenate(segments)
+        found = found[np.argsort(found[:, 1], kind="stable")]
+        self._buckets = bins.size // BINS
+        self._bounds = np.searchsorted(found[:, 1], np.arange(self._buckets + 1))
+        self._segments = found[:, [0, 2, 3]]
+        self.size = int(found[:, 3].sum())
+        self._largest = int(np.bincount(found[:, 1], found[:, 3], self._buckets).max())
+        self._bins, self._pieces = bins, 1
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        return np.asarray(self._bins.reshape(-1, BINS // self._pieces).sum(axis=1), np.int64)
+
+    def split(self, most: int) -> None:
+        """Count a bucket as several from now on, where the largest one holds more than `most` bytes."""
+        self._pieces = next((each for each in (1, 2, 4, 8, 16, 32) if self._largest <= most * each), BINS)
+
+    def load(self, number: int) -> SortedRows:
+        """Read bucket `number`, or the piece of one that this is since `split`, from the disk."""
+        bucket, piece = divmod(number, self._pieces)
+        segments = self._segments[self._bounds[bucket] : self._bounds[bucket + 1]].tolist()
+        if self._pieces == 1:
+            return SortedRows(self._read(segments), self._schema)
+        first = (bucket * self._pieces + piece) * (BINS // self._pieces)
+        tables = []
+        for segment in segments:  # one by one: together they are too many
+            (table,) = self._read([segment])
+            bins = _bins(table, self._buckets)
+            tables.append(table.filter(pa.array((first <= bins) & (bins < first + BINS // self._pieces))))
+        return SortedRows(tables, self._schema)
+
+    def _read(self, segments: Sequence[tuple[int, int, int]]) -> list[pa.Table]:
+        buffer = pa.allocate_buffer(sum(length for _, _, length in segments))
+        view, tables, at = memoryview(buffer), [], 0
+        with contextlib.ExitStack() as stack, _reading():
+            files = {
+                part: stack.enter_context(open(self._files[part], "rb", buffering=0))
+                for part in {part for part, _, _ in segments}
+            }
+            for part, start, length in segments:
+                _read_at(files[part], start, view[at : at + length])
+                batch = pa.ipc.read_record_batch(buffer.slice(at, length), self._schema)
+                tables.append(pa.Table.from_batches([batch]))
+                at += length
+        return tables
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        where = getattr(error, "filename", None)
+        raise RelayrunError(f"cannot be read back: {error.strerror or error}", where=where, hint="run again") from None
+
+
+def _read_at(file: io.FileIO, start: int, view: memoryview) -> None:
+    while view:  # one call reads 2 GiB at most
+        if not (read := os.preadv(file.fileno(), [view], start)):
+            raise OSError(errno.EIO, "shorter than it was written", file.name)
+        view, start = view[read:], start + read

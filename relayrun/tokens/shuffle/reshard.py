@@ -1,0 +1,366 @@
+"""A global shuffle of a dataset on disk, within a memory limit.
+
+Every row has a key: a 64-bit hash of the seed, the number of its file in the sorted list, and its number there.
+The output is all rows in the order of their keys, in files of equal numbers of rows. Where the dataset does not fit
+into memory, pass 1 scatters rows to buckets by the upper bits of the key, on disk (buckets.py), and pass 2 sorts one
+bucket after the other in memory and writes it (shuffled.py). So the same files and seed give the same bytes, whatever
+the memory, the threads, the buckets and the nodes. DuckDB's ORDER BY of a hash does not, with several threads and
+files. Cost: every row is read twice and written twice; memory of a few buckets.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from relayrun.errors import InputError, refuse_unwritable
+from relayrun.files import alone, remove_leftovers, replaced_folder, temporary_prefix
+from relayrun.tokens.readers.faults import LineFaults, by_reason
+from relayrun.tokens.readers.formats import SUFFIXES
+from relayrun.tokens.readers.rows import RowFile, look_at
+from relayrun.tokens.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter, text_bytes
+from relayrun.tokens.shuffle.lengths import Lengths, draw
+from relayrun.tokens.shuffle.output import FileForm, Shuffled
+from relayrun.tokens.shuffle.pieces import Cut
+from relayrun.tokens.stores import stores
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.split import find_files
+
+log = logging.getLogger(__name__)
+
+PICTURE = "lengths.png"
+_BASE = 200_000_000
+"""Memory of the process itself, with Arrow and what draws the picture."""
+
+_THREAD = 30_000_000
+"""And of a thread besides the rows that it keeps: what it reads meanwhile, what the allocator keeps."""
+
+_ENOUGH = 64_000_000
+"""Bytes moved at a time, or of a bucket, where more would fit: memory that was not in use has to be cleared."""
+
+_SEGMENT = 256_000
+"""Bytes of a segment, where memory allows: smaller ones cost more calls."""
+
+_PAGES = 2
+"""That a reader holds: as stored, and decompressed."""
+
+_LEAST = 32_000_000
+"""For the rows that a thread keeps: with less, they are moved in small pieces."""
+
+_GROUP_COPIES = 3
+"""Copies of a row group in memory: as taken from its bucket, and encoded."""
+
+_MOST_BUCKETS = 1 << 15
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardOptions:
+    """What is shuffled and how. Sizes are in bytes; `row_group_size` in rows.
+
+    Parquet files keep all their columns, which must be the same in all; of jsonl files only `column` is kept.
+    `file_size`: of an output file, at least; looked at after every row group of the first one.
+    `row_group_bytes`: of the text of a row group before it is compressed, about; in place of `row_group_size`.
+    `split_rows`: characters of a row, at most; longer texts become several, with an overlap of `split_overlap`.
+    `on_error`: what becomes of a line or row without a text in UTF-8; a warning counts those that are left out.
+    `memory_limit`: of a process; up to `threads` work at a time, as many as find room.
+    """
+
+    dataset_folder: str
+    output: Path
+    column: str = TokenizeOptions.default("column")
+    seed: int = 0
+    file_size: int = 500_000_000
+    row_group_size: int = 4096
+    row_group_bytes: int | None = None
+    split_rows: int | None = None
+    split_overlap: int = 0
+    compression: str = "snappy"
+    memory_limit: int = 4_000_000_000
+    temp_dir: Path | None = None
+    threads: int = 1
+    on_error: Literal["fail", "skip-line"] = TokenizeOptions.default("on_error")
+
+    @property
+    def cut(self) -> Cut | None:
+        """How long texts are cut. Raises InputError for lengths that do not fit."""
+        if self.split_rows is None:
+            if self.split_overlap:
+                raise InputError("is of rows that --split-rows cuts", where="--split-overlap")
+            return None
+        return Cut(size=self.split_rows, overlap=self.split_overlap)
+
+    def group_rows(self, rows: int, text: int) -> int:
+        """Rows of a row group, where `rows` rows hold `text` bytes of text."""
+        if self.row_group_bytes is None:
+            return self.row_group_size
+        return max(1, round(self.row_group_bytes * rows / max(text, 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the work is split. `parts`: runs of files [first, last) that are scattered side by side."""
+
+    options: ReshardOptions
+    files: tuple[RowFile, ...]
+    parts: tuple[tuple[int, int], ...]
+    buckets: int
+
+    def form(self, buckets: Buckets) -> FileForm:
+        """The form of the files that are written."""
+        options = self.options
+        return FileForm(
+            schema=self.files[0].schema,
+            column=options.column,
+            size=options.file_size,
+            row_group_size=options.group_rows(int(buckets.counts.sum()), text_bytes(buckets)),
+            compression=options.compression,
+        )
+
+    @property
+    def buffer(self) -> int:
+        """Bytes that a thread of pass 1 takes apart at a time."""
+        return min(self.readers().each // 4, max(_ENOUGH, self.buckets * _SEGMENT))
+
+    def readers(self) -> Shares:
+        """Threads of pass 1. Raises InputError where there is no room for one."""
+        return _shares(self.options, _THREAD + _PAGES * max(file.page for file in self.files), _LEAST)
+
+    def writers(self, size: int, rows: int, text: int) -> Shares:
+        """Threads of pass 2, where `rows` rows take `size` bytes, `text` of them texts.
+
+        Raises InputError where there is no room for one.
+        """
+        group = size / max(rows, 1) * min(self.options.group_rows(rows, text), rows)
+        return _shares(self.options, _THREAD, max(_LEAST, int(2 * _GROUP_COPIES * group)))  # a half is for buckets
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many threads find room at a time, and the bytes that each may keep."""
+
+    threads: int
+    each: int
+
+
+def _shares(options: ReshardOptions, fixed: int, least: int) -> Shares:
+    room = options.memory_limit - _BASE
+    if (threads := min(options.threads, room // (fixed + least))) < 1:
+        raise InputError(
+            f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
+            where="--memory-limit",
+            hint=f"give more, or, where rows are long, make {_group_option(options)} smaller",
+        )
+    return Shares(threads, room // threads - fixed)
+
+
+def _group_option(options: ReshardOptions) -> str:
+    return "--row-group-size" if options.row_group_bytes is None else "--row-group-mb"
+
+
+def reshard(options: ReshardOptions) -> int:
+    """Write all rows, shuffled, to `output/data_{i}.parquet`, and return their number. The folder appears at once.
+
+    Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice.
+    """
+    plan = make_plan(options, tasks=1)
+    remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
+    with alone(Path(os.path.realpath(options.output))) as held:
+        if not held:
+            hint = "wait for it, or choose another folder"
+            raise InputError("another shuffle writes this output", where=options.output, hint=hint)
+        try:
+            return _reshard(plan, options)
+        except FileExistsError:
+            hint = "move it away, shuffle again"
+            raise InputError("the output came to be meanwhile", where=options.output, hint=hint) from None
+
+
+def _reshard(plan: Plan, options: ReshardOptions) -> int:
+    with (
+        replaced_folder(options.output, new=True) as building,
+        tempfile.TemporaryDirectory(prefix=f"{temporary_prefix()}reshard-", dir=options.temp_dir) as folder,
+    ):
+        work = Path(folder)
+        buckets: Buckets | None = _in_memory(plan)
+        if buckets is None:
+            scatter_parts(plan, range(len(plan.parts)), work)
+            buckets = scattered(plan, work)
+        rows = write_first(plan, buckets, building, work)
+        files = file_count(buckets, rows)
+        write_files(plan, buckets, range(1, files), rows, building, work)
+        draw(buckets.before, [np.load(work / f"after-{number}.npy") for number in range(files)], building / PICTURE)
+    return int(buckets.counts.sum())
+
+
+def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
+    """Look at all files; `tasks` is the number of processes. Raises InputError before anything is written."""
+    for name in ("file_size", "row_group_size", "threads"):
+        if getattr(options, name) < 1:
+            raise InputError("must be at least 1", where=f"--{name.replace('_', '-')}")
+    if options.row_group_bytes is not None and options.row_group_bytes < 1:
+        raise InputError("must be above 0", where="--row-group-mb")
+    cut = options.cut
+    output = os.path.realpath(options.output)
+    if os.path.lexists(options.output):
+        raise InputError("the output exists", where=options.output, hint="move it away, or choose another folder")
+    refuse_unwritable(options.output)
+    folder = stores.absolute(options.dataset_folder)
+    if not stores.is_url(folder) and Path(output).is_relative_to(os.path.realpath(folder)):
+        raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
+    found = find_files(folder)
+    if not found:
+        raise InputError(f"no file below this folder ends in {', '.join(SUFFIXES)}", where=folder)
+    files = look_at([(stores.join(folder, file.path), file.size) for file in found], options.column)
+    if cut is not None:
+        files = [replace(file, size=math.ceil(file.size * cut.growth)) for file in files]
+        if options.column not in files[0].schema.names:
+            raise InputError(f"the text {options.column!r} lies in a column of structs", where="--split-rows")
+    size = sum(file.size for file in files)
+    workers = tasks * options.threads
+    plan = Plan(options=options, files=tuple(files), parts=_parts(files, workers * (4 if tasks > 1 else 1)), buckets=1)
+    plan.readers()
+    rows, known = sum(file.rows or 0 for file in files), cut is None and all(file.rows is not None for file in files)
+    writers = plan.writers(size, rows, size) if known else plan.writers(0, 0, 0)
+    buckets = 1 + size * 5 // 4 // min(writers.each // 3, max(_ENOUGH, size // 1000))
+    if tasks > 1:  # tasks write runs of files, and two neighbours read the bucket between them
+        buckets = max(buckets, 16 * workers)
+    return replace(plan, buckets=min(_MOST_BUCKETS, buckets))
+
+
+def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
+    """Runs of files of about equal size, at most `count` of them."""
+    ends = np.cumsum([file.size + 1 for file in files])
+    bounds = np.searchsorted(ends, ends[-1] * np.arange(count + 1) / count, side="left")
+    bounds[0], bounds[-1] = 0, len(files)
+    return tuple(
+        (first, last) for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True) if first < last
+    )
+
+
+def _keyed(plan: Plan, part: int, lengths: Lengths) -> Iterator[pa.Table]:
+    first, last = plan.parts[part]
+    files = ((number, plan.files[number]) for number in range(first, last))
+    faults = LineFaults(skip=plan.options.on_error == "skip-line")
+    yield from keyed(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut)
+    if faults.counts:
+        log.warning("left out: %s, the first is %s", by_reason(faults.counts), faults.examples[0])
+
+
+class _TooLarge(Exception):
+    """For the memory."""
+
+
+def _in_memory(plan: Plan) -> InMemory | None:
+    """All rows in memory; None where they do not fit."""
+    readers = plan.readers()
+    # while they come, a thread holds a buffer and its copy; while they go, a bucket and row groups
+    room = readers.threads * (readers.each - 2 * plan.buffer)
+    if sum(file.size for file in plan.files) > room * 9 // 10:
+        return None
+    lengths = [Lengths(len(plan.files)) for _ in plan.parts]
+    pieces: list[list[list[pa.Table]]] = [[[] for _ in range(plan.buckets)] for _ in plan.parts]
+    sizes = [0] * len(plan.parts)
+
+    def collect(part: int) -> Iterator[None]:
+        partition = Partition(plan.buckets, plan.buffer)
+        for table in _keyed(plan, part, lengths[part]):
+            sizes[part] += table.nbytes
+            if sum(sizes) > room * 9 // 10:
+                raise _TooLarge
+            for number, piece in partition.add(table):
+                pieces[part][number].append(piece)
+            del table
+            yield
+        for number, piece in partition.rest():
+            pieces[part][number].append(piece)
+
+    try:
+        in_threads([collect(part) for part in range(len(plan.parts))], readers.threads)
+    except _TooLarge:
+        return None
+    found = InMemory(plan.files[0].schema)
+    for part, of_part in enumerate(pieces):
+        found.add_part(of_part, lengths[part])
+    return found
+
+
+def scatter_parts(plan: Plan, parts: Iterable[int], work: Path) -> None:
+    """Pass 1 for these parts; those that are done are left out."""
+    readers = plan.readers()
+
+    def one(part: int) -> Iterator[None]:
+        lengths = Lengths(len(plan.files))
+        partition = Partition(plan.buckets, plan.buffer)
+        yield from scatter(_keyed(plan, part, lengths), stem(work, part), partition, lengths)
+
+    missing = [part for part in parts if not stem(work, part).with_suffix(".npz").exists()]
+    in_threads([one(part) for part in missing], readers.threads)
+    pa.default_memory_pool().release_unused()  # pass 2 has buffers of other sizes
+
+
+def stem(work: Path, part: int) -> Path:
+    return work / f"part-{part}"
+
+
+def scattered(plan: Plan, work: Path) -> OnDisk:
+    """What pass 1 made of all parts."""
+    found = OnDisk([stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
+    found.split(plan.writers(found.size, int(found.counts.sum()), text_bytes(found)).each // 3)
+    return found
+
+
+def write_first(plan: Plan, buckets: Buckets, building: Path, work: Path) -> int:
+    """Write file 0; return its number of rows, which is that of all files but the last."""
+    if not buckets.counts.sum():
+        raise InputError("the files hold no row", where=plan.options.dataset_folder)
+    rows: list[int] = []
+    for _ in Shuffled(buckets, plan.form(buckets), building, work).write_first(rows):
+        pass
+    return rows[0]
+
+
+def file_count(buckets: Buckets, rows: int) -> int:
+    return -(-int(buckets.counts.sum()) // rows)
+
+
+def write_files(plan: Plan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path, work: Path) -> None:
+    """Pass 2 for these files, in runs for the threads."""
+    threads = plan.writers(buckets.size, int(buckets.counts.sum()), text_bytes(buckets)).threads
+    runs = [numbers[at * len(numbers) // threads : (at + 1) * len(numbers) // threads] for at in range(threads)]
+    in_threads([Shuffled(buckets, plan.form(buckets), building, work).write(run, rows) for run in runs if run], threads)
+
+
+def in_threads(works: Sequence[Iterator[None]], threads: int) -> None:
+    """Exhaust all iterators, `threads` at a time. After an error or an interrupt the others end at their next step."""
+    stop = threading.Event()
+
+    def exhaust(work: Iterator[None]) -> None:
+        try:
+            for _ in work:
+                if stop.is_set():
+                    break
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        try:
+            for future in [pool.submit(exhaust, work) for work in works]:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise

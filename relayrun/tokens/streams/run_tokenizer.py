@@ -1,0 +1,53 @@
+"""The tokenizer of a run, as the ranks load it: the one with which the run began."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.config.sections.data import Data
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+
+
+def run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
+    """Load the tokenizer that `data.tokenizer` names.
+
+    Raises FatalTrainingError if its ids are not those that the run began with, InputError if there is none.
+    """
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=name))
+    if tokenizer.ids_fingerprint != manifest.tokenizer_ids:
+        raise FatalTrainingError(
+            "data.tokenizer is not what it was when the run began: its ids would mean other text",
+            where=name,
+            hint="put it back",
+        )
+    return tokenizer
+
+
+def ids_of_characters(characters: str, tokenizer: DocumentTokenizer) -> npt.NDArray[np.int64]:
+    """The token of each of these characters, int64 [distinct characters]: `data.mask_tokens_except`.
+
+    Raises ConfigError for a character that is several tokens, or none.
+    """
+    found = []
+    for character in dict.fromkeys(characters):
+        ids = tokenizer.tokenizer.encode(character, add_special_tokens=False).ids
+        # an unknown character is one token, too
+        if len(ids) != 1 or tokenizer.tokenizer.decode(ids, skip_special_tokens=False) != character:
+            raise ConfigError(
+                f"the character {character!r} is no token of this tokenizer",
+                where="data.mask_tokens_except",
+                hint="name characters that are tokens, or take a tokenizer of bytes: relayrun dumps tokenizer --bytes",
+            )
+        found += ids
+    return np.array(found, np.int64)
+
+
+def counted_tokens(data: Data, manifest: Manifest) -> npt.NDArray[np.int64] | None:
+    """The tokens whose losses alone count, int64; None: all do. Errors as of both functions above."""
+    if data.mask_tokens_except is None:
+        return None
+    return ids_of_characters(data.mask_tokens_except, run_tokenizer(data.tokenizer, manifest))

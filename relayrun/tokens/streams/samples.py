@@ -1,0 +1,181 @@
+"""The texts of a lane's block as samples: tokenized, cut into windows, put into rows.
+
+`order: window`: the documents one behind the other, each with its end of document, cut every `seq_length` tokens.
+`order: document-window`: windows that stay inside a document, packed into rows, as of tokenized shards. What is left at
+the end of a block fills a row with padding; so no row needs what another block holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.tokens.order.document_order import cut_of, filled
+from relayrun.tokens.order.document_windows import Cut
+from relayrun.tokens.order.packing import together
+from relayrun.tokens.order.rows import Row
+from relayrun.tokens.order.windows import Origin
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode.framing import Framing
+from relayrun.tokens.tokenize.encode.libraries import Encoded
+
+Encode = Callable[[Texts], Encoded]
+"""Ids of texts, and how many of them each text has."""
+BATCH_BYTES = 4_000_000
+"""Text that is encoded at once, about: an engine needs as long to be called as for 50 kB."""
+_MOST_BYTES = 2 * BATCH_BYTES
+"""Text that is encoded at once, at most: what is gathered goes beyond `BATCH_BYTES` by the texts of one lane."""
+_BATCH_TEXTS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What samples of a stream look like."""
+
+    seq_length: int
+    eod: int | None
+    """Id that ends every document; None: nothing does."""
+    padding: int
+    """Id that fills a row."""
+    cut: Cut | None = None
+    """How documents are cut into windows; None: they are not, as with `order: window`."""
+    settings: DocumentWindow = field(default_factory=DocumentWindow)
+    """How windows are packed."""
+
+    @classmethod
+    def of(
+        cls, settings: DocumentWindow | None, *, seq_length: int, eod: int | None, vocabulary_size: int, where: str
+    ) -> Shape:
+        """The shape that `document_window` asks for; None: that of `order: window`. Raises ConfigError as `cut_of`."""
+        if settings is None:
+            return cls(seq_length=seq_length, eod=eod, padding=eod or 0)
+        cut = cut_of(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
+        return cls(
+            seq_length=seq_length,
+            eod=None if settings.drop_eod else eod,
+            padding=eod or 0,
+            cut=replace(cut, drop_end=None),  # it is not put there to begin with
+            settings=settings,
+        )
+
+
+class LaneSamples:
+    """The samples of one lane's block."""
+
+    def __init__(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], shape: Shape) -> None:
+        """`ids` of all its texts, and how many each text has."""
+        self._document_of = np.flatnonzero(lengths)
+        self.empty = len(lengths) - len(self._document_of)
+        """Texts that gave no token; they are left out."""
+        framing = Framing(bos_id=None, eod_id=shape.eod, dtype="int32", keep_empty=False)
+        framed, sizes = framing.apply(ids, lengths)
+        self._ids = framed.astype(np.int32, copy=False)
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - sizes
+        self._shape = shape
+        if shape.cut is None:
+            self._rows = -(-max(0, len(self._ids) - 1) // shape.seq_length)
+            return
+        counts = shape.cut.windows(sizes)
+        self._window_document = np.repeat(np.arange(len(sizes)), counts)
+        self._window_start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * shape.cut.step
+        self._window_size = shape.cut.sizes(sizes)
+        self._pieces = together(self._window_size, shape.seq_length, shape.settings.packing)
+        self._rows = len(self._pieces)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def row(self, i: int) -> Row:
+        """Sample number i of the block."""
+        shape = self._shape
+        if shape.cut is None:
+            begin, end = self._stretch(i)
+            if end < min(len(self._ids), begin + shape.seq_length + 1):  # every input has its target
+                return Row(tokens=self._ids[begin : end + 1])
+            pieces = [(self._ids, begin, end)]
+        else:
+            pieces = [(self._window(window), start, stop) for window, start, stop in self._pieces[i]]
+        return filled(
+            pieces,
+            seq_length=shape.seq_length,
+            padding=shape.padding,
+            with_lengths=shape.cut is not None and shape.settings.packs,
+            mask_end=shape.cut is not None and shape.settings.mask_special and shape.cut.eos is not None,
+        )
+
+    def origins(self, i: int) -> list[tuple[int, int, int]]:
+        """Where a sample's text comes from: text of the block, its first token that is taken, and how many are."""
+        found: list[tuple[int, int, int]] = []
+        for document, begin, end in self._taken(i):
+            start = int(self._starts[document])
+            found.append((int(self._document_of[document]), begin - start, end - begin))
+        return found
+
+    def _taken(self, i: int) -> list[tuple[int, int, int]]:
+        """Documents of a sample, with the first of all ids that it takes of each, and the one behind the last."""
+        cut = self._shape.cut
+        if cut is None:
+            begin, end = self._stretch(i)
+            first = int(np.searchsorted(self._ends, begin, side="right"))
+            last = int(np.searchsorted(self._ends, end, side="left"))
+            return [
+                (document, max(begin, int(self._starts[document])), min(end, int(self._ends[document])))
+                for document in range(first, last + 1)
+            ]
+        found, before = [], int(cut.bos is not None)
+        for window, start, stop in self._pieces[i]:
+            document, base, count = self._place(window)
+            low, high = max(start - before, 0), min(stop - before, count)
+            if high > low:
+                found.append((document, base + low, base + high))
+        return found
+
+    def _stretch(self, i: int) -> tuple[int, int]:
+        """Inputs of sample i among all ids: the first, and the one behind the last."""
+        length = self._shape.seq_length
+        return i * length, min((i + 1) * length, len(self._ids))
+
+    def _place(self, window: int) -> tuple[int, int, int]:
+        """Document of a window, and which ids are its text: the first, and how many."""
+        assert self._shape.cut is not None
+        document = int(self._window_document[window])
+        first = int(self._starts[document]) + int(self._window_start[window])
+        return document, first, int(self._window_size[window]) - self._shape.cut.specials
+
+    def _window(self, number: int) -> npt.NDArray[np.int32]:
+        """The tokens of a window, those around it included."""
+        cut = self._shape.cut
+        assert cut is not None
+        _, first, count = self._place(number)
+        before = int(cut.bos is not None)
+        window = np.empty(count + cut.specials, np.int32)
+        window[before : before + count] = self._ids[first : first + count]
+        if cut.bos is not None:
+            window[0] = cut.bos
+        if cut.eos is not None:
+            window[-1] = cut.eos
+        return window
+
+
+def encoded(parts: Sequence[pa.Array], encode: Encode) -> list[Encoded]:
+    """The ids of some arrays of texts (large_string without nulls), which are encoded together."""
+    texts = Texts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
+    found = [encode(batch) for batch in texts.split(_MOST_BYTES, _BATCH_TEXTS)]
+    ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
+    lengths = np.concatenate([np.empty(0, np.int64), *(each for _, each in found)])
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]
+    return list(zip(np.split(ids, tokens), np.split(lengths, ends), strict=True))
+
+
+def origin_of(path: str, group: int, row: int, offset: int, tokens: int) -> Origin:
+    """Where a piece of a sample comes from, for people: the file, with its row group, and the row in it."""
+    return Origin(
+        prefix=path if group < 0 else f"{path}, row group {group}", document=row, offset=offset, tokens=tokens
+    )

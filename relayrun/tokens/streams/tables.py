@@ -1,0 +1,205 @@
+"""A data set of parquet files as tables: for a look from a notebook, or a program of one's own.
+
+    from relayrun.tokens.mixture import streams
+    for table in streams.open("/data/web", columns={"text": "content"}, batch_size=32):
+        table.to_pandas()  # or to_pydict(), to_pylist(), polars.from_arrow(table)
+
+Options are those of `stream` in a run config, and those of fairseq2's parquet pipeline under its names. Training reads
+samples (`stream`), and no tables.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import ValidationError
+
+from relayrun.config.sections import row_filter
+from relayrun.config.sections.data import DataSource
+from relayrun.config.sections.streams import Stream
+from relayrun.errors import ConfigError, InputError
+from relayrun.tokens.readers.rows import opened_parquet
+from relayrun.tokens.stores.stores import printable
+from relayrun.tokens.streams.ahead import Ahead
+from relayrun.tokens.streams.buckets import Bucketing, batches
+from relayrun.tokens.streams.conditions import compiled
+from relayrun.tokens.streams.files import find
+from relayrun.tokens.streams.fragments import Fragment, FragmentOrder
+
+_OF_STREAM = (
+    "split_to_row_groups",
+    "fragment_shuffle_window",
+    "files_circular_shift",
+    "seed",
+    "nb_epochs",
+    "partition_filters",
+    "filters",
+    "limit",
+    "nb_prefetch",
+)
+_NAME = "tables"
+
+
+def open_tables(
+    path: str | Sequence[str],
+    *,
+    columns: Mapping[str, str] | Sequence[str] | None = None,
+    extra_columns: Sequence[str] = (),
+    drop_null: bool = True,
+    add_fragment_traces: bool = False,
+    num_parallel_fragments: int = 1,
+    cache_dir: str | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    **options: Any,
+) -> Iterator[pa.Table]:
+    """Give the rows of parquet files, fragment by fragment, as tables.
+
+    Parameters
+    ----------
+    path: as in a mixture: folders, files, patterns, URLs.
+    columns: names of columns, or new names with those in the files; None: all. `filters` know the names in the files.
+    extra_columns: columns that keep their names.
+    drop_null: leave out rows with a null in one of the columns.
+    add_fragment_traces: add `__filename`, `__fragment_index` (the row group; -1: the whole file) and
+        `__index_in_fragment`, by which a row can be found again.
+    num_parallel_fragments: fragments that are read at a time, each by a thread; their order stays.
+    cache_dir: a folder of files, deleted at once, through which tables are mapped into memory: what is not used of a
+        large table can leave it again.
+    rank, world_size: of `world_size` readers this one gets every fragment whose number is `rank` modulo `world_size`;
+        with `files_circular_shift` a run of the files, as many as the others or one more.
+    options: `split_to_row_groups`, `fragment_shuffle_window`, `files_circular_shift`, `seed`, `nb_epochs` (None: for
+        ever), `partition_filters`, `filters`, `limit` and `nb_prefetch` as of `stream`; those of `Bucketing`.
+
+    Raises ConfigError for an option that is wrong, InputError as a submit does.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"there is no rank {rank} of {world_size}")
+    if num_parallel_fragments < 1:
+        raise ConfigError(f"num_parallel_fragments is at least 1, not {num_parallel_fragments}")
+    try:
+        stream = Stream.model_validate({name: options.pop(name) for name in _OF_STREAM if name in options})
+        bucketing = Bucketing.model_validate({"seed": stream.seed or 0, **options})
+        paths = path if isinstance(path, str) else list(path)
+        source = DataSource.model_validate({"path": paths, "weight": 1.0, "source": "parquet", "stream": stream})
+    except ValidationError as error:
+        first = error.errors()[0]
+        words = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{'.'.join(map(str, first['loc'])) or 'options'}: {words}") from None
+    named = columns if isinstance(columns, Mapping) else None if columns is None else {name: name for name in columns}
+    if named is not None:
+        named = {**named, **{name: name for name in extra_columns}}
+    files = find(source, "streams.open")
+    groups = world_size if stream.files_circular_shift else 1
+    if groups > len(files):
+        raise ConfigError(
+            f"files_circular_shift gives each of {groups} readers files of its own, and {len(files)} files are there"
+        )
+    order = FragmentOrder(files, stream, name=_NAME, seed=stream.seed or 0, groups=groups)
+    reader = _Reader(
+        [file.path for file in files],
+        named,
+        stream,
+        drop_null=drop_null,
+        traces=add_fragment_traces,
+        cache_dir=cache_dir,
+    )
+    epochs = count() if stream.nb_epochs is None else range(stream.nb_epochs)
+    group = rank if stream.files_circular_shift else 0
+    fragments = ((epoch, fragment) for epoch in epochs for fragment in order.of_epoch(epoch, group))
+    mine = fragments if stream.files_circular_shift else islice(fragments, rank, None, world_size)
+    tables = _ahead(_parallel(reader.table, mine, num_parallel_fragments), stream.nb_prefetch)
+    return batches(tables, bucketing)
+
+
+def _parallel(
+    read: Callable[[Fragment], pa.Table], fragments: Iterator[tuple[int, Fragment]], number: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """Epochs, and tables of their fragments, in their order; some are read at a time."""
+    with ThreadPoolExecutor(number) as pool:
+        waiting = deque((epoch, pool.submit(read, fragment)) for epoch, fragment in islice(fragments, number))
+        while waiting:
+            epoch, table = waiting.popleft()
+            found = epoch, table.result()
+            waiting.extend((after, pool.submit(read, fragment)) for after, fragment in islice(fragments, 1))
+            yield found
+
+
+def _ahead(tables: Iterator[tuple[int, pa.Table]], depth: int) -> Iterator[tuple[int, pa.Table]]:
+    """Tables that are read ahead, until nobody wants any more."""
+    ahead = Ahead(tables, depth, name=_NAME)
+    try:
+        yield from ahead
+    finally:
+        ahead.close()
+
+
+class _Reader:
+    """Fragments as tables."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        columns: Mapping[str, str] | None,
+        stream: Stream,
+        *,
+        drop_null: bool,
+        traces: bool,
+        cache_dir: str | None,
+    ) -> None:
+        """`columns`: new names, with those in the files; None: all."""
+        self._paths = paths
+        self._columns = columns
+        condition = None if stream.filters is None else row_filter.parse(stream.filters)
+        self._filter = None if condition is None else compiled(condition)
+        self._looked_at = [] if condition is None else row_filter.columns(condition)
+        self._drop_null = drop_null
+        self._traces = traces
+        self._cache_dir = cache_dir
+
+    def table(self, fragment: Fragment) -> pa.Table:
+        """Return the rows of a fragment."""
+        path = self._paths[fragment.file]
+        with opened_parquet(path) as file:
+            wanted = self._wanted(file.schema_arrow.names, path)
+            groups = range(file.metadata.num_row_groups) if fragment.group is None else [fragment.group]
+            # one thread: it may be one of many
+            table = file.read_row_groups([*groups], wanted, use_threads=False).slice(0, fragment.rows)
+        if self._traces or self._filter is not None:  # Arrow promises no order
+            table = table.append_column("__index_in_fragment", pa.array(np.arange(len(table))))
+        if self._filter is not None:
+            table = table.filter(self._filter).sort_by("__index_in_fragment")
+        if self._columns is not None:
+            names = list(self._columns.values())
+            kept = ["__index_in_fragment"] if self._traces else []
+            table = table.select([*names, *kept]).rename_columns([*self._columns, *kept])
+        elif not self._traces and self._filter is not None:
+            table = table.drop_columns("__index_in_fragment")
+        if self._traces:
+            group = -1 if fragment.group is None else fragment.group
+            table = table.append_column("__filename", pa.array([path] * len(table), pa.string()))
+            table = table.append_column("__fragment_index", pa.array(np.full(len(table), group)))
+        table = table.drop_null() if self._drop_null else table
+        return table if self._cache_dir is None else _mapped(table, self._cache_dir)
+
+    def _wanted(self, names: Sequence[str], path: str) -> list[str]:
+        """The columns of a file that are read."""
+        wanted = list(dict.fromkeys([*(names if self._columns is None else self._columns.values()), *self._looked_at]))
+        if missing := [name for name in wanted if name not in names]:
+            raise InputError(f"no column {missing[0]!r}; there are: {', '.join(names)}", where=printable(path))
+        return wanted
+
+
+def _mapped(table: pa.Table, folder: str) -> pa.Table:
+    """The same table, in a file that is mapped and has no name any more."""
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as file:
+        with pa.OSFile(file.name, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return pa.ipc.open_file(pa.memory_map(file.name)).read_all()

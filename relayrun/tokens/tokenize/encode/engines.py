@@ -1,0 +1,190 @@
+"""The engine of a job: the fastest that is known to be exact for its tokenizer, and that proves it at the start.
+
+Two locks. `families` lists the forms of tokenizers that an engine may encode, and the texts that it may not have.
+Whatever passes there must give the reference's ids on texts of the job and on a fixed set of edge cases, before it is
+trusted; where it does not, or is not installed, `tokenizers` encodes everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from relayrun.errors import InputError
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode import memory
+from relayrun.tokens.tokenize.encode.definition import changed, normalizer_of, without_vocabulary
+from relayrun.tokens.tokenize.encode.edge_cases import edge_cases
+from relayrun.tokens.tokenize.encode.families import OF_BYTES, Plan, plan_of
+from relayrun.tokens.tokenize.encode.few import FewTexts
+from relayrun.tokens.tokenize.encode.libraries import LIBRARIES, PACKAGES, Encoded, Engine, HuggingFace
+from relayrun.tokens.tokenize.encode.routes import Routed
+from relayrun.tokens.tokenize.options import FORMER, EngineName
+
+__all__ = ["ENGINES", "Encoded", "Engine", "HuggingFace", "Routed", "Selection", "select", "without_vocabulary"]
+
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+
+Loader = Callable[[], Tokenizer]
+"""Gives a loaded tokenizer, when it is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The engine of a job, as workers build it: small enough to be sent, and written into the record."""
+
+    engine: Literal["huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
+    version: str
+    plan: Plan | None = None
+    """How it encodes; None for the reference."""
+
+    def build(self, definition: str, tokenizer: Loader | None = None) -> Engine:
+        """The engine for a serialized tokenizer, with truncation and padding off. The last one built is kept.
+
+        `tokenizer` gives the same one loaded, where the caller has it: it is asked when the first text needs it.
+        """
+        return _built(self, definition, _Reference(tokenizer))
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.version}" + (", and huggingface for what it is not sure of" if self.plan else "")
+
+
+class _Reference:
+    """The reference, loaded once; it does not count when arguments are compared."""
+
+    def __init__(self, load: Loader | None) -> None:
+        self._load = load
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has been loaded already."""
+        return self._tokenizer is not None
+
+    def of(self, definition: str) -> Tokenizer:
+        if self._tokenizer is None and self._load is not None:
+            self._tokenizer = self._load()
+        elif self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_str(definition)
+            self._tokenizer.encode_special_tokens = True
+        return self._tokenizer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=1)
+def _built(selection: Selection, definition: str, reference: _Reference) -> Engine:
+    """Loading takes seconds: what is proven in a process is what works there, and in its forks."""
+    plan = selection.plan
+    if plan is None:
+        return HuggingFace(reference.of(definition))
+    fast = LIBRARIES[plan.engine](changed(definition, plan.changes))
+
+    def whole() -> Engine:
+        return HuggingFace(reference.of(definition))
+
+    def other() -> Engine:
+        few = plan.family in OF_BYTES and not reference.ready
+        return FewTexts(definition, plan.plain, whole) if few else whole()
+
+    return Routed(fast, plan, lambda: normalizer_of(definition), other)
+
+
+def select(
+    wanted: EngineName,
+    tokenizer: Tokenizer | Loader,
+    sample: Texts,
+    report: Callable[[str], None],
+    *,
+    definition: str | None = None,
+) -> Selection:
+    """The fastest engine that is known and proven to be exact, or `wanted` if it is; `report` is told of fall-backs.
+
+    `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where
+    the caller has it already. What was proven on this machine is not proven again (see `memory`): then a tokenizer that
+    is given by what loads it is not loaded. Raises InputError for a wrong name.
+    """
+    wanted = cast(EngineName, FORMER["engine"].get(wanted, wanted))  # a job of an earlier version has it in a pickle
+    if wanted not in ENGINES:
+        raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
+
+    def load() -> Tokenizer:
+        return tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer()
+
+    definition = definition or load().to_str()
+    reference = _Reference(load)
+    selection = None if wanted == "huggingface" else _proven(wanted, reference, sample, report, definition)
+    selection = selection or Selection(engine="huggingface", version=_version("huggingface"))
+    _built(selection, definition, reference)  # forks of this process find it built
+    return selection
+
+
+def _proven(
+    wanted: EngineName, reference: _Reference, sample: Texts, report: Callable[[str], None], definition: str
+) -> Selection | None:
+    """The fast engine, or None, where `report` is told why."""
+    plan = plan_of(definition)
+    if plan is None or wanted not in ("auto", plan.engine):
+        what = "no fast engine is" if wanted == "auto" else f"{wanted} is not"
+        report(f"{what} known to be exact for this kind of tokenizer: huggingface encodes, which is slower")
+        return None
+    try:
+        selection = Selection(engine=plan.engine, version=_version(plan.engine), plan=plan)
+        wrong = _wrong(selection, _built(selection, definition, reference), reference, sample, definition)
+    except ImportError:
+        package = PACKAGES[plan.engine]
+        report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
+    except BaseException as error:  # ValueError, RuntimeError, and a Rust panic, which is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        report(f"{plan.engine} cannot take this tokenizer: {(str(error).splitlines() or [repr(error)])[0][:200]}")
+        report(f"going on without {plan.engine}; this will be slower")
+    else:
+        if wrong is None:
+            return selection
+        report(f"{plan.engine} gives other ids than Hugging Face's tokenizers for {wrong[:80]!r}")
+        report(f"going on without {plan.engine}; this will be slower")
+    return None
+
+
+def _wrong(selection: Selection, engine: Engine, reference: _Reference, sample: Texts, definition: str) -> str | None:
+    """The first text of the proof whose ids are not the reference's."""
+    packages = (PACKAGES["huggingface"], PACKAGES[selection.engine])
+    both = (definition.encode(), repr(selection).encode())
+    of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
+    proofs: dict[str, Callable[[], Texts]] = {
+        memory.name_of("edge cases", both, packages): lambda: Texts.of(edge_cases(reference.of(definition))),
+        memory.name_of("sample", (*both, *of_sample), packages): lambda: sample,
+    }
+    for name, make in proofs.items():
+        if memory.recall(name) is None:
+            texts = make()
+            right = HuggingFace(reference.of(definition)).encode(texts)
+            if (text := _difference(engine.encode(texts), right, texts)) is not None:
+                return text
+            memory.keep(name, b"proven")
+    return None
+
+
+def _difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:
+    """The first text whose ids differ."""
+    if np.array_equal(encoded[0], right[0]) and np.array_equal(encoded[1], right[1]):
+        return None
+    ours, theirs = (np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in (encoded, right))
+    strings = texts.strings()
+    return next((s for s, a, b in zip(strings, ours, theirs, strict=True) if not np.array_equal(a, b)), strings[-1])
+
+
+def _version(engine: str) -> str:
+    return importlib.metadata.version(PACKAGES[engine])

@@ -1,0 +1,248 @@
+"""A Hugging Face tokenizer made ready for documents.
+
+Ids are those of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens`
+on: text that looks like a special token stays text unless asked, and no template is put around a document.
+Truncation, padding and dropout that a tokenizer.json may ask for are off.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from relayrun.errors import InputError
+from relayrun.tokens.shards.indexed import token_dtype
+from relayrun.tokens.tokenize.encode import hub, memory
+from relayrun.tokens.tokenize.encode.convert import check_convertible, check_is_no_source
+from relayrun.tokens.tokenize.encode.framing import Framing
+from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
+from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
+
+log = logging.getLogger(__name__)
+
+_USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdocument|>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentTokenizer:
+    """A tokenizer and what ends, and begins, a document."""
+
+    definition: str
+    """The serialized tokenizer, as `tokenizers` writes it."""
+    fingerprint: str
+    """The sha256 of the definition: equal for equal ids."""
+    ids_fingerprint: str
+    """The hash of what decides ids, see `identity`."""
+    eos_token: str | None
+    """None if documents are not to be ended."""
+    eos_id: int | None
+    bos_id: int | None
+    """None if documents are not to be begun with a token."""
+    size: int
+    """Entries with the added tokens, `len(tokenizer)`; not below the largest id + 1 where ids have holes."""
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        """The numpy type of the ids in a shard, by Megatron's rule."""
+        return token_dtype(self.size)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded when it is asked for first: a large one takes a second."""
+        tokenizer = Tokenizer.from_str(self.definition)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def framing(self, *, keep_empty: bool) -> Framing:
+        """What goes around the ids of a document."""
+        return Framing(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
+
+
+def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
+    """Load a tokenizer.json file, a folder that holds one, or a name on the Hugging Face hub, as `options` say.
+
+    What a folder holds in place of a tokenizer.json is converted, where that is exact (see `convert`).
+
+    The EOS is `eos_token`, or what the configuration beside the tokenizer names, or the one usual name
+    among its special tokens; without any, `append_eod` "yes" is an error and "auto" a warning. The BOS is
+    what the configuration names. Files of the hub are downloaded once per node; the hub's token comes from the
+    environment. Raises InputError if there is no such tokenizer, EOS, BOS or token.
+    """
+    name_or_path = options.tokenizer
+    path = Path(name_or_path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    size, configured = 0, _Configured()
+    name = None
+    if file.is_file():
+        data = file.read_bytes()
+        configured = _Configured(eos=_configured(file.parent, "eos_token"), bos=_configured(file.parent, "bos_token"))
+        asked = (
+            options.eos_token,
+            options.append_eod,
+            options.bos,
+            options.special_text,
+            configured.eos,
+            configured.bos,
+        )
+        name = memory.name_of("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
+        if (known := memory.recall(name)) is not None:
+            first, _, definition = known.decode().partition("\n")
+            return DocumentTokenizer(definition=definition, **json.loads(first))
+        tokenizer = _from_file(file, data)
+    elif path.is_dir():
+        check_convertible(path)
+        tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
+        log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
+    elif path.suffix == ".json" or not hub.is_name(name_or_path):
+        raise hub.no_such_file(file)
+    else:
+        here = hub.look_up(name_or_path, options.cache_dir)
+        tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir, only_here=here)
+    eos_token = _ending(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
+    eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
+    if eos_token is not None and eos_id is None:
+        raise InputError(
+            f"the tokenizer has no token {eos_token!r} to end documents with",
+            where=name_or_path,
+            hint="name one of its tokens with --eos-token",
+        )
+    bos_id = tokenizer.token_to_id(configured.bos) if options.bos and configured.bos is not None else None
+    if options.bos and bos_id is None:
+        raise InputError(
+            "the tokenizer names no token to begin documents with",
+            where=name_or_path,
+            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
+        )
+    random = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
+    if random:
+        log.warning(
+            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
+            name_or_path,
+            random,
+        )
+        tokenizer.model.dropout = None
+    if options.special_text:
+        tokenizer = _all_plain(tokenizer)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    size = max(size, len(vocabulary), max(vocabulary.values()) + 1)
+    definition = str(tokenizer.to_str())
+    facts: dict[str, Any] = {
+        "fingerprint": hashlib.sha256(definition.encode()).hexdigest(),
+        "ids_fingerprint": ids_fingerprint(definition),
+        "eos_token": eos_token,
+        "eos_id": eos_id,
+        "bos_id": bos_id,
+        "size": size,
+    }
+    said = random or (eos_token is None and options.append_eod != "no")
+    if name is not None and not said:  # else each start has its warning
+        memory.keep(name, f"{json.dumps(facts)}\n{definition}".encode())
+    loaded = DocumentTokenizer(definition=definition, **facts)
+    loaded.__dict__["tokenizer"] = tokenizer  # it need not be loaded again
+    return loaded
+
+
+def _all_plain(tokenizer: Tokenizer) -> Tokenizer:
+    """With no added token special: then their text becomes their ids, in every engine."""
+    definition = json.loads(tokenizer.to_str())
+    for token in definition["added_tokens"]:
+        token["special"] = False
+    return Tokenizer.from_str(json.dumps(definition))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Configured:
+    """Tokens that the configuration of a tokenizer names."""
+
+    eos: str | None = None
+    bos: str | None = None
+
+
+def _ending(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:
+    if append_eod == "no":
+        return None
+    if named is not None:
+        return named
+    try:
+        return _usual_eos(tokenizer, where)
+    except InputError as error:
+        if append_eod == "yes":
+            raise
+        log.warning("no token will stand between documents: %s", error.message)
+        return None
+
+
+def _from_file(file: Path, data: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises Exception itself
+        check_is_no_source(file)
+        raise InputError(
+            f"not a tokenizer.json of the tokenizers library: {error}",
+            where=file,
+            hint="fetch it again, or save it again with the library that made it",
+        ) from None
+
+
+def _from_transformers(
+    name: str, cache_dir: str | None, *, only_here: bool = False
+) -> tuple[Tokenizer, int, _Configured]:
+    from transformers import AutoTokenizer  # seconds to import, and needed for hub names alone
+
+    try:
+        # code that comes with a tokenizer is neither run nor asked about
+        loaded: Any = AutoTokenizer.from_pretrained(
+            name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
+        )
+    except Exception as error:  # OSError, ValueError, ImportError, ... by what is missing
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"no such tokenizer: {reason}",
+            where=name,
+            hint="give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub",
+        ) from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise InputError(
+            "this tokenizer has no fast version (no tokenizer.json)",
+            where=name,
+            hint="take a tokenizer.json of the same model",
+        )
+    return Tokenizer.from_str(backend.to_str()), len(loaded), _Configured(eos=loaded.eos_token, bos=loaded.bos_token)
+
+
+def _configured(folder: Path, name_of_token: str) -> str | None:
+    """`eos_token` or `bos_token` as transformers writes it: text, or an object with its text in `content`."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get(name_of_token)
+        except FileNotFoundError:
+            continue
+        except (ValueError, AttributeError):
+            raise InputError("not a JSON object", where=folder / name) from None
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _usual_eos(tokenizer: Tokenizer, where: str | os.PathLike[str]) -> str:
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    found = [token for token in _USUAL_EOS if token in special]
+    if len(found) == 1:
+        return found[0]
+    what = f"has several that could be it: {', '.join(found)}" if found else "names none"
+    raise InputError(f"which token ends a document? The tokenizer {what}", where=where, hint="name it with --eos-token")

@@ -1,0 +1,261 @@
+"""One task of a tokenization: some files to one shard, from Arrow's buffers to the .bin without a row in between."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from relayrun.errors import InputError, RelayrunError, together
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.inputs import InputFile, stat_inputs
+from relayrun.tokens.readers.spill import let_go
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.stores.stores import MissingInput, is_url, join, printable
+from relayrun.tokens.tokenize.encode.engines import Engine, Selection, without_vocabulary
+from relayrun.tokens.tokenize.encode.framing import Framing
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.progress import Progress
+from relayrun.tokens.tokenize.record import Skipped, TaskRecord, fingerprint
+from relayrun.tokens.tokenize.split_points import Places, places, split_points
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+PIECE = 500_000
+"""The least bytes of a piece of a long document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A task: the files of one shard."""
+
+    name: str
+    """The name of the shard, without suffix."""
+    inputs: tuple[InputFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all tasks share; sent to every worker."""
+
+    dataset: str
+    """Folder that the paths start at."""
+    output: str
+    definition: str
+    """Path of the serialized tokenizer."""
+    fingerprint: str
+    """The tokenizer's: another one may have been under this path in the life of a process."""
+    selection: Selection
+    framing: Framing
+    options: TokenizeOptions
+
+
+def tokenize_part(job: Job, part: Part) -> TaskRecord:
+    """Write the shard of `part`; nothing stands under its name before it is whole.
+
+    Raises InputError for bad files: all of them, since behind the first one the others are read all the same.
+    """
+    started = time.time()
+    engine = engine_of_this_process(job.definition, job.fingerprint, job.selection)
+    routed = engine.routed
+    record = TaskRecord(
+        inputs=list(part.inputs),
+        started=started,
+        engine=job.selection.engine,
+        engine_version=job.selection.version,
+        on_error=job.options.on_error,
+    )
+    shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
+    progress = Progress(job.output, part.name)
+    bad: list[RelayrunError] = []
+    try:
+        for file in part.inputs:
+            if bad:
+                bad += _faults_of(job, file)
+                continue
+            mark, before = shard.mark(), record.counts()
+            faults = LineFaults(skip=job.options.skips_lines)
+            try:
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults)
+                record.add_faults(faults)
+            except InputError as error:
+                if not job.options.skips_files:
+                    bad.append(error)
+                    continue
+                shard.rollback(mark)
+                record.restore(before)
+                reason = "missing" if isinstance(error, MissingInput) else "unreadable"
+                record.skipped.append(Skipped(file=file[0], error=str(error), reason=reason))
+                known = ""
+            record.fingerprints.append(known)
+            record.file_documents.append(record.documents - before[0])
+        if bad:
+            raise together(bad, "files failed")
+        shard.finish()
+    except BaseException:
+        shard.abort()
+        raise
+    finally:
+        progress.end()
+    record.tokens, record.xxh3_128, record.routed_documents = shard.tokens, shard.xxh3_128, engine.routed - routed
+    record.largest_id = shard.largest_id if shard.tokens else None
+    record.seconds = time.time() - started
+    return record
+
+
+def _faults_of(job: Job, file: InputFile) -> list[RelayrunError]:
+    """What is wrong with a file, read to its end or its first fault; nothing becomes of its texts."""
+    path, options, faults = join(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
+    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    try:
+        for array in arrays:
+            del array
+    except InputError as error:
+        return [error]
+    return []
+
+
+def _tokenize_file(
+    job: Job,
+    file: InputFile,
+    engine: Engine,
+    shard: ShardWriter,
+    record: TaskRecord,
+    progress: Progress,
+    faults: LineFaults,
+) -> str:
+    """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
+    path = join(job.dataset, file[0])
+    options = job.options
+    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    for texts in _batches(_gathered(arrays, job), job, record):
+        where = _places(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
+        if where is not None:  # one text alone
+            if _tokenize_long(texts, where, job.framing, engine, shard):
+                record.documents += 1
+            else:
+                record.empty_documents += 1
+        else:
+            ids, lengths = job.framing.apply(*engine.encode(texts), shard.reserve)
+            record.documents += len(lengths)
+            record.empty_documents += len(texts) - len(lengths)
+            shard.add(ids, lengths)
+        progress.say(documents=record.documents, tokens=shard.tokens)
+        del texts  # a long one is not kept while the next is read
+    progress.bytes_read += file[1]
+    known = fingerprint(path)  # when it is read, so that its bytes are still in memory
+    if stat_inputs(job.dataset, [file[0]]) != [file]:
+        raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
+    return known
+
+
+def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine, shard: ShardWriter) -> bool:
+    """One text, in pieces; what becomes of it is as in `Framing`. Returns whether the shard got a document."""
+    routed, begin, before = engine.routed, 0, shard.tokens
+    for end in split_points(text.used, PIECE, where):
+        piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
+        ids = engine.encode(piece)[0]
+        if ids.size and shard.tokens == before and framing.bos_id is not None:
+            shard.append([framing.bos_id])
+        shard.append(ids)
+        let_go(piece.used)
+        begin = end
+    engine.routed = min(engine.routed, routed + 1)
+    full = shard.tokens > before
+    if full and framing.eod_id is not None:
+        shard.append([framing.eod_id])
+    if full or framing.keep_empty:
+        shard.end_document()
+    return full or framing.keep_empty
+
+
+def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
+    """Small arrays together, up to a batch."""
+    waiting: list[pa.Array] = []
+    size = rows = 0
+    for array in arrays:
+        if waiting and (
+            size + array.nbytes > job.options.batch_bytes or rows + len(array) > job.options.batch_documents
+        ):
+            yield _taken(waiting)
+            size = rows = 0
+        waiting.append(array)
+        size, rows = size + array.nbytes, rows + len(array)
+        del array  # or a long document would still be here when the next one is read
+        if size > job.options.batch_bytes:
+            yield _taken(waiting)
+            size = rows = 0
+    if waiting:
+        yield _taken(waiting)
+
+
+def _taken(arrays: list[pa.Array]) -> pa.Array:
+    """All of them as one, out of the list."""
+    array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+    arrays.clear()
+    return array
+
+
+def _batches(arrays: Iterator[pa.Array], job: Job, record: TaskRecord) -> Iterator[Texts]:
+    for array in arrays:
+        if array.null_count:
+            record.null_documents += array.null_count
+            array = array.drop_null()
+        batches = Texts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
+        del array
+        yield from batches
+        del batches
+
+
+def sample(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
+    """The first texts of at most eight of the files, spread over them all; what cannot be read is left out.
+
+    `scratch`: see `read_column`.
+    """
+    paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read once alone
+    chosen = paths[:: max(1, len(paths) // 8)][:8]
+    texts: list[str] = []
+    for path in chosen:
+        left = most_bytes // len(chosen)
+        try:
+            for array in read_column(path, job_column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
+                for piece in Texts.from_arrow(array.drop_null()).views():
+                    if left > 0 and piece:
+                        texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
+                        left -= len(piece)
+                if left <= 0:
+                    break
+        except InputError:  # its own task will tell
+            continue
+    return Texts.of(texts)
+
+
+@functools.lru_cache(maxsize=1)
+def _places(definition: str, fingerprint: str) -> Places | None:
+    text = Path(definition).read_text(encoding="utf-8")
+    return places(without_vocabulary(text), merges=not text.endswith('"merges":[]}}'))
+
+
+@functools.lru_cache(maxsize=1)
+def engine_of_this_process(definition: str, fingerprint: str, selection: Selection) -> Engine:
+    """Loaded once per worker, however many tasks it runs."""
+    engine = selection.build(Path(definition).read_text(encoding="utf-8"))
+    # loading, and reading the sample, need several times what they leave: a worker would keep that for its whole life
+    pa.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError):  # other C libraries have no such functions
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        # what one batch frees is for the next: the kernel would have to clear it again (mallopt(3))
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+    return engine

@@ -1,0 +1,223 @@
+"""Split a dataset into dumps of about equal size.
+
+Files are dealt largest first onto the lightest dump (Graham's LPT rule: the heaviest dump is at most
+4/3 of the best possible), with ties broken by number of files, then dump, then path, so that the same
+files give the same dumps whatever the order in which the file system lists them. O(files log dumps).
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from relayrun.errors import InputError, RelayrunError, nearest_path, refuse_unwritable, together
+from relayrun.files import replaced_folder, write_atomic
+from relayrun.tokens.readers.formats import SUFFIXES, is_data_file
+from relayrun.tokens.readers.inputs import paths_file_bytes, read_paths_file
+from relayrun.tokens.stores import stores
+from relayrun.tokens.stores.stores import printable
+from relayrun.tokens.tokenize.metadata import MetadataFolder, replace_link
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_DUMP = 150_000_000_000
+"""Without a number of dumps: about an hour of a large node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """A file of the dataset: its path below the dataset folder, its bytes, and which file it really is."""
+
+    path: str
+    size: int
+    identity: tuple[int, int] | str
+    """Device and inode: equal for two paths that lead to one file. Below a URL: the path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """One unit of tokenization. `files` are ordered largest first."""
+
+    index: int
+    files: tuple[DataFile, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def find_files(
+    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
+) -> list[DataFile]:
+    """All data files below `folder`, a local one or a URL that fsspec knows, ordered by path.
+
+    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of
+    `filter_in`, where given, and none of `filter_out`. Links of a local folder are followed, but not one back to
+    a folder that it lies in. Raises InputError if the folder is missing or cannot be listed, or a link to a data
+    file leads nowhere.
+    """
+
+    def is_wanted(path: str) -> bool:
+        return (
+            is_data_file(path)
+            and (not filter_in or any(text in path for text in filter_in))
+            and not any(text in path for text in filter_out)
+        )
+
+    place = stores.absolute(folder)
+    find = _find_below_url if stores.is_url(place) else _find_locally
+    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
+
+
+def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+    found = [DataFile(path=path, size=size, identity=path) for path, size in stores.find(url) if is_wanted(path)]
+    for file in found:
+        if "::" in file.path:
+            raise InputError(
+                "fsspec cannot open a name with `::`",
+                where=stores.join(url, file.path),
+                hint="rename the file, or leave it out with --filter-out",
+            )
+    return found
+
+
+def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+    if not os.path.isdir(folder):
+        hint = nearest_path(folder) or "give the folder that holds the files of text, or a URL"
+        raise InputError("there is no such dataset folder", where=folder, hint=hint)
+    dead: list[InputError] = []
+    found: list[DataFile] = []
+    top = os.stat(folder)
+    stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
+    while stack:
+        relative, ancestors = stack.pop()
+        with os.scandir(os.path.join(folder, relative)) as entries:
+            for entry in entries:
+                path = os.path.join(relative, entry.name)
+                wanted = is_wanted(path)
+                try:
+                    status = entry.stat()
+                except OSError as error:
+                    if not wanted:
+                        continue
+                    if entry.is_symlink():
+                        what, hint = f"this link leads nowhere ({error.strerror})", "mend or remove it, or --filter-out"
+                        dead.append(InputError(what, where=printable(entry.path), hint=hint))
+                        continue
+                    raise
+                identity = (status.st_dev, status.st_ino)
+                if stat.S_ISDIR(status.st_mode):
+                    if identity not in ancestors:
+                        stack.append((path, ancestors | {identity}))
+                elif wanted and stat.S_ISREG(status.st_mode):
+                    found.append(DataFile(path=path, size=status.st_size, identity=identity))
+    if dead:
+        raise together(sorted(dead, key=str), "links lead nowhere")
+    return found
+
+
+def split(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
+    """Deal `files` onto `n_dumps` dumps (never more than files), numbered from `first_index`."""
+    count = min(n_dumps, len(files))
+    parts: list[list[DataFile]] = [[] for _ in range(count)]
+    heap = [(0, 0, part) for part in range(count)]  # (bytes, files, part): files of 0 bytes are spread too
+    for file in sorted(files, key=lambda file: (-file.size, os.fsencode(file.path))):
+        size, number, part = heap[0]
+        parts[part].append(file)
+        heapq.heapreplace(heap, (size + file.size, number + 1, part))
+    return [Dump(index=first_index + part, files=tuple(kept)) for part, kept in enumerate(parts)]
+
+
+def prepare(
+    dataset_folder: str | os.PathLike[str],
+    metadata_folder: str | os.PathLike[str],
+    *,
+    filter_in: Sequence[str] = (),
+    filter_out: Sequence[str] = (),
+    n_dumps: int | None = None,
+) -> list[Dump]:
+    """Write the paths files of all files that are in no finished dump; return those dumps.
+
+    New dumps are numbered after the highest finished one, so that no output folder is used twice. The
+    whole of `dumps/` is replaced at once: after a kill it holds the old dumps or the new ones.
+    Raises RelayrunError while jobs of this folder are pending or running, or if a half-tokenized dump would
+    change under its output; InputError if no file is left.
+    """
+    if n_dumps is not None and n_dumps < 1:
+        raise InputError("the number of dumps must be at least 1", where="--n-dumps")
+    dataset = stores.absolute(dataset_folder)
+    found = find_files(dataset, filter_in=filter_in, filter_out=filter_out)
+    metadata = MetadataFolder(metadata_folder)
+    refuse_unwritable(metadata.path)
+    metadata.path.mkdir(parents=True, exist_ok=True)
+    with metadata.hold():
+        metadata.refuse_live_jobs()
+        finished = metadata.finished()
+        if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
+            raise InputError(
+                f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}",
+                where=metadata.path,
+                hint="use one metadata folder per dataset",
+            )
+        done = {name for index in finished for name in read_paths_file(metadata.completed / f"paths_file_{index}.txt")}
+        files = [file for file in found if file.path not in done]
+        if not files:
+            why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
+            raise InputError(
+                f"nothing to tokenize: {why}",
+                where=dataset,
+                hint=f"files end in {', '.join(SUFFIXES)}; look at the filters",
+            )
+        number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
+        dumps = split(files, number, first_index=finished[-1] + 1 if finished else 0)
+        contents = {dump.index: paths_file_bytes(file.path for file in dump.files) for dump in dumps}
+        _refuse_to_change_half_done(metadata, contents)
+        replace_link(metadata.raw_link, dataset)
+        metadata.write_sizes({dump.index: dump.size for dump in dumps})
+        _replace_dumps(metadata, contents)
+    return dumps
+
+
+def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
+    """Hours to tokenize `size` bytes at `seconds_per_gb` (1 GB = 10^9 bytes)."""
+    return size / 1e9 * seconds_per_gb / 3600
+
+
+def linked_twice(files: Sequence[DataFile]) -> int:
+    """How many of `files` are reached by more than one path, and so would be tokenized more than once."""
+    return len(files) - len({file.identity for file in files})
+
+
+def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
+    """Shards of a dump that failed half-way stay valid only for the paths file that they were made from."""
+    for index in metadata.pending():
+        output = metadata.tokenized_link / f"dump-{index}"
+        if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
+            raise RelayrunError(
+                f"dump {index} is half tokenized, and would now hold other files",
+                where=output,
+                hint="finish it by submitting again, or delete this folder",
+            )
+
+
+def _replace_dumps(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
+    with replaced_folder(metadata.dumps) as fresh:
+        for index, content in contents.items():
+            write_atomic(fresh / f"paths_file_{index}.txt", content)
+
+
+def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
+    """Print files, GB and estimated hours of every dump, and the totals."""
+    files = [file for dump in dumps for file in dump.files]
+    rows = [(f"dump {dump.index}", len(dump.files), dump.size) for dump in dumps]
+    rows.append(("total", len(files), sum(file.size for file in files)))
+    print(f"{'':<12} {'files':>9} {'GB':>12} {'hours':>8}")
+    for name, count, size in rows:
+        hours = estimated_hours(size, seconds_per_gb=seconds_per_gb)
+        print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
+    if twice := linked_twice(files):
+        log.warning("%s files are reached by more than one path (links) and will be tokenized again", f"{twice:,}")

@@ -1,0 +1,247 @@
+"""How many workers and which batches suit this node: short runs over a sample of the user's own files.
+
+A trial starts the real program (`preprocess_megatron.py`) on links to the files (below a URL: on the first of them,
+each once), into a temporary folder, waits until every worker tokenizes, counts what they say of their progress for
+some seconds, and ends it. Start-up, which a dump pays once, is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayrun import places
+from relayrun.errors import InputError, RelayrunError
+from relayrun.files import read_json, remove_leftovers, temporary_prefix
+from relayrun.tokens.readers.formats import SUFFIXES
+from relayrun.tokens.readers.inputs import paths_file_bytes, read_paths_file
+from relayrun.tokens.stores import stores
+from relayrun.tokens.tokenize import progress
+from relayrun.tokens.tokenize.flags import to_flags
+from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.record import NAME
+
+BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
+"""Bounds of a batch that are tried where none are given."""
+
+GOOD_ENOUGH = 0.97
+"""A part of the best rate: of settings at least so good the one with the fewest workers is recommended."""
+
+_LINKS = 20_000
+_BYTES_PER_SECOND = 100_000_000
+"""No worker reads faster."""
+_START_SECONDS = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One setting, and what it gave."""
+
+    workers: int
+    batch_bytes: int
+    tokens_per_second: float
+    """The rate of the node."""
+    worker_bytes: int
+    """Memory of the largest worker (resident set)."""
+
+
+def default_workers() -> list[int]:
+    """One, a quarter, half, and all of the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    return sorted({1, max(1, cores // 4), max(1, cores // 2), cores})
+
+
+def tune(
+    metadata_folder: str | os.PathLike[str],
+    options: TokenizeOptions,
+    *,
+    workers: Sequence[int],
+    batch_bytes: Sequence[int],
+    seconds: float,
+    temp_dir: str | None = None,
+    report: Callable[[Trial], None] = lambda trial: None,
+) -> list[Trial]:
+    """Try `options` with every pair of `workers` and `batch_bytes`, for `seconds` each.
+
+    `temp_dir` should lie on the file system that dumps are written to. Raises InputError where there are no dumps, or
+    numbers make no sense; RelayrunError with its message if a run fails.
+    """
+    if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
+        raise InputError("workers, bytes of a batch and seconds are positive numbers")
+    metadata = MetadataFolder(metadata_folder)
+    paths_files = [metadata.paths_file(index) for index in metadata.pending()]
+    paths_files += [metadata.completed / f"paths_file_{index}.txt" for index in metadata.finished()]
+    if not paths_files:
+        raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
+    dataset = metadata.dataset()
+    names = read_paths_file(paths_files[0])
+    remove_leftovers(temp_dir or tempfile.gettempdir(), shared=True)
+    trials = []
+    for count in workers:
+        for size in batch_bytes:
+            tried = options.model_copy(update={"tasks": count, "workers": count, "batch_bytes": size})
+            with tempfile.TemporaryDirectory(
+                dir=temp_dir, prefix=f"{temporary_prefix()}tune-", ignore_cleanup_errors=True
+            ) as place:
+                trials.append(_trial(Path(place), dataset, names, tried, seconds))
+            report(trials[-1])
+    return trials
+
+
+def recommended(trials: Sequence[Trial]) -> Trial:
+    """The fewest workers, and then the smallest batch, that are about as fast as the best."""
+    best = max(trial.tokens_per_second for trial in trials)
+    good = [trial for trial in trials if trial.tokens_per_second >= GOOD_ENOUGH * best]
+    return min(good, key=lambda trial: (trial.workers, trial.batch_bytes))
+
+
+def row(trial: Trial | None) -> str:
+    """A line of the table; None: its head."""
+    cells = ("workers", "batch bytes", "Mtok/s node", "Mtok/s core", "GB a worker")
+    if trial is not None:
+        rate = trial.tokens_per_second / 1e6
+        cells = (
+            f"{trial.workers}",
+            f"{trial.batch_bytes:,}",
+            f"{rate:.2f}",
+            f"{rate / trial.workers:.2f}",
+            f"{trial.worker_bytes / 1e9:.2f}",
+        )
+    return "  ".join(cell.rjust(11) for cell in cells)
+
+
+def advice(trial: Trial) -> str:
+    """What to write into a config."""
+    return (
+        f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
+        f"and tasks: {trial.workers} or more"
+    )
+
+
+def _trial(place: Path, dataset: str, names: Sequence[str], options: TokenizeOptions, seconds: float) -> Trial:
+    output, log, workers = place / "tokens", place / "log", options.workers
+    most_bytes = workers * seconds * _BYTES_PER_SECOND
+    if stores.is_url(dataset):
+        names = _first(dataset, names, least=workers, most_bytes=most_bytes)
+    else:
+        files, dataset = [os.path.join(dataset, name) for name in names], str(place / "data")
+        os.mkdir(dataset)
+        names = _link(files, Path(dataset), least=workers, most_bytes=most_bytes)
+    (place / "paths").write_bytes(paths_file_bytes(names))
+    command = [
+        sys.executable,
+        str(places.shared("scripts/tokenization/preprocess_megatron.py")),
+        "--output-folder",
+        str(output),
+        "--dataset",
+        dataset,
+        "--paths-file",
+        str(place / "paths"),
+        *to_flags(options),
+    ]
+    environment = os.environ | {progress.VARIABLE: "0.5"}
+    with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
+        try:
+            rate, memory = _measure(process, output, workers, seconds)
+        finally:
+            _end(process)
+    if process.returncode > 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), len(lines) - 1)
+        raise RelayrunError("\n".join(lines[first:]).removeprefix("error: "))
+    if rate is None:  # everything was done before the time was over
+        tasks = read_json(output / NAME)["shards"].values()
+        busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
+        rate = sum(task["tokens"] for task in tasks) / busy
+    return Trial(workers=workers, batch_bytes=options.batch_bytes, tokens_per_second=rate, worker_bytes=memory)
+
+
+def _first(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
+    """The first of the files below a URL, which cannot be linked: as many as the trial can read."""
+    if len(names) < least:
+        raise InputError(
+            f"{least} workers need as many files, and the first dump has {len(names)}",
+            where=url,
+            hint="give fewer --workers, or prepare fewer dumps",
+        )
+    total, chosen = 0, list[str]()
+    for name in names:
+        if len(chosen) >= least and total >= most_bytes:
+            break
+        chosen.append(name)
+        total += stores.stat(stores.join(url, name))[0]
+    return chosen
+
+
+def _link(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) -> list[str]:
+    """Links to the files, over and over, as many as the trial can read, and at least `least`."""
+    names: list[str] = []
+    total = 0
+    while len(names) < least or (total < most_bytes and len(names) < _LINKS):
+        file = files[len(names) % len(files)]
+        total += os.stat(file).st_size
+        suffix = max((each for each in SUFFIXES if file.lower().endswith(each)), key=len)
+        names.append(f"{len(names):06d}{suffix}")
+        os.symlink(file, folder / names[-1])
+    return names
+
+
+def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
+    """Tokens per second of all workers, None if the program has ended by itself; and the largest worker's memory."""
+    first: dict[str, progress.Running] = {}
+    last: dict[str, progress.Running] = {}
+    begun, counting, memory = time.monotonic(), 0.0, 0
+    while process.poll() is None:
+        for task in progress.read(output):
+            if task.tokens:
+                first.setdefault(task.shard, task)
+                last[task.shard] = task
+        now = time.monotonic()
+        memory = max([memory, *_memory(process.pid)])
+        if len(first) >= workers:
+            counting = counting or now
+            if now - counting >= seconds:
+                return sum(
+                    (last[name].tokens - first[name].tokens) / (last[name].at - first[name].at)
+                    for name in first
+                    if last[name].at > first[name].at
+                ), memory
+        elif now - begun > _START_SECONDS:
+            raise RelayrunError(
+                f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s",
+                hint="give fewer --workers; is the file system slow?",
+            )
+        time.sleep(0.2)
+    return None, memory
+
+
+def _memory(pid: int) -> list[int]:
+    """Resident bytes of a process and of those that it started."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return [int(each.memory_info().rss) for each in (process, *process.children(recursive=True))]
+    except psutil.Error:  # one of them has just ended
+        return []
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program; its workers leave with it."""
+    import psutil
+
+    try:
+        workers = psutil.Process(process.pid).children(recursive=True)
+    except psutil.Error:
+        workers = []
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    psutil.wait_procs(workers, timeout=30)

@@ -1,0 +1,1 @@
+"""The training program: batches in, checkpoints out. Started once per rank as `python -m relayrun.train`."""

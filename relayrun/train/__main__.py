@@ -1,0 +1,196 @@
+"""`python -m relayrun.train --run-dir R --attempt N`, one process per rank.
+
+Exit codes: 0 done, saved or exit; 3 fatal (another attempt would fail in the same way); 1 anything else.
+Rank 0 leaves `outcome.json`, written last; there is none with code 1, and where another rank had the fatal error:
+its failure record says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.plan import read_format
+from relayrun.control.rundir.records import Failure, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
+from relayrun.train import megatron_core, own_node
+from relayrun.train.reporting import agent_link
+from relayrun.train.reporting.heartbeat import Pulse, is_first_of_node, node_name
+from relayrun.train.reporting.timings import Timings
+from relayrun.train.signals import SignalFlag, dump_stacks_on_request
+
+if TYPE_CHECKING:  # it takes long to import
+    from relayrun.config.compose.schema import RunConfig
+
+log = logging.getLogger(__name__)
+
+FATAL = 3
+
+OF_THE_PROGRAM = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""Errors of the code or its input, which every attempt meets before its first step, where nothing is computed yet.
+
+Not among them: what a node, a device, a file system or another rank can cause (OSError, ImportError, RuntimeError).
+"""
+OF_THE_NODE = re.compile(r"\bdevice|\bcuda\b", re.I)
+"""What torch asserts of the GPUs of a node."""
+TORN = (UnicodeError, json.JSONDecodeError)
+"""Kinds of ValueError that a file system which is away for a while causes, too."""
+
+PROGRAM = ("relayrun.config.compose.compose", "relayrun.train.loop", "relayrun.train.reporting.debugging")
+"""What `main` imports after its first sign of life."""
+
+WORDS = 2000
+"""Characters of an error that a failure record keeps."""
+
+
+def main(flag: SignalFlag) -> int:
+    """Train one attempt on this rank, until it is done or leaves; return the exit code, as the module says.
+
+    An error of the attempt is not raised: it is printed and becomes a failure record, and a fatal outcome where no
+    other attempt would do better.
+    """
+    parser = argparse.ArgumentParser(prog="python -m relayrun.train", description="Train one attempt on this rank.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--base-iteration", type=int, help="of a later round, which starts from another checkpoint")
+    parser.add_argument("--base-path", help="the folder of that checkpoint; none: the beginning")
+    arguments = parser.parse_args()
+    began = time.time()
+    run = Run(arguments.run_dir.absolute())
+    attempt = run.attempt(arguments.attempt)
+    rank, node = int(os.environ["RANK"]), node_name(os.environ)
+    dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
+    base = 0
+    pulse: Pulse | None = None
+    try:
+        begin = attempt.read_begin()
+        if begin is None:
+            raise RelayrunError("this attempt has not begun", where=attempt.begin)
+        if arguments.base_iteration is not None:
+            begin = replace(begin, base_iteration=arguments.base_iteration, base_path=arguments.base_path)
+        base = begin.base_iteration
+        if rank == 0:
+            read_format(run)  # refuses a directory that a newer version wrote
+        timings = Timings(begin)
+        pulse = Pulse(
+            attempt.heartbeats,
+            node=node,
+            active=is_first_of_node(),
+            iteration=base,
+            timings=timings,
+            rare=agent_link.memory_folder() is not None,
+        )
+        pulse.beat()
+        if is_first_of_node() and not agent_link.has_agent():
+            own_node.look(run, attempt, node)
+        quiet_libraries()
+        megatron_core.check()
+        # from here on imports that take long; nsys must be around the process before torch is there
+        from relayrun.train.reporting import debugging
+
+        config = config_of(run.config_revision(begin.config_revision))
+        debug = run.debug_of(attempt.number)
+        debugging.enter_nsys(config.debug, debug / "profile", rank)
+        if config.debug.log_nccl:
+            debugging.log_nccl(debug / "nccl", node=node, rank=rank)
+        from relayrun.train.loop import train
+
+        debugging.write_surroundings(run, begin, config, rank=rank, node=node, first_of_node=is_first_of_node())
+        train(run, begin, config, flag, timings, pulse, process_began=began)
+    except BaseException as error:
+        if isinstance(error, RelayrunError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        fatal = would_come_again(error, before_first_step=pulse is None or pulse.phase == "start")
+        record_failure(attempt, rank, node, error, repeats=fatal)
+        if fatal and rank == 0:
+            reason = str(error) if isinstance(error, RelayrunError) else f"{type(error).__name__}: {error}"
+            saved = [commit.iteration for commit in attempt.read_commits()]
+            outcome = Outcome(outcome="fatal", reason=reason, iteration=max(saved, default=base), time=time.time())
+            outcome.write(attempt.outcome)
+        return FATAL if fatal else 1
+    return 0
+
+
+@functools.cache
+def config_of(revision: Path) -> RunConfig:
+    """Read a revision of a run's config, which never changes; a process that forks ranks has read it for them."""
+    from relayrun.config.compose import compose
+
+    return compose.native(compose.read_resolved(revision))
+
+
+def quiet_libraries() -> None:
+    """Leave out what torch and megatron-core say to their own authors, at every import, config and save.
+
+    PYTHONWARNINGS may ask for it.
+    """
+    for kind in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=kind, module=r"(torch|megatron)\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+
+
+def import_quietly() -> None:
+    """Import PROGRAM, for a process that forks ranks. Computes nothing."""
+    quiet_libraries()
+    megatron_core.check()
+    for module in PROGRAM:
+        importlib.import_module(module)
+
+
+def would_come_again(error: BaseException, *, before_first_step: bool) -> bool:
+    """Whether every attempt would meet this error, whatever its nodes."""
+    if isinstance(error, (FatalTrainingError, ConfigError)):
+        return True
+    if isinstance(error, RelayrunError) and error.__cause__ is not None:  # a user's hook failed in this way
+        return would_come_again(error.__cause__, before_first_step=before_first_step)
+    node = isinstance(error, TORN) or (isinstance(error, AssertionError) and OF_THE_NODE.search(str(error)))
+    return before_first_step and isinstance(error, OF_THE_PROGRAM) and not node
+
+
+def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException, *, repeats: bool = False) -> None:
+    """Leave this rank's own words on its end. Its first line is the cause only if its time is the first of all:
+    the other ranks then fail in their collectives."""
+    words = f"{type(error).__name__}: {error}"[:WORDS]
+    failure = Failure(rank=rank, node=node, error=words, time=time.time(), repeats=repeats)
+    try:
+        attempt.failures.mkdir(exist_ok=True)
+        failure.write(attempt.failures / f"rank-{rank:04}.json")
+    except OSError as problem:
+        log.warning("failure not recorded: %s", problem)
+
+
+if __name__ == "__main__":
+    log_to_stderr()
+    flag = SignalFlag()
+    flag.install()
+    code = main(flag)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # no waiting for threads and process groups: a rank that failed must end, so that the others are ended too
+    os._exit(code)

@@ -1,0 +1,127 @@
+"""Blocks of a checkpoint that several ranks want are read by one of them, and sent to the others.
+
+In rounds: each rank reads some blocks and compares them with their hashes, the ranks agree that all went well, and then
+every rank sends to the whole group what it has read, while it reads what the next round sends. What fails on one rank
+is raised on all of the group, at the end of the round: none waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from relayrun.train.checkpoint.division import Place, divide, rounds
+from relayrun.train.messages import portable
+
+ROUND = 1 << 28
+"""Bytes that a rank reads in a round, at most; a larger block is a round of its own. Two rounds are in memory."""
+PIECE = 1 << 26
+"""Bytes that are sent at a time: so much memory it takes on the device."""
+
+
+class Exchange:
+    """The ranks that want the same blocks, as data-parallel replicas do."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, round_size: int = ROUND, piece: int = PIECE
+    ) -> None:
+        """`device`: from where `group` sends. `round_size`, `piece`: see ROUND and PIECE."""
+        self._group = group
+        self._device = device
+        self._round = round_size
+        self._piece = piece
+
+    def blocks(
+        self,
+        wanted: Sequence[Place],
+        read: Callable[[Place], bytearray],
+        put: Callable[[Place, bytearray], None],
+        *,
+        met: Exception | None = None,
+    ) -> None:
+        """Give each of the `wanted` blocks to `put`, in any order; all ranks of the group together.
+
+        `read` is called for the blocks that this rank reads, in another thread as well. Raises on every rank what
+        either of them raised on the first rank where one did; but an error with a block that no other rank wants is
+        raised here alone. `met`: why this rank does not even know what it wants; it is raised on all as well.
+        """
+        try:
+            piece = torch.empty(self._piece, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:  # the device has no room
+            met = met or error
+        self._agree(met)
+        everywhere: list[list[Place]] = [[]] * self._group.size()
+        dist.all_gather_object(everywhere, list(wanted), group=self._group)
+        division, own = divide(everywhere), self._group.rank()
+        parts = [rounds(places, self._round) for places in division.shared]
+        if last := max(map(len, parts)):
+            self._exchange(parts, last, set(wanted), read, put, piece)
+        for place in division.alone[own]:
+            put(place, read(place))
+
+    def _exchange(
+        self,
+        parts: list[list[list[Place]]],
+        last: int,
+        wanted: set[Place],
+        read: Callable[[Place], bytearray],
+        put: Callable[[Place, bytearray], None],
+        piece: torch.Tensor,
+    ) -> None:
+        own = self._group.rank()
+        mine: list[list[Place]] = parts[own] + [[]] * (last - len(parts[own]))
+        met: Exception | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
+            ahead = reader.submit(_all, read, mine[0])
+            for number in range(last):
+                found: list[bytearray] = []
+                try:
+                    found = ahead.result()
+                except Exception as error:
+                    met = met or error
+                self._agree(met)
+                following = mine[number + 1] if number + 1 < last else []
+                ahead = reader.submit(_all, read, following)
+                for rank, each in enumerate(parts):
+                    for index, place in enumerate(each[number] if number < len(each) else ()):
+                        data = self._send(rank, place, found[index] if rank == own else None, place in wanted, piece)
+                        if data is not None and met is None:
+                            try:
+                                put(place, data)
+                            except Exception as error:
+                                met = error
+            self._agree(met)
+
+    def _send(
+        self, sender: int, place: Place, data: bytearray | None, wanted: bool, piece: torch.Tensor
+    ) -> bytearray | None:
+        """Send a block from one rank to all; return it where it is wanted. `data`: there, on the sender."""
+        sending = data is not None
+        if data is None and wanted:
+            data = bytearray(place.bytes)
+        whole = None if data is None else torch.frombuffer(data, dtype=torch.uint8)
+        for start in range(0, place.bytes, self._piece):
+            part = piece[: min(self._piece, place.bytes - start)]
+            here = None if whole is None else whole[start : start + len(part)]
+            if sending and here is not None:
+                part.copy_(here)
+            dist.broadcast(part, group=self._group, group_src=sender)
+            if not sending and here is not None:
+                here.copy_(part)
+        return data if wanted else None
+
+    def _agree(self, met: Exception | None) -> None:
+        """Go on where no rank of the group met an error; raise that of the first rank that did on all of them."""
+        failed = torch.full((1,), int(met is not None), dtype=torch.int32, device=self._device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+        if int(failed.item()):
+            errors: list[Exception | None] = [None] * self._group.size()
+            dist.all_gather_object(errors, None if met is None else portable(met), group=self._group)
+            raise next(error for error in errors if error is not None)
+
+
+def _all(read: Callable[[Place], bytearray], places: Sequence[Place]) -> list[bytearray]:
+    return [read(place) for place in places]

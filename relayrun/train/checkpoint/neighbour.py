@@ -1,0 +1,168 @@
+"""Copies in the memory of the next node, for rounds after the loss of a node: a ring over the nodes.
+
+Rank r of a node sends each of its copies to the rank with the same place on the next node, beside the steps that
+follow, and takes that of the node before. It goes by messages of the group that all ranks are in, with a tag of their
+own (see `training.messages`): no port is opened, and nobody else can send. A copy counts when its last byte has come
+and all bytes have the hash that the sender wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from relayrun.control.agent.memory import HEADER, SLOTS, NoRoom, Slot
+from relayrun.train.checkpoint.background import NICE
+from relayrun.train.checkpoint.memory_copy import Bytes, MemoryCopy, body_of, sealed, whole
+from relayrun.train.parallel import Ranks
+
+log = logging.getLogger(__name__)
+
+COPIES = 2
+"""Tag of the messages; those of saves have another."""
+CHUNK = 1 << 22
+"""Bytes of a message: what others have to say to that rank waits for one at most."""
+SPARE = 1 << 20
+"""Bytes of room besides a copy, so that the next one, which may be a little larger, finds it too."""
+
+
+class Neighbour:
+    """This rank's place in the ring. All ranks call `begin` and `bring` at the same copies."""
+
+    def __init__(self, folder: Path, ranks: Ranks, *, per_node: int) -> None:
+        """`folder`: of the agent of this node. `per_node`: ranks of each node; there are two nodes at least."""
+        self._ranks = ranks
+        self._next = (ranks.rank + per_node) % ranks.world_size
+        self._before = (ranks.rank - per_node) % ranks.world_size
+        self._slots = [Slot(folder, self._before, number, kept=True) for number in range(SLOTS)]
+        self._thread: threading.Thread | None = None
+        self._complained = False
+        self.seconds = 0.0
+        """What the last exchange took."""
+
+    def begin(self, copy: MemoryCopy) -> None:
+        """Send this rank's copy to the next node, and keep that of the node before. `wait` says when that is over."""
+        self._thread = threading.Thread(target=self._run, args=(copy,), name="neighbour", daemon=True)
+        self._thread.start()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a copy still is."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when nothing is under way: the copy that is being sent may change."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def void(self, *, after: int = -1) -> None:
+        """Let no copy count that is later than iteration `after`."""
+        self.wait()
+        void(self._slots, after=after)
+
+    def bring(self, iteration: int, lost: Sequence[bool], own: Slot) -> MemoryCopy | None:
+        """Bring back copies that were lost, from the nodes that keep them; return this rank's, which is then in `own`.
+
+        `lost`: for each rank, whether it has no copy of this iteration. None for a rank whose copy is not lost, and for
+        one whose copy nobody has.
+        """
+        kept = None
+        if lost[self._before]:
+            found = (whole(slot, rank=self._before, ranks=len(lost), iteration=iteration) for slot in self._slots)
+            kept = next((copy for copy in found if copy is not None), None)
+        taken = self._swap(
+            to=self._before if lost[self._before] else None,
+            copy=kept,
+            source=self._next if lost[self._ranks.rank] else None,
+            slots=[own],
+            of=self._ranks.rank,
+        )
+        if not taken:
+            return None
+        return whole(own, rank=self._ranks.rank, ranks=len(lost), iteration=iteration)
+
+    def _run(self, copy: MemoryCopy) -> None:
+        thread = threading.get_native_id()  # on Linux a priority is of a thread
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+        started = time.perf_counter()
+        try:
+            self._swap(to=self._next, copy=copy, source=self._before, slots=self._slots, of=self._before)
+        except (RuntimeError, OSError, ValueError) as error:  # a rank is gone, and this one is ended soon
+            self._complain(f"{type(error).__name__}: {error}")
+        self.seconds = time.perf_counter() - started
+
+    def _swap(
+        self, *, to: int | None, copy: MemoryCopy | None, source: int | None, slots: Sequence[Slot], of: int
+    ) -> bool:
+        """Send a copy to one rank while that of rank `of` comes from another into the older of `slots`.
+
+        Both sides of a transfer call this at the same time. A copy of None is sent as a header without one. Returns
+        whether a copy has come, and counts.
+        """
+        header = b"" if copy is None else json.dumps(copy.header).encode()
+        words = np.zeros(HEADER, dtype=np.uint8)
+        words[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+        theirs = np.zeros(HEADER, dtype=np.uint8)
+        self._pass(to, words, source, theirs)
+        text = theirs.tobytes().rstrip(b"\0")
+        coming = json.loads(text) if text else {"size": 0}
+        size = int(coming["size"])
+        slot = min(slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
+        into = self._room(slots, slot, size) if size else None
+        content, going = xxhash.xxh3_128(), copy.body if copy is not None and to is not None else words[:0]
+        for at in range(0, max(len(going), size), CHUNK):
+            until = min(at + CHUNK, size)
+            part = np.empty(max(0, until - at), dtype=np.uint8) if into is None else into[at:until]
+            self._pass(to, going[at : at + CHUNK], source, part)
+            content.update(part.data)
+        if into is None:
+            return False
+        if coming.get("rank") != of or sealed(content, coming) != coming["hash"]:
+            self._complain(f"the copy of rank {of} did not arrive as it was sent")
+            return False
+        slot.commit(**coming)
+        return True
+
+    def _pass(self, to: int | None, out: Bytes, source: int | None, into: Bytes) -> None:
+        works = []
+        if to is not None and len(out):
+            works.append(dist.isend(torch.from_numpy(out), to, self._ranks.cpu_group, COPIES))
+        if source is not None and len(into):
+            works.append(dist.irecv(torch.from_numpy(into), source, self._ranks.cpu_group, COPIES))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _room(self, slots: Sequence[Slot], slot: Slot, size: int) -> Bytes | None:
+        """The bytes of a slot that is void, with room; None where this node has none, and nothing is kept."""
+        try:
+            for each in slots:
+                each.reserve(size, spare=SPARE)
+        except (NoRoom, OSError, ValueError) as error:
+            self._complain(f"no copies of rank {self._before} are kept here: {error}")
+            return None
+        slot.void()
+        return body_of(slot, size)
+
+    def _complain(self, words: str) -> None:
+        if not self._complained:
+            log.warning("rank %s: neighbour's copies in memory: %s", self._ranks.rank, words)
+        self._complained = True
+
+
+def void(slots: Sequence[Slot], *, after: int) -> None:
+    """Let no copy count that is later than iteration `after`."""
+    for slot in slots:
+        if after < 0 or (slot.header() or {"iteration": -1})["iteration"] > after:
+            slot.void()

@@ -1,0 +1,141 @@
+"""What the ranks do after a step: rank 0 looks, everybody agrees.
+
+| cause | seen by | then | outcome |
+|---|---|---|---|
+| SIGUSR2, SIGTERM | any rank | save, leave | saved |
+| `attempts/N/stop` | rank 0 | save, leave | saved |
+| the time limit less the lead | rank 0 | save, leave | saved |
+| `triggers/exit` | rank 0 | save, leave, end the chain | exit |
+| `triggers/save` | rank 0 | save, go on | |
+| a save in the background is over | every rank | conclude it | |
+
+One small all-reduce per step (gloo, on the host) carries it; no rank decides for itself. Where the agent of its node
+says that nobody asks for anything (`agent.requests`), rank 0 leaves the files alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relayrun.control.agent import requests
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.records import AttemptStart, OutcomeName
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.triggers import Trigger
+from relayrun.train.signals import SignalFlag
+
+if TYPE_CHECKING:  # it imports torch
+    from relayrun.train.parallel import Ranks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks agreed on."""
+
+    leave: OutcomeName | None = None
+    save: bool = False
+    """Somebody touched triggers/save."""
+    saving: bool = False
+    """A save under way is not over on some rank."""
+    reason: str = ""
+    """Why to leave, in words; complete on rank 0 alone."""
+
+
+class Control:
+    """Looks for reasons to save or to leave.
+
+    `agent`: the folder in memory in which the agent of this node leaves its word; None: nobody looks for this rank.
+    """
+
+    def __init__(
+        self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag, *, agent: Path | None = None
+    ) -> None:
+        self._run = run
+        self._attempt = run.attempt(begin.attempt)
+        self._ranks = ranks
+        self._flag = flag
+        self._job_end = begin.job_end_time
+        self.lead = begin.lead
+        """Seconds before the end of the job at which to leave; may be moved at any time."""
+        self._agent = agent
+        self._looked = -math.inf
+        """When it last looked at the files, by the monotonic clock."""
+        self._stop: list[str] = []
+        self._exit: Trigger | None = None
+        self._save: Trigger | None = None
+        self._taken: set[Trigger] = set()
+
+    def look(self, *, saving: bool = False) -> Agreement:
+        """Agree with the other ranks. Called by all of them, as often on each.
+
+        `saving`: this rank's part of a save is not over.
+        """
+        reasons: list[str] = []
+        if self._ranks.rank == 0:
+            if self._job_end is not None and time.time() >= self._job_end - self.lead:
+                reasons.append("time limit near")
+            self._look_at_files()
+            reasons += self._stop
+        received = 0 if self._flag.received is None else self._flag.received.value
+        signalled, asked, exit_now, save_now, busy = self._ranks.maximum(
+            [received, bool(reasons), self._exit is not None, self._save is not None, saving]
+        )
+        if exit_now:
+            reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
+            return Agreement(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
+        if signalled or asked:
+            words = [signal.Signals(signalled).name] if signalled else []
+            return Agreement(leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons))
+        return Agreement(save=bool(save_now), saving=bool(busy))
+
+    def take(self) -> tuple[Trigger, ...]:
+        """The triggers that the last `look` saw, on rank 0; no `look` reports them again.
+
+        So a file that cannot be removed does not count for ever, and a save under way is asked for once.
+        """
+        taken = tuple(trigger for trigger in (self._save, self._exit) if trigger is not None)
+        self._taken.update(taken)
+        self._save = self._exit = None
+        return taken
+
+    def acknowledge(self, taken: Sequence[Trigger], iteration: int, result: str) -> None:
+        """Answer triggers that were taken."""
+        for trigger in taken:
+            try:
+                triggers.acknowledge(self._run, trigger, iteration=iteration, result=result)
+            except OSError as error:
+                log.warning("trigger %s not acknowledged: %s", trigger.name, error)
+
+    def _look_at_files(self) -> None:
+        """Look what somebody asks; beside an agent only where it says so, and once a second."""
+        if self._agent is not None:
+            if requests.nothing_asked(self._agent):
+                self._stop, self._exit, self._save = [], None, None
+                return
+            if time.monotonic() - self._looked < requests.LOOK_SECONDS:
+                return  # what was seen then holds until it is taken
+        self._looked, self._stop = time.monotonic(), []
+        try:
+            self._stop = self._stop_file()
+            self._exit, self._save = self._trigger("exit"), self._trigger("save")
+        except OSError as error:  # a file system that fails for a moment is no reason to lose steps
+            log.warning("could not look for stop and triggers: %s", error)
+
+    def _trigger(self, name: triggers.Name) -> Trigger | None:
+        trigger = triggers.look(self._run, name)
+        return None if trigger in self._taken else trigger
+
+    def _stop_file(self) -> list[str]:
+        if not self._attempt.stop.exists():
+            return []
+        text = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip()
+        return [f"stop file: {text}" if text else "stop file"]

@@ -1,0 +1,136 @@
+"""Which mapping a model has: the one that its config names, or the built-in one whose settings are the model's."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from relayrun.config.compose.schema import Model
+from relayrun.errors import ConfigError, InputError
+from relayrun.train.export.apertus import APERTUS
+from relayrun.train.export.llama import LLAMA
+from relayrun.train.export.mixtral import MIXTRAL
+from relayrun.train.export.model_mapping import ModelMapping
+from relayrun.train.export.qwen3 import QWEN3
+
+BUILT_IN = (LLAMA, QWEN3, MIXTRAL, APERTUS)
+
+_HOW_IT_IS_COMPUTED = frozenset({"moe_grouped_gemm", "moe_router_dtype"})
+"""Settings of `model.transformer` on which what a model computes does not depend, but for rounding."""
+
+_KNOWN = frozenset(
+    {
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "rotary_base",
+        "rope_scaling_factor",
+        "norm_epsilon",
+        "init_method_std",
+        "hidden_dropout",
+        "attention_dropout",
+        "untie_embeddings_and_output_weights",
+        "make_vocab_size_divisible_by",
+        "mapping",
+        "transformer",
+    }
+)
+"""Settings of the section `model` that a config.json says, or that training alone knows; others refuse the export."""
+
+
+def for_model(model: Model, path: str | None = None) -> ModelMapping:
+    """Return the mapping at the import path `path`, or that of the model's own config, or the built-in that fits.
+
+    Raises ConfigError if the path leads to none, and InputError, with what differs, if no built-in one fits.
+    """
+    path = path or getattr(model, "mapping", None)
+    if path is not None:
+        return from_path(path)
+    differences = {mapping.name: _differences(mapping, model) for mapping in BUILT_IN}
+    for mapping in BUILT_IN:
+        if not differences[mapping.name]:
+            return mapping
+    nearest = min(differences, key=lambda name: len(differences[name]))
+    raise InputError(
+        f"no class of transformers is known for this model; nearest is {nearest}: {', '.join(differences[nearest])}",
+        where="model.transformer",
+        hint="give a mapping of your own by its import path: --mapping, or model.mapping (docs/export.md)",
+    )
+
+
+def for_config(config: Mapping[str, Any], path: str | None = None, *, where: object) -> ModelMapping:
+    """Return the mapping at the import path `path`, or the built-in one of a config.json.
+
+    Raises ConfigError if the path leads to none, and InputError if there is no built-in one, or it is for another type.
+    """
+    kind = config.get("model_type")
+    if path is not None:
+        mapping = from_path(path)
+        if mapping.model_type != kind:
+            raise InputError(f"model_type is {kind!r}; {path} is for {mapping.model_type!r}", where=where)
+        return mapping
+    known = {mapping.model_type: mapping for mapping in BUILT_IN}
+    if kind not in known:
+        raise InputError(
+            f"model_type is {kind!r}; only {', '.join(map(repr, known))} can be imported",
+            where=where,
+            hint="give a mapping of your own by its import path with --mapping (docs/export.md)",
+        )
+    return known[kind]
+
+
+def from_path(path: str) -> ModelMapping:
+    """Import a mapping from `package.module:name`. Raises ConfigError."""
+    module, _, name = path.partition(":")
+    hint = "write package.module:name, a ModelMapping, where this Python finds the module (PYTHONPATH)"
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is None:
+        raise ConfigError(f"{path!r} is no import path", where="mapping", hint=hint)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} cannot be imported: {words}", where="mapping", hint=hint) from error
+    if not isinstance(found, ModelMapping):
+        raise ConfigError(f"{path} is {type(found).__name__}, not a ModelMapping", where="mapping", hint=hint)
+    return found
+
+
+def require_llama(model: Model, where: object) -> ModelMapping:
+    """Return the Llama's mapping. Raises InputError for another model: what Megatron's folders hold has one alone."""
+    if own := _own(model):
+        raise InputError(
+            f"only a Llama goes across the border to Megatron-LM; this has {', '.join(own)}",
+            where=where,
+            hint="`relayrun export hf` knows more models",
+        )
+    return LLAMA
+
+
+def _differences(mapping: ModelMapping, model: Model) -> list[str]:
+    """What a model has, or lacks, that models of the class have not, or have."""
+    own = _own(model)
+    lacking = [
+        f"{name} is {getattr(model.transformer, name)!r}, not {value!r}"
+        for name, value in mapping.transformer.items()
+        if getattr(model.transformer, name) != value
+    ]
+    if "num_moe_experts" in mapping.settings and model.transformer.num_moe_experts is None:
+        lacking.append("num_moe_experts is None")
+    known = {*mapping.transformer, *mapping.settings, *_HOW_IT_IS_COMPUTED}
+    return lacking + [f"{name} is {value!r}" for name, value in own.items() if name not in known]
+
+
+def _own(model: Model) -> dict[str, Any]:
+    """What the settings of a model make of it besides a Llama."""
+    found = dict(model.transformer.of_the_weights)
+    balancing = model.transformer.moe_router_load_balancing_type
+    if "sinkhorn" in balancing:  # it weighs experts in another way, behind the training too
+        found["moe_router_load_balancing_type"] = balancing
+    for name, setting in Model.model_fields.items():
+        if name not in _KNOWN and getattr(model, name) != setting.default:
+            found[name] = getattr(model, name)
+    return found

@@ -1,0 +1,149 @@
+"""`python -m relayrun.train.export.evaluate`: the job that evaluates one checkpoint, whole or with a recorded failure.
+
+It exports the checkpoint, lets go of it, and runs lm-evaluation-harness on the named tasks or a command of the user's
+own, or the mean loss on the run's validation sets where neither is named. A checkpoint of another trainer is converted
+by a command. Where another job has claimed the checkpoint it ends at once. torch is imported only where it is needed:
+a program of somebody else's may run in a Python without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from relayrun.config.compose import compose
+from relayrun.config.compose.schema import CommonConfig, Evaluation, RunConfig
+from relayrun.control.chain import campaign, messenger
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.evaluations import EvaluationDir, Result, Results
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.wandb import wandb_mode
+from relayrun.errors import InputError, RelayrunError, run_main
+from relayrun.train.export.own_commands import OwnCommands
+from relayrun.train.reporting.wandb_evaluations import tell
+
+log = logging.getLogger(__name__)
+
+
+class Ended(BaseException):
+    """Raised where the scheduler ends this job."""
+
+
+def evaluate(run: Run, iteration: int, attempt: int) -> Result | None:
+    """Evaluate one checkpoint and record the result; None if it was another job's."""
+    job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
+    folder = evaluations.directory(run, iteration, attempt)
+    if not evaluations.claim(folder, job_id, socket.gethostname()):
+        return None
+    started = time.time()
+    about: dict[str, Any] = {"iteration": iteration, "attempt": attempt, "job_id": job_id}
+    keep = False
+    try:
+        due = {(number, commit.iteration): commit for number, commit in evaluations.due(run)}
+        commit = due.get((attempt, iteration))
+        if commit is None:
+            raise InputError("this checkpoint does not count any more, or is not to be evaluated", where=folder.path)
+        config = compose.read_resolved(run.config_revision(run.revisions()[-1]))
+        settings = config.evaluation
+        if settings is None:
+            raise InputError("this run's config has no section `evaluation`", where=run.config)
+        keep = settings.keep_exported
+        found, said = _scored(run, config, settings, folder, Path(commit.path))
+        about |= {"status": "done", "results": found, "settings": said}
+    except (Exception, Ended) as error:
+        text = str(error) if isinstance(error, (RelayrunError, Ended)) else f"{type(error).__name__}: {error}"
+        about |= {"status": "failed", "error": text}
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is over; what is left takes no time
+        if not keep:
+            shutil.rmtree(folder.model, ignore_errors=True)
+    about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
+    result = Result(**about, time=time.time(), seconds=time.time() - started)
+    evaluations.finish(run, result)
+    if run.plan.exists():
+        messenger.tell(run, Plan.load(run), at_work=False)
+        campaign.attend(run)  # a run may have waited for this result
+    tell_wandb(run)
+    return result
+
+
+def _scored(
+    run: Run, config: CommonConfig, settings: Evaluation, folder: EvaluationDir, checkpoint: Path
+) -> tuple[Results, dict[str, Any]]:
+    """Make a folder of transformers, and its score."""
+    own = OwnCommands(run, config, folder, checkpoint)
+    if isinstance(config, RunConfig):
+        from relayrun.train.export import score
+        from relayrun.train.export.checkpoint_source import find_checkpoint
+
+        source, model = find_checkpoint(run, folder.iteration), folder.model
+        score.export(source, model)
+        if not settings.tasks and not settings.command:
+            folder.exported.touch()
+            return score.held_out(source, model, settings)
+    else:
+        model = own.convert()
+    if model != checkpoint:  # otherwise it is needed to the end
+        folder.exported.touch()
+    if settings.command:
+        return own.score(model)
+    from relayrun.train.export import score
+
+    return score.run_tasks(model, settings)
+
+
+def tell_wandb(run: Run) -> None:
+    """Hand the results to W&B where it is on. The evaluation stands, whatever happens here."""
+    mode = wandb_mode(os.environ)
+    if mode is None:
+        return
+    try:
+        tell(run, compose.read_resolved(run.config_revision(run.revisions()[-1])), mode)
+    except Exception as error:
+        log.warning("W&B: %s: %s; sync_wandb.py sends what it lacks", type(error).__name__, error)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise Ended(f"{signal.Signals(number).name}: the time limit was reached, or the job was cancelled")
+
+
+def report(folder: EvaluationDir, result: Result | None) -> int:
+    """Print the result of an evaluation; return the exit code."""
+    if result is None:
+        print(f"iteration {folder.iteration} is evaluated by another job: {folder.claim}")
+        return 0
+    if result.status == "failed":
+        print(f"error: {result.error}", file=sys.stderr)
+        return 1
+    for task, metrics in result.results.items():
+        print(f"iteration {result.iteration}  {task}  " + "  ".join(f"{k} {v:.6g}" for k, v in metrics.items()))
+    return 0
+
+
+def main() -> int:
+    """Evaluate the checkpoint that the arguments name; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="relayrun.train.export.evaluate", description="Evaluate one checkpoint of a run."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--iteration", type=int, required=True)
+    parser.add_argument("--attempt", type=int, required=True, help="that committed it")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
+    run = Run(options.run_dir.absolute())
+    folder = evaluations.directory(run, options.iteration, options.attempt)
+    return report(folder, evaluate(run, options.iteration, options.attempt))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

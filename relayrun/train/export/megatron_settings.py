@@ -1,0 +1,221 @@
+"""The arguments of Megatron-LM that a checkpoint holds, as sections of a run config; and what has no setting there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from relayrun.config.compose.schema import Checkpoint, Model, Optimizer, Training
+from relayrun.errors import InputError
+from relayrun.train.checkpoint.inert_pickle import is_inert
+from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint, is_plain
+
+_LLAMA: dict[str, tuple[Any, Any]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "swiglu": (False, True),
+    "add_bias_linear": (True, False),
+    "position_embedding_type": ("learned_absolute", "rope"),
+    "add_qkv_bias": (False, False),
+    "qk_layernorm": (False, False),
+    "rotary_percent": (1.0, 1.0),
+    "rotary_interleaved": (False, False),
+    "rotary_seq_len_interpolation_factor": (None, None),
+    "no_rope_freq": (None, None),
+    "num_experts": (None, None),
+    "multi_latent_attention": (False, False),
+    "mtp_num_layers": (None, None),
+    "window_size": (None, None),
+    "softmax_type": ("vanilla", "vanilla"),
+    "apply_layernorm_1p": (False, False),
+    "apply_residual_connection_post_layernorm": (False, False),
+    "squared_relu": (False, False),
+    "xielu": (False, False),
+    "xiprelu": (False, False),
+    "attn_layernorm": (True, True),
+    "mlp_layernorm": (True, True),
+    "final_layernorm": (True, True),
+    "post_layer_norm": (False, False),
+    "input_embeddings_multiplier": (1.0, 1.0),
+    "layernorm_init": (None, None),
+    "is_hybrid_model": (False, False),
+    "heterogeneous_layers_config_path": (None, None),
+    "fp16": (False, False),
+}
+"""What decides what a model computes: the value where a checkpoint does not name it, and what it must be."""
+
+_NEUTRAL: dict[str, Any] = {
+    "goldfish_loss": False,
+    "decoupled_lr": None,
+    "lr_warmup_init": 0.0,
+    "weight_decay_incr_style": "constant",
+    "fp8": None,
+    "fp4": None,
+    "attention_softmax_in_fp32": None,
+    "apply_query_key_layer_scaling": False,
+    "calculate_per_token_loss": False,
+    "label_smoothing": 0.0,
+    "loss_scale": None,
+    "train_samples": None,
+    "data_parallel_random_init": False,
+    "use_precision_aware_optimizer": False,
+}
+"""Arguments of the training that have no setting, with the value at which they change nothing."""
+
+_STYLES = {"1-sqrt": "minus_sqrt", "minus_sqrt": "minus_sqrt"}
+
+
+def model(checkpoint: MegatronCheckpoint) -> Model:
+    """Return the model section. Raises InputError, naming each difference, if it is no Llama that a run can train."""
+    args, where = checkpoint.args, checkpoint.folder
+    heads = args.get("num_attention_heads")
+    differences = [
+        f"{name} is {_text(args.get(name, default))}, not {_text(wanted)}"
+        for name, (default, wanted) in _LLAMA.items()
+        if not _equal(args.get(name, default), wanted)
+    ]
+    if isinstance(heads, int) and heads > 0 and isinstance(args.get("hidden_size"), int):
+        channels = args["hidden_size"] // heads
+        if args.get("kv_channels", channels) != channels:
+            differences.append(
+                f"kv_channels is {args['kv_channels']}, not hidden_size / num_attention_heads = {channels}"
+            )
+    if differences:
+        raise InputError(
+            f"relayrun has no such model: {'; '.join(differences)}",
+            where=where,
+            hint="runs train Llamas with RMSNorm, SwiGLU, rotary positions and grouped queries, without biases; "
+            "Megatron-LM itself can go on in a chain, see `trainer: megatron-lm`",
+        )
+    tied = not args.get("untie_embeddings_and_output_weights", False)
+    try:
+        return Model(
+            num_layers=args["num_layers"],
+            hidden_size=args["hidden_size"],
+            ffn_hidden_size=args["ffn_hidden_size"],
+            num_attention_heads=args["num_attention_heads"],
+            num_query_groups=args["num_query_groups" if args.get("group_query_attention") else "num_attention_heads"],
+            rotary_base=args.get("rotary_base", 10_000),
+            rope_scaling_factor=args.get("rope_scaling_factor", 8.0) if args.get("use_rope_scaling") else None,
+            norm_epsilon=args.get("norm_epsilon", 1e-5),
+            init_method_std=args.get("init_method_std", 0.02),
+            hidden_dropout=args.get("hidden_dropout", 0.1),
+            attention_dropout=args.get("attention_dropout", 0.1),
+            untie_embeddings_and_output_weights=not tied,
+            make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128)
+            * args.get("tensor_model_parallel_size", 1),
+        )
+    except (KeyError, TypeError, ValidationError) as error:
+        words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
+        raise InputError(f"its arguments do not describe a model: {words}", where=where) from None
+
+
+def sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
+    """Return sections of a run config with which training goes on as it would have. Raises InputError as `model`."""
+    args = checkpoint.args
+    try:
+        training = Training(
+            steps=args.get("train_iters") or checkpoint.iteration + 1,
+            micro_batch_size=args["micro_batch_size"],
+            global_batch_size=args["global_batch_size"],
+            rampup_batch_size=args.get("rampup_batch_size"),
+            seq_length=args["seq_length"],
+            seed=args.get("seed", 1234),
+            precision="bf16" if checkpoint.precision == "bf16" else "fp32",
+        )
+        optimizer = Optimizer.model_validate(_optimizer(args))
+    except (KeyError, TypeError, ValueError) as error:
+        words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
+        raise InputError(f"its arguments do not describe a training: {words}", where=checkpoint.folder) from None
+    data = {name: True for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if args.get(name)}
+    found = {
+        "model": model(checkpoint).model_dump(mode="json"),
+        "training": training.model_dump(mode="json", exclude_unset=True, exclude_none=True),
+        "optimizer": optimizer.model_dump(mode="json", exclude_unset=True, exclude_none=True),
+        "data": {"order": "megatron", **data},
+        "parallel": {"use_distributed_optimizer": checkpoint.distributed is not None},
+    }
+    if isinstance(interval := args.get("save_interval"), int):
+        found["checkpoint"] = Checkpoint(interval=interval).model_dump(mode="json", exclude_unset=True)
+    return found
+
+
+def _optimizer(args: Mapping[str, Any]) -> dict[str, Any]:
+    decay = args.get("lr_decay_iters") or args.get("train_iters")
+    warmup = args.get("lr_warmup_iters") or 0
+    if args.get("lr_warmup_fraction") is not None and decay:
+        warmup = round(args["lr_warmup_fraction"] * decay)
+    found: dict[str, Any] = {
+        "lr": args["lr"],
+        "min_lr": args.get("min_lr") or 0.0,
+        "lr_decay_style": args.get("lr_decay_style", "linear"),
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "weight_decay": args.get("weight_decay", 0.01),
+        "adam_beta1": args.get("adam_beta1", 0.9),
+        "adam_beta2": args.get("adam_beta2", 0.999),
+        "adam_eps": args.get("adam_eps", 1e-8),
+        "clip_grad": args.get("clip_grad", 1.0),
+    }
+    if found["lr_decay_style"] == "WSD":
+        style = args.get("lr_wsd_decay_style", "exponential")
+        found |= {
+            "lr_wsd_decay_steps": args.get("lr_wsd_decay_iters"),
+            "lr_wsd_decay_style": _STYLES.get(style, style),
+        }
+    return found
+
+
+def fixed(checkpoint: MegatronCheckpoint) -> dict[str, object]:
+    """Return the settings, by name, that a run must have to go on with its optimizer's state as it lies."""
+    return {
+        "parallel.use_distributed_optimizer": checkpoint.distributed is not None,
+        "training.precision": checkpoint.precision,
+    }
+
+
+def not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None) -> list[str]:
+    """Say in words what of a checkpoint a run leaves behind. `optimizer`: why its moments are; None: they are taken."""
+    args = checkpoint.args
+    words = [] if optimizer is None else [f"the optimizer's moments: {optimizer}"]
+    words.append("states of random generators: dropout masks begin anew")
+    if "rerun_state_machine" in checkpoint.common:
+        words.append("the state of the rerun machine")
+    if args.get("data_path") or args.get("train_data_path") or args.get("data_args_path"):
+        words.append(
+            f"the data: only that {checkpoint.consumed_samples} samples were read; with `data.order: megatron`, the "
+            "same shards as one data set and the same seed, the next samples are those that it would have read"
+        )
+    words += [
+        f"--{name.replace('_', '-')} {_text(args[name])}: there is no such setting"
+        for name, neutral in _NEUTRAL.items()
+        if name in args and not _equal(args[name], neutral) and args[name] not in (None, False)
+    ]
+    return words
+
+
+def plain_args(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
+    """Return its arguments as plain JSON; what is no value, by its name."""
+    found = sorted(checkpoint.args.items())
+    return {name: value if is_plain(value) and _is_json(value) else str(value) for name, value in found}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_json(each) for each in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def _equal(found: Any, wanted: Any) -> bool:
+    if is_inert(found):  # a member of an enumeration, by its name
+        return str(wanted) == str(found).rpartition(".")[2]
+    if wanted is None or wanted is False:
+        return found is None or found is False
+    return bool(found == wanted)
+
+
+def _text(value: Any) -> str:
+    return str(value) if is_inert(value) else repr(value)

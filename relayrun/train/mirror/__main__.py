@@ -1,0 +1,22 @@
+"""One pass for a run directory, as the supervisor of a job starts it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from relayrun.control.rundir.run import Run
+from relayrun.errors import run_main
+from relayrun.train.mirror.sync import sync
+
+
+def main() -> int:
+    """Make the pass; the exit code is 1 where something was not copied."""
+    parser = argparse.ArgumentParser(prog="relayrun.train.mirror")
+    parser.add_argument("run", type=Path)
+    return sync(Run(parser.parse_args().run)).tell()
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,267 @@
+"""One pass over the checkpoints of a run: what is missing is copied, what is damaged taken back, what is old goes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from relayrun.control.rundir import lineage, mirror
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.mirror import Copy, LastPass, MirrorPolicy, Owner
+from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.run import Run
+from relayrun.errors import RelayrunError, RunDirError
+from relayrun.masking import masked
+from relayrun.tokens.stores.remote import StoreError
+from relayrun.train.mirror.choose import place_of
+from relayrun.train.mirror.pace import Pace
+from relayrun.train.mirror.place import NotCopied, Place, faults, name_of, source_faults
+
+TRIES = 2
+"""How often a checkpoint is copied in a pass before it is left for the next one."""
+
+
+@dataclass
+class Done:
+    """What a pass did, in words, and what it could not do."""
+
+    lines: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    def tell(self) -> int:
+        """Print it; return the exit code, 1 where something was not copied."""
+        for line in self.lines or ["nothing to copy"] * (not self.complaints):
+            print(line)
+        for complaint in self.complaints:
+            print(f"error: {complaint}", file=sys.stderr)
+        return int(bool(self.complaints))
+
+
+def sync(run: Run, *, verify: bool = False, pace: Pace | None = None) -> Done:
+    """Bring the copies of a run up to date; return what was done.
+
+    `verify`: read all copies back in full, too. Raises RelayrunError where the run has no mirror, its place is away or
+    another run's, and where another process copies now.
+    """
+    policy = MirrorPolicy.read_own(mirror.policy_path(run))
+    if policy is None:
+        raise RunDirError(
+            "the checkpoints of this run are not copied to a second place",
+            where=run.path,
+            hint="set checkpoint.mirror in its config and submit it again",
+        )
+    mirror.folder(run).mkdir(exist_ok=True)
+    with alone(run):
+        rate = policy.megabytes_per_second
+        work = _Pass(run, policy, pace or Pace(None if rate is None else rate * 1e6))
+        try:
+            return work.all(verify=verify)
+        except OSError as error:
+            work.done.complaints.append(masked(f"{error.filename or policy.folder}: {error.strerror or error}")[0])
+            return work.done
+        except StoreError as error:
+            work.done.complaints.append(str(error))
+            return work.done
+        except RelayrunError as error:
+            work.done.complaints.append(str(error))
+            raise
+        finally:
+            work.note()
+
+
+class _Pass:
+    """One pass over the checkpoints of a run."""
+
+    def __init__(self, run: Run, policy: MirrorPolicy, pace: Pace) -> None:
+        self._run = run
+        self._policy = policy
+        self._pace = pace
+        self._place = place_of(policy, pace)
+        self.done = Done()
+        self._ended = False
+
+    def all(self, *, verify: bool) -> Done:
+        _open(self._run, self._policy, self._place)
+        mirror.write_copying(self._run, None, now=time.time())  # of a pass that was killed
+        self._tidy()
+        self._look_at_copies(verify=verify)
+        failed: set[int] = set()
+        while (commit := self._next(failed)) is not None:
+            mirror.write_copying(self._run, commit.iteration, now=time.time())
+            try:
+                self._copy(commit)
+            except NotCopied as error:
+                failed.add(commit.iteration)
+                self.done.complaints.append(str(error))
+            finally:
+                mirror.write_copying(self._run, None, now=time.time())
+        self._remove()
+        self._ended = True
+        return self.done
+
+    def note(self) -> None:
+        """Leave word for people of how it ended."""
+        complaints = self.done.complaints or ["the pass was interrupted"] * (not self._ended)
+        now, complaint = time.time(), "; ".join(complaints) or None
+        last = LastPass(time=now, iteration=None, behind=0, complaint=complaint, seen=False)
+        with contextlib.suppress(RelayrunError, OSError):
+            if (before := mirror.read_last(self._run)) is not None:
+                good_time = before.time if before.complaint is None else before.good_time
+                last = replace(last, iteration=before.iteration, copies=before.copies, good_time=good_time)
+            last = replace(last, behind=len(self._missing()))
+            if self._place.owner() is not None:
+                every = mirror.newest_first(self._place.copies())
+                newest = next((copy for copy in self._counting(every) if self._place.fault(copy) is None), None)
+                iteration = None if newest is None else newest.iteration
+                last = replace(last, iteration=iteration, copies=len(every), seen=True)
+        if complaint is None:
+            last = replace(last, good_time=now)
+        with contextlib.suppress(OSError):
+            mirror.write_last(self._run, last)
+
+    def _line(self) -> dict[str, Commit]:
+        """The run's own commits that count, by the names of their copies."""
+        own = [counted.commit for counted in Lineage(self._run).backwards() if counted.published]
+        return {name_of(commit): commit for commit in own}
+
+    def _missing(self) -> list[Commit]:
+        """Whole checkpoints that should be copied and are not, the newest first."""
+        line, copied = self._line(), self._place.copies()
+        whole = {name: commit for name, commit in line.items() if lineage.fault(commit) is None}
+        there = {copy.iteration for name, copy in copied.items() if name in line and copy.is_of(line[name])}
+        wanted = self._kept({commit.iteration for commit in whole.values()} | there)
+        found = [commit for commit in whole.values() if commit.iteration in wanted - there]
+        return sorted(found, key=lambda commit: commit.iteration, reverse=True)
+
+    def _kept(self, iterations: set[int]) -> set[int]:
+        return mirror.kept(iterations, keep_last=self._policy.keep_last, keep_every=self._policy.keep_every)
+
+    def _next(self, failed: set[int]) -> Commit | None:
+        return next((commit for commit in self._missing() if commit.iteration not in failed), None)
+
+    def _copy(self, commit: Commit) -> None:
+        """Copy a checkpoint, verify it, give it its name, claim it. Raises NotCopied; OSError where the place fails."""
+        began = time.monotonic()
+        for number in range(1, TRIES + 1):
+            files = self._place.stage(commit, self._pace)
+            found, hashes = faults(files, commit)
+            if not found:
+                break
+            self._place.unstage(commit)
+            if known := source_faults(commit):
+                raise NotCopied(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
+            if number == TRIES:
+                what = f"its copy is not what was saved, {TRIES} times: {found[0]}"
+                raise NotCopied(what, where=files.where)
+        copy = Copy(
+            name=name_of(commit),
+            iteration=commit.iteration,
+            files=commit.files,
+            checksum=commit.checksum,
+            hashes=hashes,
+            saved=commit.time,
+            time=time.time(),
+        )
+        self._place.publish(copy)
+        mirror.note_verified(self._run, commit, now=time.time())
+        size = sum(commit.files.values())
+        self.done.lines.append(
+            f"copied iteration {commit.iteration}: {size:,} bytes, verified, in {time.monotonic() - began:.1f} s"
+        )
+        self._remove()
+
+    def _look_at_copies(self, *, verify: bool) -> None:
+        """Take back what is claimed and is not so."""
+        line = self._line()
+        for name, copy in self._place.copies().items():
+            why = self._place.fault(copy)
+            if why is None and verify:
+                found, _ = faults(self._place.files(copy), copy.as_commit(self._place.where), hashes=copy.hashes)
+                why = found[0] if found else None
+                self.done.lines += [f"verified iteration {copy.iteration}"] * (why is None)
+            if why is not None:
+                self._place.take_back(copy, why)
+                self.done.complaints.append(f"the copy of iteration {copy.iteration} is damaged: {why}")
+                self._place.set_aside(copy)
+            elif name in line and not copy.is_of(line[name]):  # training went back and saved it anew
+                self._place.take_back(copy, "the iteration was computed again")
+                self._place.remove(name)
+
+    def _remove(self) -> None:
+        """Remove what no rule keeps; never the newest that counts, and nothing where that is not whole.
+
+        What does not count any more, since training went back, stays until the copies that count are beyond it.
+        """
+        every = mirror.newest_first(self._place.copies())
+        counting = self._counting(every)
+        if not counting or self._place.fault(counting[0]) is not None:
+            return
+        stays = self._kept({copy.iteration for copy in counting}) | {counting[0].iteration}
+        for copy in every:
+            if copy.iteration not in stays if copy in counting else copy.iteration < counting[0].iteration:
+                self._place.take_back(copy, "newer ones are kept")
+                self._place.remove(copy.name)
+                self.done.lines.append(f"removed iteration {copy.iteration}")
+        self._tidy()
+
+    def _counting(self, copies: Iterable[Copy]) -> list[Copy]:
+        """Those of these copies that hold a checkpoint of the run's line, in their order."""
+        line = self._line()
+        return [copy for copy in copies if copy.name in line and copy.is_of(line[copy.name])]
+
+    def _tidy(self) -> None:
+        self._place.tidy(set(self._line()), {name_of(commit) for commit in self._missing()})
+
+
+def _open(run: Run, policy: MirrorPolicy, place: Place) -> None:
+    """Make the second place this run's, or see that it is. Raises RelayrunError where it is another's."""
+    last = mirror.read_last(run)
+    if last is not None and (last.copies or last.iteration is not None) and place.owner() is None:
+        what = "copies were" if last.iteration is None else f"iteration {last.iteration} was copied"
+        raise RunDirError(
+            f"the second place is away, or was emptied: {what} there",
+            where=place.where,
+            hint=f"mount it again; to begin anew, remove {mirror.folder(run) / 'last.json'}",
+        )
+    check_owner(run, policy, place)
+    place.prepare(Owner(id=policy.id, run=str(run.path)))
+
+
+def check_owner(run: Run, policy: MirrorPolicy, place: Place) -> None:
+    """Raise RunDirError where the copies that lie there are another run's."""
+    owner = place.owner()
+    if owner is None:
+        return
+    elsewhere = owner.run != str(run.path) and is_mirrored(Run(Path(owner.run)), owner.id)
+    if owner.id != policy.id or elsewhere:
+        raise RunDirError(
+            f"this place holds the copies of another run, {owner.run}",
+            where=place.where,
+            hint="set checkpoint.mirror.path to another place",
+        )
+
+
+def is_mirrored(run: Run, name: str) -> bool:
+    """Whether a run is still there that copies under this id."""
+    with contextlib.suppress(RunDirError, OSError):
+        policy = mirror.read_policy(run)
+        return policy is not None and policy.id == name
+    return False
+
+
+@contextlib.contextmanager
+def alone(run: Run) -> Iterator[None]:
+    """Keep other processes from copying or restoring checkpoints of the run. Raises RunDirError where one does."""
+    with open(mirror.folder(run) / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError("another process copies the checkpoints of this run now", where=run.path) from None
+        except OSError:  # a file system without locks: what two of them write is verified all the same
+            pass
+        yield

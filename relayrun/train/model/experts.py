@@ -1,0 +1,152 @@
+"""Mixtures of experts (MoE) as megatron-core's MoELayer, with fresh weights that do not depend on the layout.
+
+Without TransformerEngine an expert is a feed-forward layer of its own, and those of a rank come one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.router import Router
+
+from relayrun.config.sections.transformer import Transformer
+from relayrun.train import megatron_core
+
+
+def patch_router() -> None:
+    """Let the router compute its scores where TransformerEngine is missing; elsewhere do nothing.
+
+    Fault: megatron-core 0.16.1 asks whether `te_general_gemm` is None (transformer/moe/moe_utils.py:1192 and 1225), and
+    without TransformerEngine there is no such name.
+    """
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
+
+
+class Experts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
+    """The experts of a rank, one after the other; names in a checkpoint are those of TransformerEngine's, too.
+
+    megatron-core 0.16.1 draws fresh weights on a CPU for the experts of each rank from one state of the generator: with
+    expert parallelism the first experts of all ranks begin as twins, which the router can hardly tell apart, and what
+    is drawn behind them depends on how many a rank holds. Here an expert's weights follow from its number among all.
+
+    It also sums the output of an expert that is on one rank alone, with what gives out a view of its input, and adds
+    the bias in place (transformer/mlp.py:247), which autograd refuses for views.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: Any = None,
+        **_: Any,  # a name, which later versions give it
+    ) -> None:
+        super().__init__(0, config, submodules, pg_collection)
+        self.num_local_experts = num_local_experts
+        drawn = int(torch.randint(1 << 62, ()))  # the same on all ranks of a stage
+        first = self.ep_group.rank() * num_local_experts
+        for number in range(first, first + num_local_experts):
+            with _generator_at(drawn + number), warnings.catch_warnings():
+                # a whole expert is told of the sequence parallelism around it, and says that it does without
+                warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
+                expert = MLP(
+                    self.config,
+                    submodules,
+                    ffn_hidden_size=self.config.moe_ffn_hidden_size,
+                    is_expert=True,
+                    tp_group=self.tp_group,
+                )
+            expert.linear_fc2.explicit_expert_comm = True  # the sum is the dispatcher's, as with more ranks
+            self.local_experts.append(expert)
+
+
+@contextlib.contextmanager
+def _generator_at(seed: int) -> Iterator[None]:
+    """Draw on the CPU from this seed, and go on as before; on a GPU megatron-core draws from states of its own."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def reduce_over_own_replicas(model: torch.nn.Module) -> None:
+    """Let the gradients of experts be summed over the ranks that hold the same ones.
+
+    Fault: megatron-core 0.16.1 asks expert_model_parallel_size alone whether these are others than for the rest of the
+    model (tensor_parallel/layers.py:886 and 1209). With all experts on every rank, but each in other parts than the
+    rest, their gradients would be summed over data-parallel ranks only: replicas of an expert drift apart, and no
+    error says so.
+    """
+    for layer in model.modules():
+        if isinstance(layer, BaseMoELayer):
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False  # megatron-core's word for it
+
+
+class Routers:
+    """The routers of this rank, with what megatron-core does to them in a step before it should, or not as it should.
+
+    Fault: where gradients are divided by the tokens that count (`calculate_per_token_loss`), megatron-core 0.16.1
+    multiplies a router's losses by the tokens that this rank routes (transformer/moe/router.py:466 and 498). With
+    tensor and context parallelism that is a part of them, with `seq_aux_loss` those of one sequence, and with a mask
+    more than count. 0.19 knows the first two. Here the factor is what the division takes away, for every version.
+
+    `finalize_model_grads` moves the biases that balance experts (`moe_router_enable_expert_bias`), before anybody has
+    decided on the update, and while a save may still read them. So each step moves copies of them.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], settings: Transformer, *, by_token: bool) -> None:
+        self._settings = settings
+        self._all = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+        self._biases: list[torch.Tensor] = []
+        for router in self._all if by_token else ():
+            router.calculate_per_token_loss = False
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the losses of the next step; those that are reported stay what they are."""
+        aux, z = self._settings.moe_aux_loss_coeff, self._settings.moe_z_loss_coeff
+        for router in self._all:
+            router.config.moe_aux_loss_coeff = (
+                [factor * each for each in aux] if isinstance(aux, list) else factor * aux
+            )
+            router.config.moe_z_loss_coeff = None if z is None else factor * z
+
+    def begin(self) -> None:
+        """Let the step that follows move copies of the biases; one that has not ended has moved none."""
+        self.end(moved=False)
+        for router in self._balanced():
+            bias = router.expert_bias
+            bias.data = bias.data.float()  # as the router makes it before it reads it first
+            self._biases.append(bias)
+            router.expert_bias = bias.clone()
+
+    def end(self, *, moved: bool) -> None:
+        """Put the biases back: as the step has moved them, or as they were."""
+        for router, bias in zip(self._balanced(), self._biases, strict=False):
+            if moved:
+                bias.copy_(router.expert_bias)
+            router.expert_bias = bias
+        self._biases = []
+
+    def _balanced(self) -> list[Any]:
+        return [router for router in self._all if getattr(router, "expert_bias", None) is not None]
+
+
+def local_experts(config: TransformerConfig) -> Any:
+    """Return the feed-forward part of a layer with experts, made of local modules."""
+    patch_router()
+    part = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    return megatron_core.with_experts(part, Experts)

@@ -1,0 +1,408 @@
+"""The model as megatron-core's GPTModel, and one pass of a batch through it.
+
+RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), or what `model.transformer` asks for, in
+fp32 or bf16. `layers` says what its layers are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from relayrun.config.compose.expert_layout import expert_layers
+from relayrun.config.compose.schema import Data, RunConfig
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.tokens.order import documents
+from relayrun.train import megatron_core, own_code, own_model, parallel
+from relayrun.train.loss import LossSum, Result, loss_function
+from relayrun.train.model import arguments, auxiliary_losses, experts, fp8, fusions, layers, weight_gradients
+from relayrun.train.model.auxiliary_losses import AuxiliaryLosses
+from relayrun.train.model.documents import Documents, Positions, positions_for
+from relayrun.train.model.size import flops_per_token, padded
+from relayrun.train.own_loss import OwnLoss
+from relayrun.train.parallel import Ranks
+from relayrun.train.timers import Timers
+
+megatron_core.quiet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one rank runs at a time."""
+
+    tokens: npt.NDArray[np.int64]
+    """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
+    weights: npt.NDArray[np.float32] | None = None
+    """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: each counts once."""
+    lengths: documents.Lengths = None
+    """Tokens of each document, of samples that know it themselves (`relayrun.tokens.order.rows.Row`)."""
+    loss_mask: npt.NDArray[np.float32] | None = None
+    """1 where a token's loss counts, of shape [micro_batch_size, seq_length]; None: everywhere."""
+
+
+class Model:
+    """One pipeline stage of the model on this rank, with megatron-core's gradient buffers around it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        vocabulary_size: int,
+        *,
+        eod: int | None = None,
+        counted: npt.NDArray[np.int64] | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Build and initialise it from the run's seed; the generators are then seeded for training.
+
+        `counted`: the tokens that alone are predicted (`data.mask_tokens_except`); None: all are. `progress` is called
+        before every micro-batch.
+        """
+        self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
+        self.seq_length = config.training.seq_length
+        self.device = ranks.device
+        self.ranks = ranks
+        self._config = config.model
+        self._data = config.data
+        # asked of the settings once: each goes through all data sets
+        self._masks_loss = config.data.masks_loss
+        self._restarts_positions = config.data.restarts_positions
+        self._attends_documents = config.data.attends_documents
+        self._loss_mean = config.training.resolved_loss_mean
+        self._own_loss = _own_loss(config.training.loss, ranks)
+        self._eod = _eod(config.data, eod)
+        self._counted: npt.NDArray[np.bool_] | None = None
+        if counted is not None:
+            self._counted = np.zeros(self.padded_vocabulary_size, np.bool_)
+            self._counted[counted] = True
+        self._progress = progress
+        self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
+        self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
+        """`run` takes a multiple of this many micro-batches."""
+        self._overlap_param_gather = config.parallel.overlap_param_gather
+        self.timers = Timers(config.tracking.timing_log_level, ranks.device)
+        self.transformer = transformer = _transformer_config(config, ranks, self.dtype)
+        """What megatron-core's modules are told."""
+        transformer.timers = self.timers if self.timers.level else None
+        self._warmup_flush = config.parallel.overlap_p2p_communication_warmup_flush
+        self._layers = layers.implementation(config)  # says what is missing before it is asked for something
+        fp8.check(config.model.transformer, transformer)
+        if transformer.tp_comm_overlap:
+            fusions.start_overlap(config, transformer)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
+        )
+        self._restarted: list[Positions] = []
+        """Rotary embeddings that are told the positions of each micro-batch; none where these do not restart."""
+        parallel.seed_weights(ranks, config.training.seed)
+        parts = [self._build(config, transformer, stage) for stage in range(ranks.virtual_stages)]
+        parallel.seed_dropout(ranks, config.training.seed)
+        self.chunks = [
+            DistributedDataParallel(
+                config=transformer, ddp_config=ddp_config, module=part, disable_bucketing=number > 0
+            )
+            for number, part in enumerate(parts)
+        ]
+        """The parts of the model on this rank: one, or one per virtual stage."""
+        if config.parallel.overlap_grad_reduce:  # gradients are reduced with the last micro-batch alone
+            hooks = [chunk.no_sync for chunk in self.chunks]
+            transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+            if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
+                transformer.finalize_model_grads_func = weight_gradients.reduced_last(self.chunks[-1])
+        self._positions = torch.arange(self.seq_length, device=ranks.device)
+        self._by_token = transformer.calculate_per_token_loss
+        self.routers = experts.Routers(self.chunks, config.model.transformer, by_token=self._by_token)
+        self.auxiliary_losses = AuxiliaryLosses(
+            auxiliary_losses.names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
+        )
+        """What routers to experts add to the loss, as reported."""
+
+    def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
+        """The layers of one virtual stage of this rank."""
+        virtual = {"ignore_virtual": False, "vp_stage": stage}
+        spec = self._spec(config, transformer, stage)
+        if isinstance(spec, torch.nn.Module):
+            return self._finished(config, transformer, spec)
+        gpt = GPTModel(
+            config=transformer,
+            transformer_layer_spec=spec,
+            vocab_size=self.padded_vocabulary_size,
+            max_sequence_length=self.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+            post_process=parallel_state.is_pipeline_last_stage(**virtual),
+            share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+            rotary_percent=config.model.rotary_percent,
+            rotary_base=config.model.rotary_base,
+            rope_scaling=config.model.rope_scaling_factor is not None,
+            rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
+            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
+        )
+        return self._finished(config, transformer, gpt)
+
+    def _spec(
+        self, config: RunConfig, transformer: TransformerConfig, stage: int
+    ) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
+        """What the layers of one virtual stage are made of; the whole model, where `model.spec` gives that."""
+        block = layers.block_spec(self._layers, transformer, stage)
+        if config.model.spec is None:
+            return block
+        found = own_model.made(
+            config.model.spec,
+            transformer,
+            vocab_size=self.padded_vocabulary_size,
+            max_sequence_length=self.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
+        )
+        if isinstance(found, ModuleSpec):  # megatron-core would take a last norm that knows no sequence parallelism
+            return replace(block, layer_specs=[found] * len(block.layer_specs))
+        return found
+
+    def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
+        """The model with what training needs around and in it."""
+        if config.data.restarts_positions:
+            self._restart_positions(gpt)
+        if config.parallel.separates_experts:
+            experts.reduce_over_own_replicas(gpt)
+        gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
+        if config.parallel.defer_embedding_wgrad_compute:
+            weight_gradients.defer_output_layer_alone(gpt)
+        gpt.to(self.ranks.device)
+        return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
+
+    def _restart_positions(self, gpt: Any) -> None:
+        """Let rotary positions follow `position_ids`: the model has one embedding, or each layer its own."""
+        latent = self._config.transformer.multi_latent_attention
+        for owner in [layer.self_attention for layer in gpt.decoder.layers] if latent else [gpt]:
+            if not hasattr(owner, "rotary_pos_emb"):
+                raise ConfigError(
+                    f"{self._config.spec} returned a model without rotary_pos_emb, which would restart positions",
+                    where="model.spec",
+                    hint="set data.reset_position_ids=false (with document-window packing=none), or give the model a "
+                    "rotary_pos_emb",
+                )
+            owner.rotary_pos_emb = positions_for(owner.rotary_pos_emb, self.seq_length)
+            self._restarted.append(owner.rotary_pos_emb)
+
+    def train_mode(self, mode: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """By part; the names within a checkpoint don't depend on the parts."""
+        if self._overlap_param_gather:  # else the weights of before the last update would be saved
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        return {
+            str(number): chunk.module.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(self.chunks)
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put in place what a load into `sharded_state_dict` gave."""
+        self.routers.end(moved=False)
+        for number, chunk in enumerate(self.chunks):
+            chunk.module.load_state_dict(state[str(number)], strict=True)
+
+    def parameters(self) -> int:
+        """Parameters of the whole model: summed over its stages and tensor-parallel parts, padding included.
+
+        A tied output layer on another stage than the embeddings is counted once.
+        """
+        own = 0
+        whole = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        experts = parallel_state.get_expert_data_parallel_rank() == 0
+        for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
+            # experts that are split over ranks are not reduced over all replicas, and have replicas of their own
+            first = whole if getattr(parameter, "allreduce", True) else experts
+            split = getattr(parameter, "tensor_model_parallel", False)
+            if first and (split or self.ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
+                own += parameter.numel()
+        return sum(self.ranks.gather(own))
+
+    def flops_per_token(self) -> float:
+        """Forward and backward, see `size.flops_per_token`."""
+        return flops_per_token(self._config, self.padded_vocabulary_size, self.seq_length)
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def run(self, batches: Sequence[MicroBatch], *, train: bool) -> LossSum:
+        """Run the micro-batches; return the sum of their losses, 0 of 0 except on the last pipeline stage.
+
+        With `train`, gradients of the loss over the global batch (its mean: `training.loss_mean`) are accumulated,
+        reduced over the data-parallel ranks, and left in the gradient buffers.
+        """
+        if train:
+            self.routers.begin()
+            if self._by_token and self.auxiliary_losses:  # of which the gradients shall be means over micro-batches
+                tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
+                (every,) = self.ranks.sum_over_samples([tokens])
+                self.routers.weigh(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
+        # a forward pass alone never waits for its last message, which gloo then does not send (megatron-core 0.16.1)
+        self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
+        iterators = [iter(batches) for _ in self.chunks]
+        losses: list[torch.Tensor] = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=self.seq_length,
+            micro_batch_size=len(batches[0].tokens),
+            forward_only=not train,
+        )
+        reports: list[tuple[float, float]] = torch.stack(losses).tolist() if losses else []
+        return LossSum(total=sum(total for total, _ in reports), count=sum(count for _, count in reports))
+
+    def _forward(
+        self, batches: Iterator[MicroBatch], ddp: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Result]]:
+        self._progress()
+        batch = next(batches)
+        device = self.ranks.device
+        tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
+        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
+        parts: dict[str, Any] = {
+            "input_ids": tokens[:, :-1].contiguous(),
+            "position_ids": self._position_ids(batch),
+            "labels": tokens[:, 1:].contiguous(),
+        }
+        if (counts := self._counts(batch)) is not None:
+            parts["loss_mask"] = torch.from_numpy(counts).to(device)
+        if self.ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
+            parts = megatron_core.batch_of_context_rank(parts)
+        mask = parts.pop("loss_mask", None)
+        for positions in self._restarted:
+            positions.at(parts["position_ids"])
+        labels, own = parts["labels"], self._own_loss
+        if own is not None and own.wants_logits:
+            parts["labels"] = None
+        output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
+        context = self.ranks.context_size
+        mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
+        return output, mean if own is None else lambda output: mean(own(output, labels, mask))
+
+    def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
+        """1 where the loss of a token counts, [micro_batch_size, seq_length]; None: everywhere."""
+        if self._masks_loss:
+            counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
+            counts = counts if batch.loss_mask is None else counts * batch.loss_mask
+            if self._counted is not None:
+                counts = counts * documents.counted_targets(batch.tokens[:, 1:], self._counted)
+            return counts
+        if batch.loss_mask is not None:
+            raise FatalTrainingError(
+                "a data set of the mixture gives a loss mask, and none was announced",
+                hint="set data.mixture.NAME.loss_mask=true",
+            )
+        return None
+
+    def _position_ids(self, batch: MicroBatch) -> torch.Tensor:
+        if not self._restarts_positions:
+            return self._positions.expand(len(batch.tokens), -1)
+        eod = self._eod if self._data.reset_position_ids else -1
+        found = documents.positions(batch.tokens[:, :-1], eod, batch.lengths)
+        return torch.from_numpy(found).to(self.ranks.device)
+
+    def _documents(self, batch: MicroBatch) -> Documents | None:
+        """What a token may see; None: all before it."""
+        if not self._attends_documents:
+            return None
+        eod = self._eod if self._data.reset_attention_mask else -1
+        found = documents.lengths(batch.tokens[:, :-1], eod, batch.lengths)
+        return Documents(lengths=found, device=self.ranks.device)
+
+
+def _eod(data: Data, eod: int | None) -> int:
+    """The end of a document; -1, which no token is, where nothing asks for it."""
+    if eod is None and data.depends_on_ends:
+        raise ConfigError(
+            "reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
+            "and this tokenizer has none",
+            where="data",
+        )
+    return -1 if eod is None else eod
+
+
+def _own_loss(path: str | None, ranks: Ranks) -> OwnLoss | None:
+    if path is None:
+        return None
+    hint = "write module:function, where the ranks' Python finds its module; see docs/own-code.md"
+    return own_code.agreed(lambda: OwnLoss(path), ranks, setting="training.loss", hint=hint)
+
+
+def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
+    model, defers = config.model, config.parallel.defer_embedding_wgrad_compute
+    fused = fusions.choose(config, ranks.device)
+    if defers:
+        weight_gradients.install(say=ranks.rank == 0)
+    on_gpu = ranks.device.type == "cuda"
+    recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
+    kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
+    return kind(
+        **arguments.of_transformer(model, on_gpu=on_gpu),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        layernorm_epsilon=model.norm_epsilon,
+        init_method_std=model.init_method_std,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        tensor_model_parallel_size=ranks.tensor_size,
+        context_parallel_size=ranks.context_size,
+        expert_model_parallel_size=ranks.expert_size,
+        expert_tensor_parallel_size=ranks.expert_tensor_size,
+        pipeline_model_parallel_size=ranks.pipeline_size,
+        virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
+        # two stages with several parts would exchange several messages in one batch
+        overlap_p2p_comm=ranks.virtual_stages > 1,
+        batch_p2p_comm=ranks.virtual_stages == 1,
+        sequence_parallel=config.parallel.sequence_parallel,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        recompute_granularity=recompute,
+        recompute_modules=config.training.recompute_modules,
+        recompute_method=("block" if some_layers else "uniform") if recompute == "full" else None,
+        recompute_num_layers=(some_layers or 1) if recompute == "full" else None,
+        use_cpu_initialization=not on_gpu,
+        # compiled by torch on first use; on a CPU that takes longer than the runs that go there
+        bias_dropout_fusion=on_gpu,
+        apply_rope_fusion=fused["apply_rope_fusion"],
+        tp_comm_overlap=config.parallel.tp_comm_overlap,
+        finalize_model_grads_func=finalize_model_grads,
+        cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
+        # deferred gradients of weights are added to the buffer where they are computed
+        gradient_accumulation_fusion=defers or fused["gradient_accumulation_fusion"],
+        defer_embedding_wgrad_compute=defers,
+        wgrad_deferral_limit=config.parallel.wgrad_deferral_limit,
+        overlap_p2p_comm_warmup_flush=config.parallel.overlap_p2p_communication_warmup_flush,
+        # sums of gradients, divided once, by the tokens that count in the global batch
+        calculate_per_token_loss=config.data.masks_loss and config.training.resolved_loss_mean == "token",
+        deterministic_mode=config.training.deterministic,
+        # a stage forgets what it has sent, of which only the place in the graph is needed; with virtual stages
+        # megatron-core would let go of it before the send is waited for, and what is sent then is anything
+        deallocate_pipeline_outputs=ranks.virtual_stages == 1,
+    )

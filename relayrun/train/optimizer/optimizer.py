@@ -1,0 +1,336 @@
+"""Adam and the learning rate's way, as megatron-core builds them, with its distributed optimizer patched.
+
+`ShardedDistributedOptimizer` saves its state without gathering it. And megatron-core 0.16.1 keeps Adam's `step` where
+TransformerEngine or Apex keep it: over torch.optim, which is what a plain `pip install` has, its
+DistributedOptimizer cannot resume. Three faults, each patched by one method of `TorchDistributedOptimizer`.
+torch's AdamW is fused on GPUs: one kernel reads and writes each state once, and the steps are counted there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from relayrun.config.compose.schema import Optimizer as Settings
+from relayrun.config.compose.schema import RunConfig
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.tokens.order.progress import Progress
+from relayrun.train import own_code
+from relayrun.train.model.gpt import Model
+from relayrun.train.optimizer import gradients, optimizer_groups, own_optimizer
+from relayrun.train.optimizer.muon import Muon
+from relayrun.train.optimizer.optimizer_shards import parts
+
+
+class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
+    """The DistributedOptimizer of megatron-core, each rank of which saves and loads the part of the state it holds.
+
+    megatron-core's own `fully_reshardable` gathers the whole state on every data-parallel rank at a save, and
+    reads the whole of it at a load: 12 bytes of host memory per parameter of the stage, on every rank, while
+    training stands still. Its `dp_reshardable` does neither, but fits one tensor and pipeline layout only. Here
+    names and shapes are those of `fully_reshardable`, cut into the blocks that the ranks hold: nothing is sent,
+    and a checkpoint fits every layout. Either reads the other's checkpoints.
+    """
+
+    def sharded_param_state_fully_reshardable(
+        self,
+        model_sharded_state_dict: ShardedStateDict,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
+        """By number of the parameter among those this rank has a part of, name of the tensor, and block."""
+        found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        wholes = {whole.data: whole for whole in nested_values(found)}
+        result = {}
+        for number, (parameter, held) in enumerate(self.held()):
+            state = self._get_main_param_and_optimizer_states(parameter)
+            state.pop("step", None)  # the same for all parameters, and part of the groups
+            if is_loading:
+                state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
+            result[number] = parts(
+                parameter,
+                wholes[parameter],
+                held,
+                state,
+                prefix="optimizer.state",
+                instance=self.distributed_optimizer_instance_id,
+            )
+        return result
+
+    @torch.no_grad()
+    def load_parameter_state_from_fully_reshardable(
+        self, state_dict: dict[int, dict[str, dict[int, torch.Tensor]]]
+    ) -> None:
+        """Put in place what a load into `sharded_param_state_fully_reshardable` gave."""
+        for number, (parameter, _) in enumerate(self.held()):
+            tensors = {
+                # a precision-aware optimizer narrows it where its own state lies
+                name: torch.cat([block.flatten() for block in found.values()]).to(parameter.device)
+                for name, found in state_dict[number].items()
+            }
+            self._set_main_param_and_optimizer_states(parameter, tensors)
+
+    def held(self) -> Iterator[tuple[torch.nn.Parameter, range]]:
+        """The parameters that this rank has a part of, and the elements of each that it holds."""
+        for by_type in self.gbuf_ranges:
+            for buckets in by_type.values():
+                for bucket in buckets:
+                    for parameter, ranges in bucket["param_map"].items():
+                        yield parameter, range(ranges["param"].start, ranges["param"].end)
+
+
+class TorchDistributedOptimizer(ShardedDistributedOptimizer):
+    """The DistributedOptimizer of megatron-core over torch.optim.AdamW, so that a resume is exact."""
+
+    def initialize_state(self) -> None:
+        """Give every parameter the state that torch would give it in its first step.
+
+        Fault: `state_dict` (distrib_optimizer.py:642) asserts that there is one common step, so it fails
+        on an optimizer that has not stepped yet, which is what a resume loads into.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Copy loaded tensors into a parameter and its state.
+
+        Fault: the original (distrib_optimizer.py:911) wants a tensor for every key of the state, `step` too,
+        which no checkpoint format holds per parameter: KeyError. The step is in place already, so it is
+        handed its own value.
+        """
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        super()._set_main_param_and_optimizer_states(model_param, {"step": state["step"], **tensors})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it.
+
+        Fault: the original (distrib_optimizer.py:824-828) gives all parameters one step tensor. AdamW then
+        counts it up once per parameter: the run goes on without an error, with wrong bias corrections.
+        """
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+class Optimizer:
+    """The optimizer over the model's gradient buffers, and the schedule of its learning rate."""
+
+    def __init__(self, config: RunConfig, model: Model) -> None:
+        """Build it on all ranks together. Raises ConfigError on all of them if a setting cannot be met."""
+        settings = config.optimizer
+        self._model = model
+        self._clip = settings.clip_grad or float("inf")
+        self.inner: MegatronOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.adam_beta1,
+                adam_beta2=settings.adam_beta2,
+                adam_eps=settings.adam_eps,
+                clip_grad=self._clip,
+                use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+                bf16=config.training.resolved_precision == "bf16",
+                params_dtype=model.dtype,
+                timers=model.timers if model.timers.level else None,
+                **_types(settings),
+            ),
+            model.chunks,
+            config_overrides=optimizer_groups.overrides(settings, model.chunks, muon=settings.kind == "muon"),
+            use_gloo_process_groups=False,
+        )
+        patch_distributed_optimizers(self.inner)
+        self._own: set[str] = set()
+        if settings.kind != "adam":
+            own_code.agreed(
+                lambda: own_optimizer.replace_adam(self.inner, _make(settings, model)),
+                model.ranks,
+                setting="optimizer.class",
+                hint="write module:Class, a class that inherits torch.optim.Optimizer, where the ranks' Python finds "
+                "its module; it takes lr, weight_decay (unless that is 0) and optimizer.arguments",
+            )
+            self._own = own_optimizer.settings_of(self.inner)
+        else:
+            optimizer_groups.patch(self.inner)
+        if model.device.type == "cuda" and settings.class_path is None:
+            fuse(self.inner)
+        self._config = config
+        self._settings_of_groups = [_settings(group, self._own) for group in self.inner.param_groups]
+        self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next step."""
+        return float(self.schedule.get_lr({}))  # groups may have others
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, in the model's buffers and in the optimizer's own copies."""
+        self._model.zero_grad()
+        self.inner.zero_grad()
+
+    def prepare(self) -> float:
+        """Make the gradients ready for an update; return their norm over all ranks."""
+        self.inner.prepare_grads()
+        return gradients.total_norm(self.inner, self._model.device)
+
+    def step(self, norm: float | None) -> None:
+        """Clip the prepared gradients, whose norm this is, and update; None: leave the model. The schedule moves on.
+
+        This and `prepare` are megatron-core's ChainedOptimizer.step (optimizer.py:1308), in two parts.
+        """
+        if norm is not None:
+            gradients.clip(self.inner, maximum=self._clip, norm=norm)
+            self.inner.step_with_ready_grads()
+        self._model.routers.end(moved=norm is not None)
+        self.schedule.step(increment=1)
+
+    def load(self, state: dict[str, Any], position: Progress) -> None:
+        """Load what a checkpoint held, its groups fitted by `optimizer_groups.fit`.
+
+        Hyperparameters stay those of this attempt's config revision.
+        """
+        self.inner.load_state_dict(state)
+        for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
+            if not self._own:  # the distributed optimizer takes groups that look alike to it for one
+                for name in group.keys() - settings.keys() - {"params", "step"}:
+                    del group[name]
+            group.update(settings)
+        place_steps(self.inner)
+        self._go_to(position)
+
+    def begin(self, position: Progress) -> None:
+        """Begin anew with the weights that the model has now."""
+        self.inner.reload_model_params()  # fp32 copies of them
+        self._go_to(position)
+
+    def _go_to(self, position: Progress) -> None:
+        self.schedule = schedule(self._config, self.inner, position)
+        self.schedule.step(increment=position.iteration)
+
+
+def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress) -> OptimizerParamScheduler:
+    """The learning rate's way, in iterations; a length in tokens is that of the run's own past and future batches."""
+    settings = config.optimizer
+    warmup, decay = config.lr_steps(position.reaches)
+    if warmup >= decay:
+        raise ConfigError(
+            f"in this run, whose batch sizes have changed, the warm-up ends at iteration {warmup} and "
+            f"the decay at {decay}",
+            where="optimizer",
+            hint="set a longer decay",
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if warmup else settings.lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=settings.lr_decay_style,
+        wsd_decay_steps=settings.lr_wsd_decay_steps,
+        lr_wsd_decay_style="minus_sqrt" if settings.lr_wsd_decay_style == "1-sqrt" else settings.lr_wsd_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+    )
+
+
+def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
+    """Turn the distributed optimizers inside `optimizer` into those above, in place.
+
+    megatron-core builds them deep inside get_megatron_optimizer, with no place for another class.
+    """
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
+            inner.__class__ = ShardedDistributedOptimizer if HAVE_APEX_OR_TE else TorchDistributedOptimizer
+            if isinstance(inner, TorchDistributedOptimizer):
+                inner.initialize_state()
+
+
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Let the torch.optim.AdamW inside `optimizer` update in one kernel, as those of TransformerEngine and Apex do.
+
+    megatron-core has no option for it.
+    """
+    for adam in _adams(optimizer):
+        for group in (adam.defaults, *adam.param_groups):
+            group["fused"] = True
+    place_steps(optimizer)
+
+
+def place_steps(optimizer: MegatronOptimizer) -> None:
+    """Put the counts of steps where AdamW wants them: beside the parameter if it is fused, else on the host.
+
+    A checkpoint may come from the other kind, or from a version that knew the other kind alone.
+    """
+    for adam in _adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                state = adam.state.get(parameter, {})
+                if "step" in state:
+                    state["step"] = state["step"].to(parameter.device if group["fused"] else "cpu")
+
+
+def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
+    inner = [each.optimizer for each in optimizer.chained_optimizers]
+    return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
+
+
+def _types(settings: Settings) -> dict[str, Any]:
+    """The types of the optimizer's state, as megatron-core's OptimizerConfig takes them.
+
+    Raises FatalTrainingError if TransformerEngine, whose Adam alone knows others than fp32, is missing.
+    """
+    if not settings.use_precision_aware_optimizer:
+        return {}  # with another optimizer the type of the gradients is a matter of their buffers alone
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise FatalTrainingError(
+            "TransformerEngine is not installed where the ranks run, and optimizer.use_precision_aware_optimizer asks "
+            "for its Adam",
+            hint="use a container that has it, or set optimizer.use_precision_aware_optimizer=false",
+        )
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return {
+        "use_precision_aware_optimizer": True,
+        # else a checkpoint would hold the lower half of each weight's bits in place of the weight
+        "store_param_remainders": False,
+        **{name: _DTYPES[getattr(settings, name)] for name in names},
+    }
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def _settings(group: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """What a group has of the config. `own`: the names of it, where not all but the step is."""
+    return {name: value for name, value in group.items() if name not in ("params", "step") and (not own or name in own)}
+
+
+def _make(settings: Settings, model: Model) -> own_optimizer.Make:
+    if settings.class_path is not None:
+        return own_optimizer.of_class(settings)
+    transformer = model.transformer
+    queries = transformer.num_attention_heads // transformer.num_query_groups
+    qkv = tuple(heads * transformer.kv_channels for heads in (queries, 1, 1))
+    return partial(Muon, settings=settings, qkv=qkv)

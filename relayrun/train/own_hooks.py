@@ -1,0 +1,75 @@
+"""Which hooks an attempt has, in the order of their calls: relayrun's own, then those of `training.hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.train.anomaly import LossGuard
+from relayrun.train.hook_list import Hooks, import_hooks
+from relayrun.train.hooks import Context, Hook
+from relayrun.train.model.gpt import Model
+from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.train.parallel import Ranks
+from relayrun.train.reporting.agent_link import FirstStep, has_agent
+from relayrun.train.reporting.debugging import Profiler
+from relayrun.train.reporting.metrics import Metrics
+from relayrun.train.reporting.progress_log import ProgressLog
+from relayrun.train.reporting.sections import Sections
+from relayrun.train.reporting.timings import Timings
+from relayrun.train.trackers import Trackers
+
+
+def attempt_hooks(
+    run: Run,
+    begin: AttemptStart,
+    config: RunConfig,
+    ranks: Ranks,
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    timings: Timings,
+    guard: LossGuard,
+    metrics: Metrics,
+    sections: Sections,
+) -> Hooks:
+    """Make and set up the hooks of an attempt on this rank; called by all ranks together.
+
+    Raises ConfigError on all ranks alike if one of `training.hooks` cannot be imported or made.
+    """
+    own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
+    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
+    context = Context(
+        run_dir=run.path,
+        attempt=begin.attempt,
+        config=config,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        say=metrics.say,
+    )
+    hooks.setup(context)
+    return hooks
+
+
+def _reports(
+    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: Model, metrics: Metrics
+) -> Iterator[Hook]:
+    """What this rank writes for people and other programs, besides the metrics."""
+    if ranks.rank == 0:
+        yield ProgressLog(
+            run.progress,
+            job_id=begin.job_id,
+            ranks=ranks.world_size,
+            flops_per_token=model.flops_per_token(),
+            seq_length=config.training.seq_length,
+        )
+    if config.debug.profile is not None and ranks.rank in config.debug.profile_ranks:
+        folder = run.debug_of(begin.attempt) / "profile"
+        yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
+    if ranks.rank == 0 and has_agent():
+        yield FirstStep()
+    if ranks.rank == 0:
+        yield Trackers(run, begin.attempt, config, metrics.say)

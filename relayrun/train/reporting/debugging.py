@@ -1,0 +1,168 @@
+"""The debugging switches of `debug:` in a rank: NCCL's log, profilers, and what an attempt notes of its surroundings.
+
+Nothing here imports torch before it is needed: nsys must be around the process from its first CUDA call on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relayrun import places
+from relayrun.config.compose.schema import Debug, RunConfig
+from relayrun.control.rundir.records import AttemptStart, Outcome
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.nsys import nsys_command
+from relayrun.errors import ConfigError
+from relayrun.files import write_atomic
+from relayrun.train.hooks import Hook, Step, StepStart
+from relayrun.train.reporting import environment, memory
+
+log = logging.getLogger(__name__)
+
+UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
+
+
+def enter_nsys(debug: Debug, folder: Path, rank: int) -> None:
+    """Where this rank is to be profiled by nsys: become nsys, which starts this program anew.
+
+    Raises ConfigError, on every rank, where there is no nsys.
+    """
+    if debug.profile != "nsys" or UNDER_NSYS in os.environ:
+        return
+    if shutil.which("nsys") is None:
+        raise ConfigError(
+            "debug.profile=nsys (NSYS_PROFILER=true), but there is no nsys on the PATH of the ranks",
+            hint="install Nsight Systems in the ranks' environment, or use debug.profile=torch",
+        )
+    if rank in debug.profile_ranks:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[UNDER_NSYS] = "1"
+        command = [*nsys_command(f"{folder}/rank-{rank:04}", debug.nsys_options), *sys.orig_argv]
+        sys.stdout.flush()
+        os.execvp(command[0], command)
+
+
+def log_nccl(folder: Path, *, node: str, rank: int) -> None:
+    """Send NCCL's words to a file of this rank. Before the first communicator."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("NCCL's log goes to the job's: %s", error)
+        return
+    os.environ.setdefault("NCCL_DEBUG", "INFO")
+    os.environ["NCCL_DEBUG_FILE"] = str(folder / f"{node}-rank-{rank:04}.log")
+
+
+def write_surroundings(
+    run: Run, begin: AttemptStart, config: RunConfig, *, rank: int, node: str, first_of_node: bool
+) -> None:
+    """Start what writes compute_environment.txt (rank 0) and memory_logging-<node>.txt (a node's first rank).
+
+    In threads: git and the driver may take long, and training does not wait for them.
+    """
+    folder = run.debug_of(begin.attempt)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("nothing is noted of this attempt's surroundings: %s", error)
+        return
+    if rank == 0:
+        path = folder / "compute_environment.txt"
+        threading.Thread(target=_write_environment, args=(path, run, begin, config), daemon=True).start()
+    if first_of_node and config.debug.memory_interval:
+        memory.start(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
+
+
+def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
+    try:
+        text = environment.describe(config, begin, root=places.CODE, job_script=run.job_script, environment=os.environ)
+        write_atomic(path, text, durable=False)
+    except Exception as error:
+        log.warning("%s not written: %s", path.name, error)
+
+
+class Profiler(Hook):
+    """Profiles the iterations from the first to the last one; does nothing on ranks that are not chosen."""
+
+    def __init__(self, debug: Debug, *, rank: int, folder: Path, say: Callable[[str], None]) -> None:
+        self._debug = debug
+        self._active = debug.profile is not None and rank in debug.profile_ranks
+        self._trace = folder / f"rank-{rank:04}.json"
+        self._say = say
+        self._profile: Any = None
+
+    def before_step(self, start: StepStart) -> None:
+        first, last = self._debug.profile_step_start, self._debug.profile_step_end
+        if self._active and self._profile is None and first <= start.iteration <= last:
+            self._profile = _Nsys() if self._debug.profile == "nsys" else _Torch(self._trace)
+            self._profile.start()
+
+    def after_step(self, step: Step) -> None:
+        if self._profile is not None and step.iteration >= self._debug.profile_step_end:
+            self._stop()
+
+    def at_end(self, outcome: Outcome) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        """End a profile that is under way. A trace that cannot be written is no reason to stop."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        self._active = False
+        try:
+            profile.stop()
+            self._say(f"profiled by {self._debug.profile}; traces in {self._trace.parent}")
+        except (OSError, RuntimeError) as error:
+            log.warning("no profile: %s", error)
+
+
+class _Torch:
+    """Operations of the CPU and, where there is one, of the GPU, as `torch.profiler` sees them."""
+
+    def __init__(self, trace: Path) -> None:
+        import torch
+
+        self._trace = trace
+        self._profile = torch.profiler.profile(record_shapes=True)
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def stop(self) -> None:
+        self._profile.stop()
+        self._trace.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._trace.with_name(f".tmp-{self._trace.name}")
+        self._profile.export_chrome_trace(str(temporary))
+        os.replace(temporary, self._trace)
+
+
+class _Nsys:
+    """The capture range of the nsys around this process; NVTX ranges name the operations. Needs CUDA."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch.autograd import profiler
+
+        ranges: Any = profiler.emit_nvtx
+        self._cuda: Any = torch.cuda if torch.cuda.is_available() else None
+        self._ranges = ranges(record_shapes=True)
+
+    def start(self) -> None:
+        if self._cuda is not None:
+            self._cuda.synchronize()
+            self._cuda.profiler.start()
+            self._ranges.__enter__()
+
+    def stop(self) -> None:
+        if self._cuda is not None:
+            self._cuda.synchronize()
+            self._ranges.__exit__(None, None, None)
+            self._cuda.profiler.stop()

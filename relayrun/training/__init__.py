@@ -1,1 +1,0 @@
-"""The training program: batches in, checkpoints out. Started once per rank as `python -m relayrun.training`."""

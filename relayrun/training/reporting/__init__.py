@@ -1,1 +1,0 @@
-"""What an attempt tells while it trains: metrics, heartbeats, timings, trackers, traces."""

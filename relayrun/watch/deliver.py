@@ -1,0 +1,179 @@
+"""`python -m relayrun.watch.deliver RUN_DIR`: sends the notices of a run that were not sent yet, and ends.
+
+One process of a run at a time sends, and only one of the run's owner. It writes down first what it is about to send,
+and behind that what became of it: a kill in between has a message sent twice, never not at all. Each target has its own
+thread, so that one that does not answer keeps no message from another. The standard library alone, but for apprise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayrun.control.notify import notices
+from relayrun.control.notify.notices import Delivery, Message, Notice, NoticePolicy
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.errors import RelayrunError
+from relayrun.watch import channels, notification
+from relayrun.watch.channels import NotSent
+
+SECONDS = 60.0
+"""That the whole may take; much less than the seconds after which another process takes its turn."""
+BACKSTOP = 90
+"""After so many seconds the kernel ends the process."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    message: Message
+    error: str | None
+
+
+Results = queue.SimpleQueue["_Result | None"]
+"""What comes back of messages; None asks to come to an end."""
+
+
+def deliver(
+    run: Run,
+    *,
+    job: bool,
+    environment: Mapping[str, str],
+    results: Results | None = None,
+) -> list[str]:
+    """Send what is due; return what could not be sent, in words. `job`: leave alone what failed a moment ago.
+
+    Raises RelayrunError for a damaged run directory, OSError where what becomes of messages cannot be recorded.
+    """
+    plan, policy = Plan.load(run), notices.read_own_policy(run)
+    if policy is None or plan.owner not in (None, os.geteuid()):
+        return []
+    turn = notices.take_turn(run, now=time.time())
+    if turn is None:
+        return []
+    try:
+        return _deliver(run, policy, job=job, environment=environment, results=results or queue.SimpleQueue())
+    finally:
+        notices.end_turn(turn)
+
+
+def _deliver(
+    run: Run, policy: NoticePolicy, *, job: bool, environment: Mapping[str, str], results: Results
+) -> list[str]:
+    now = time.time()
+    targets = policy.every_target()
+    waiting = notices.pending(run)
+    book = {notice.id: (notice, delivery) for notice, delivery in waiting}
+    messages = notices.due(targets, waiting, notices.last_told(run, waiting, now=now), now=now)
+    if job:
+        messages = [message for message in messages if not notices.try_later(message, waiting, now=now)]
+    for message in messages:
+        delivery = book[message.notice.id][1]
+        delivery.note(message.target.name, "waits", now=now, reason="it was being sent and was cut short", tried=True)
+    for notice, delivery in waiting:
+        for target in targets:
+            if now - notice.time > notices.KEEP_SECONDS and delivery.state(target.name) == "waits":
+                delivery.note(target.name, "old", now=now, reason=delivery.reason(target.name))
+        notices.record(run, notice, delivery, targets)  # before anything is sent, or a full disk would repeat it
+    failed = []
+    for result in _send_all(policy, messages, environment, results):
+        _note(book, result)
+        for name in result.message.settles:
+            notices.record(run, *book[name], targets)
+        if result.error is not None:
+            failed.append(f"{result.message.target.name}: {result.error}")
+    notices.tidy(run)
+    return failed
+
+
+def _note(book: Mapping[str, tuple[Notice, Delivery]], result: _Result) -> None:
+    """Put down what became of a message, and of the notices that it speaks for."""
+    message, now = result.message, time.time()
+    name = message.target.name
+    if result.error is not None:
+        book[message.notice.id][1].note(name, "waits", now=now, reason=result.error)
+        return
+    for each in message.settles:
+        state: notices.Told = "sent" if each == message.notice.id else "counted"
+        book[each][1].note(name, state, now=now)
+
+
+def _send_all(
+    policy: NoticePolicy, messages: list[Message], environment: Mapping[str, str], results: Results
+) -> Iterator[_Result]:
+    """Send the messages, those of each target in order, and give what becomes of each as soon as it is known."""
+    left = {id(message): message for message in messages}
+    for name in {message.target.name for message in messages}:
+        own = [message for message in messages if message.target.name == name]
+        threading.Thread(target=_send_to_one, args=(policy, own, environment, results), daemon=True).start()
+    until = time.monotonic() + SECONDS
+    why = f"no answer within {SECONDS:.0f} s"
+    while left:
+        try:
+            result = results.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            break
+        if result is None:
+            why = "no answer before the job ended"
+            break
+        del left[id(result.message)]
+        yield result
+    yield from [_Result(message, why) for message in left.values()]
+
+
+def _send_to_one(
+    policy: NoticePolicy,
+    messages: list[Message],
+    environment: Mapping[str, str],
+    results: Results,
+) -> None:
+    error: str | None = None
+    for message in messages:
+        if error is None:
+            error = attempt(policy, message, environment)
+        results.put(_Result(message, error))
+
+
+def attempt(policy: NoticePolicy, message: Message, environment: Mapping[str, str]) -> str | None:
+    """Send one message; return why it was not sent, None where it was."""
+    subject, body = notification.subject(policy, message), notification.body(policy, message)
+    try:
+        channels.send(message.target, subject, body, event=message.notice.event, environment=environment)
+    except NotSent as error:
+        return str(error)
+    return None
+
+
+def main() -> int:
+    """Send the notices of one run directory."""
+    parser = argparse.ArgumentParser(prog="relayrun.watch.deliver")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--job", action="store_true", help="from a job: what failed a moment ago is left alone")
+    options = parser.parse_args()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(BACKSTOP)
+    results: Results = queue.SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: results.put(None))
+    try:
+        failed = deliver(Run(options.run), job=options.job, environment=os.environ, results=results)
+    except (RelayrunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for words in failed:
+        print(f"not sent: {words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    channels.end_commands()
+    os._exit(code)  # a thread may still wait for who does not answer

@@ -1,0 +1,243 @@
+"""The account of a run: what its nodes did, by attempt, in all, and by cause of loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.run import Run
+from relayrun.watch.goodput.book import NEEDED, Booked, Counts, Work, book
+from relayrun.watch.goodput.facts import RunFacts, Stay, gather
+from relayrun.watch.goodput.ledger import SECOND, Round, Sink, microseconds
+from relayrun.watch.goodput.metrics import Block, read_blocks
+from relayrun.watch.goodput.parts import LOST, NAMES, START
+
+
+@dataclass(frozen=True, kw_only=True)
+class StayAccount:
+    """What the nodes of one allocation did. Parts are microseconds of all its nodes; times seconds since 1970."""
+
+    stay: Stay
+    start: float
+    end: float
+    parts: dict[str, int]
+    work: Work
+    rounds: Sequence[Round]
+    """The same by round of its ranks, oldest first; one where they were not started again."""
+    stepped: int
+    """Microseconds in which steps were computed that count, on however many nodes."""
+    waited: dict[str, int]
+    """Before it: microseconds `queued`, in `back-off` after a failure, and `stopped`, when nothing was asked for."""
+
+    @property
+    def attempt(self) -> int | None:
+        return None if self.stay.facts is None else self.stay.facts.begin.attempt
+
+    @property
+    def nodes(self) -> int:
+        return self.stay.nodes
+
+    @property
+    def failed_rounds(self) -> Sequence[FailedRound]:
+        """Why ranks were started again, in the order of `rounds`, or were not."""
+        return [] if self.stay.facts is None else self.stay.facts.rounds
+
+    @property
+    def allocated(self) -> int:
+        """Microseconds of all its nodes."""
+        return sum(self.parts.values())
+
+    @property
+    def cause(self) -> str:
+        """How its attempt ended, in one word."""
+        facts = self.stay.facts
+        if facts is None:
+            return "no attempt" if self.stay.ended else "running"
+        if facts.end is not None:
+            return facts.end.cause
+        return "unknown" if self.stay.ended else "running"
+
+    @property
+    def reason(self) -> str:
+        """Why its attempt ended, or why there was none, in words; empty where nobody has said."""
+        facts = self.stay.facts
+        if facts is not None:
+            return "" if facts.end is None else facts.end.reason
+        if not self.stay.ended:
+            return "the job has its nodes, and no attempt has begun in it yet"
+        state = self.stay.state or "gone"
+        return f"the job was {state} before an attempt began in it, as {self.stay.source} says"
+
+    @property
+    def blamed(self) -> Sequence[str]:
+        """Nodes that got a strike for its end."""
+        return [] if self.stay.facts is None else self.stay.facts.blamed
+
+
+@dataclass(kw_only=True)
+class Loss:
+    """What one cause of ends cost. Node time in microseconds of all nodes."""
+
+    cause: str
+    times: int = 0
+    lost: int = 0
+    """Steps that were computed again, hangs, failed starts, and what lies between failure and end."""
+    starts: int = 0
+    """Starts of the attempts behind it, up to their first steps."""
+    waited: int = 0
+    """Microseconds without nodes before the jobs behind it: the queue, and the back-off after failures."""
+    nodes: Counter[str] = field(default_factory=Counter)
+    """Nodes that were blamed, and how often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """A run's node time. Parts are microseconds of all nodes."""
+
+    run: Run
+    name: str
+    stays: Sequence[StayAccount]
+    parts: dict[str, int]
+    """By name, in the order of `parts.PARTS`; those that are 0 are there, too."""
+    work: Work
+    waited: dict[str, int]
+    """Microseconds without nodes, not times nodes."""
+    losses: Sequence[Loss]
+    evaluated_outside: bool
+
+    @property
+    def allocated(self) -> int:
+        """Microseconds of all nodes that were allocated: the sum of the parts."""
+        return sum(each.allocated for each in self.stays)
+
+    @property
+    def elapsed(self) -> int:
+        """Microseconds from the first submission to the newest that is known."""
+        first = self.stays[0]
+        begin = first.start if first.stay.submit is None else min(first.stay.submit, first.start)
+        return microseconds(max(each.end for each in self.stays)) - microseconds(begin)
+
+    @property
+    def goodput(self) -> float:
+        """Share of the allocated node time that went into steps whose result counts."""
+        return self.parts["step"] / self.allocated if self.allocated else 0.0
+
+    @property
+    def effective_training_time(self) -> float:
+        """Share of the time since the first submission in which steps were computed that count; the queue is in it."""
+        return sum(each.stepped for each in self.stays) / self.elapsed if self.elapsed else 0.0
+
+    @property
+    def node_hours(self) -> float:
+        return self.allocated / SECOND / 3600
+
+    @property
+    def tokens_per_node_hour(self) -> float | None:
+        """Tokens of steps that count, by all allocated node hours; None where speeds are not measured."""
+        return self.work.tokens / self.node_hours if self.work.tokens and self.allocated else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation over all allocated time; None where it is not measured."""
+        return self._of_allocated(self.work.mfu_seconds)
+
+    @property
+    def tflops(self) -> float | None:
+        """Model TFLOP/s of a GPU over all allocated time; None where it is not measured."""
+        return self._of_allocated(self.work.tflop_seconds)
+
+    def _of_allocated(self, total: float) -> float | None:
+        return total / (self.allocated / SECOND) if total and self.allocated else None
+
+
+def account(
+    run: Run,
+    *,
+    now: float | None = None,
+    facts: RunFacts | None = None,
+    sink: Callable[[Stay], Sink] | None = None,
+    seen: Callable[[Stay], Callable[[Block, Counts], None]] | None = None,
+    also: Sequence[str] = (),
+    grain: int = 60 * SECOND,
+) -> Account:
+    """Read a run and book its node time. Raises RunDirError where no attempt has begun, or a record is damaged.
+
+    `sink` and `seen` give, for a stay, what is told of parts and of lines, which then have the columns in `also`; see
+    `book`.
+    """
+    facts = facts or gather(run, now=now)
+    names = tuple(dict.fromkeys([*NEEDED, *also]))
+    found: list[StayAccount] = []
+    for stay in facts.stays:
+        blocks = read_blocks(stay.facts.attempt.metrics, names) if stay.facts is not None else ()
+        told = None if sink is None else sink(stay)
+        booked = book(stay, blocks, sink=told, seen=None if seen is None else seen(stay), grain=grain)
+        found.append(_account(stay, booked, found))
+    return Account(
+        run=run,
+        name=facts.plan.run,
+        stays=found,
+        parts={name: sum(each.parts.get(name, 0) for each in found) for name in NAMES},
+        work=_sum([each.work for each in found]),
+        waited={name: sum(each.waited[name] for each in found) for name in WAITS},
+        losses=losses(found),
+        evaluated_outside=facts.evaluated_outside,
+    )
+
+
+WAITS = ("queued", "back-off", "stopped")
+"""What a run does without nodes: it waits in the queue, waits after a failure, or nobody has asked for anything."""
+
+
+def _account(stay: Stay, booked: Booked, before: Sequence[StayAccount]) -> StayAccount:
+    return StayAccount(
+        stay=stay,
+        start=booked.start / SECOND,
+        end=booked.end / SECOND,
+        parts=booked.parts,
+        rounds=booked.rounds,
+        stepped=booked.stepped,
+        work=booked.work,
+        waited=waits(stay, before[-1].stay if before else None),
+    )
+
+
+def waits(stay: Stay, previous: Stay | None) -> dict[str, int]:
+    """Divide the time without nodes before a stay, in microseconds."""
+    start = microseconds(stay.start)
+    submit = start if stay.submit is None else min(start, microseconds(stay.submit))
+    if previous is None:
+        return {"queued": start - submit, "back-off": 0, "stopped": 0}
+    gap = max(0, start - microseconds(previous.end))
+    stopped = min(gap, max(0, submit - microseconds(previous.end)))
+    end = None if previous.facts is None else previous.facts.end
+    delay = 0 if end is None else end.delay * SECOND
+    back_off = min(gap - stopped, delay)
+    return {"queued": gap - stopped - back_off, "back-off": back_off, "stopped": stopped}
+
+
+def losses(stays: Sequence[StayAccount]) -> list[Loss]:
+    """What each cause of ends cost, the dearest first; ends that were planned cost the next start alone."""
+    found: dict[str, Loss] = {}
+    for number, each in enumerate(stays):
+        if each.cause == "running":
+            continue
+        loss = found.setdefault(each.cause, Loss(cause=each.cause))
+        loss.times += 1
+        loss.lost += sum(amount for part, amount in each.parts.items() if part in LOST)
+        loss.nodes.update(each.blamed)
+        if number + 1 < len(stays):
+            following = stays[number + 1]
+            loss.starts += sum(amount for part, amount in following.parts.items() if part in START)
+            loss.waited += following.waited["queued"] + following.waited["back-off"]
+    return sorted(found.values(), key=lambda loss: (-(loss.lost + loss.starts), loss.cause))
+
+
+def _sum(works: Sequence[Work]) -> Work:
+    total = Work()
+    for work in works:
+        for name, value in vars(work).items():
+            setattr(total, name, getattr(total, name) + value)
+    return total

@@ -1,0 +1,167 @@
+"""Lines, bands and bars as inline SVG. Shapes are stretched to the width there is; labels are HTML, and are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from relayrun.watch.report.markup import Markup, join, tag
+from relayrun.watch.report.series import Series, short, ticks
+
+WIDTH, HEIGHT = 1000.0, 100.0
+"""The size of a chart in the SVG's own units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a chart."""
+
+    name: str
+    series: Series
+    colour: int = 0
+    """Number of a colour of the style sheet."""
+    dots: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at a place of the x axis."""
+
+    x: float
+    words: str
+    kind: str = "attempt"
+
+
+def lines(
+    title: str,
+    drawn: Sequence[Line],
+    *,
+    marks: Sequence[Mark] = (),
+    unit: str = "",
+    x_name: str = "iteration",
+    x_words: Callable[[float], str] = short,
+    from_zero: bool = False,
+) -> Markup:
+    """Return a chart of lines over a common x axis; a word where none of them has a point."""
+    there = [line for line in drawn if line.series.size]
+    if not there:
+        return Markup("")
+    left, right = min(float(line.series.x[0]) for line in there), max(float(line.series.x[-1]) for line in there)
+    low, high = min(float(line.series.y.min()) for line in there), max(float(line.series.y.max()) for line in there)
+    low = min(low, 0.0) if from_zero else low
+    margin = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
+    low, high = (low if from_zero and low == 0 else low - margin), high + margin
+    if right <= left:
+        left, right = left - 1, right + 1
+
+    def at(x: float) -> float:
+        return (x - left) / (right - left) * WIDTH
+
+    def up(y: float) -> float:
+        return HEIGHT - (y - low) / (high - low) * HEIGHT
+
+    shapes: list[Markup] = [
+        tag("line", x1=0, x2=WIDTH, y1=_n(up(y)), y2=_n(up(y)), class_="grid") for y in ticks(low, high, 4)
+    ]
+    for mark in marks:
+        if left <= mark.x <= right:
+            place = _n(at(mark.x))
+            shapes.append(tag("line", tag("title", mark.words), x1=place, x2=place, y1=0, y2=HEIGHT, class_=mark.kind))
+    for line in there:
+        points = list(zip(line.series.x.tolist(), line.series.y.tolist(), strict=True))
+        colour = f"c{line.colour % 8}"
+        if not line.dots or len(points) > 1:
+            text = " ".join(f"{_n(at(x))},{_n(up(y))}" for x, y in points)
+            shapes.append(tag("path", d=f"M{text}", class_=f"line {colour}"))
+        if line.dots or len(points) == 1:
+            # of no length, with round ends: a circle would be stretched
+            text = "".join(f"M{_n(at(x))},{_n(up(y))}h0" for x, y in points)
+            shapes.append(tag("path", d=text, class_=f"dots {colour}"))
+    y_labels = [(1 - up(y) / HEIGHT, short(y)) for y in ticks(low, high, 4)]
+    x_labels = [(at(x) / WIDTH, x_words(x)) for x in ticks(left, right, 4, whole=x_name == "iteration")]
+    named = [(line.name, f"c{line.colour % 8}") for line in there] if len(there) > 1 else []
+    return _figure(title, unit, shapes, x_labels, y_labels, x_name=x_name, named=named)
+
+
+def band(
+    title: str,
+    columns: Sequence[Mapping[str, float]],
+    names: Sequence[tuple[str, str]],
+    labels: Sequence[tuple[float, str]],
+) -> Markup:
+    """Return a band over time: in each column shares, stacked, that sum to 1 at most.
+
+    `names`: of the shares, each with its class in the style sheet. `labels`: of the time axis, each with its place
+    between 0 and 1.
+    """
+    if not columns:
+        return Markup("")
+    width = WIDTH / len(columns)
+    paths: dict[str, list[str]] = {name: [] for name, _ in names}
+    for number, column in enumerate(columns):
+        low = HEIGHT
+        for name, _ in names:
+            high = column.get(name, 0.0) * HEIGHT
+            if high > 0.02:
+                paths[name].append(f"M{_n(number * width)},{_n(low)}v{_n(-high)}h{_n(width)}v{_n(high)}z")
+                low -= high
+    shapes = [tag("path", tag("title", name), d="".join(paths[name]), class_=css) for name, css in names if paths[name]]
+    y_labels = [(share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)]
+    named = [(name, css) for name, css in names if paths[name]]
+    return _figure(title, "share of the nodes' time", shapes, labels, y_labels, x_name="time", named=named)
+
+
+def bar(parts: Sequence[tuple[str, str, float]]) -> Markup:
+    """Return one bar of parts: name, class, and share."""
+    at = 0.0
+    shapes = []
+    for name, css, share in parts:
+        width = share * WIDTH
+        if width > 0:
+            words = tag("title", f"{name}: {share:.1%}")
+            shapes.append(tag("rect", words, x=_n(at), y=0, width=_n(width), height=HEIGHT, class_=css))
+        at += width
+    label = ", ".join(f"{name} {share:.1%}" for name, _, share in parts if share)
+    return tag("div", _svg(shapes), class_="bar", role="img", aria_label=label)
+
+
+def _figure(
+    title: str,
+    unit: str,
+    shapes: Sequence[Markup],
+    x_labels: Sequence[tuple[float, str]],
+    y_labels: Sequence[tuple[float, str]],
+    *,
+    x_name: str,
+    named: Sequence[tuple[str, str]],
+) -> Markup:
+    caption = tag("figcaption", tag("b", title), f", {unit}" if unit else None)
+    y_axis = [tag("span", text, style=f"bottom:{share:.2%}") for share, text in y_labels]
+    x_axis = [tag("span", text, style=f"left:{share:.2%}", class_=_side(share)) for share, text in x_labels]
+    key = [tag("span", tag("i", class_=css), name) for name, css in named]
+    return tag(
+        "figure",
+        caption,
+        tag(
+            "div",
+            tag("div", *y_axis, class_="y"),
+            tag("div", _svg(shapes), class_="plot", role="img", aria_label=title),
+            tag("div", *x_axis, class_="x"),
+            class_="chart",
+        ),
+        tag("div", tag("span", x_name, class_="axis"), *key, class_="key"),
+    )
+
+
+def _side(share: float) -> str | None:
+    """The class of a label that would stand out beyond the end of its axis."""
+    return "first" if share < 0.08 else "last" if share > 0.92 else None
+
+
+def _svg(shapes: Sequence[Markup]) -> Markup:
+    return tag("svg", join(shapes), viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}", preserveAspectRatio="none")
+
+
+def _n(value: float) -> str:
+    """A coordinate: a hundredth of a unit is far below a pixel."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,118 @@
+"""What the scheduler says of the jobs of a run: asked once, then a fact like others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relayrun.control import signs
+from relayrun.control.chain import fallback
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.evaluations import Submitted
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import history
+from relayrun.control.scheduler.base import Job, Scheduler
+from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.history import JobEnd
+from relayrun.errors import SchedulerError, user_name
+
+PATIENCE = 5.0
+"""Seconds for which a controller that does not answer is asked again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """What the scheduler answered about the jobs of a run."""
+
+    jobs: list[Job] = field(default_factory=list)
+    fallback_jobs: list[Job] = field(default_factory=list)
+    """Small jobs that go on with the chain where one of `jobs` fails; see `relayrun.control.chain.fallback`."""
+    error: str | None = None
+    """Why the scheduler did not answer; None if it did."""
+    hidden: str | None = None
+    """Why the jobs of the run's owner, another user, are not known."""
+    evaluations: dict[str, str] = field(default_factory=dict)
+    """State, by id, of the jobs of evaluations that have no result yet."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why jobs wait, by id."""
+    last_job: JobEnd | None = None
+    """How the newest job that ran has ended, where nothing runs now and somebody remembers it."""
+    abandoned: list[str] = field(default_factory=list)
+    """Ids of queued jobs that nobody will start."""
+
+
+def scheduler(run: Run) -> Scheduler:
+    """Return the run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
+    return for_plan(Plan.load(run), run, patience=PATIENCE)
+
+
+def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
+    """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others.
+
+    `plan`: the run's, where it was read already. `brief`: evaluations are left out. Raises RunDirError where
+    there is no run.
+    """
+    plan = Plan.load(run) if plan is None else plan
+    if plan.scheduler == "local":
+        return _ask_local(run, plan, brief=brief)
+    try:
+        asked = for_plan(plan, run, patience=PATIENCE)
+        states = {} if brief else _evaluations(run, asked)
+        jobs = asked.jobs(plan, anyone=True)
+        waiting_jobs = [job for job in jobs if job.waits]
+        hidden = not jobs and plan.owner is not None and signs.is_anothers(plan)
+        if hidden and history.others_are_hidden():
+            name = user_name(plan.owner or 0)
+            return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        fallback_jobs = fallback.live(plan, asked, anyone=True)
+        return Queue(
+            jobs=jobs,
+            fallback_jobs=fallback_jobs,
+            evaluations=states,
+            reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
+            last_job=history.last_job(plan, since=_asked_since(run)) if _nothing_runs(jobs) else None,
+        )
+    except SchedulerError as error:
+        return Queue(error=error.message)
+
+
+def _ask_local(run: Run, plan: Plan, *, brief: bool) -> Queue:
+    """The same of the local queue, which is read once."""
+    from relayrun.control.scheduler.local import LocalScheduler  # not paid for on a cluster
+
+    asked = LocalScheduler(run)
+    try:
+        every = asked.every_job()
+        jobs = asked.live(every)
+        return Queue(
+            jobs=jobs,
+            evaluations={} if brief else _evaluations(run, asked),
+            last_job=history.last_of(every) if _nothing_runs(jobs) else None,
+            abandoned=history.abandoned(plan, run) if any(job.state == "PENDING" for job in jobs) else [],
+        )
+    except SchedulerError as error:
+        return Queue(error=error.message)
+
+
+def _nothing_runs(jobs: list[Job]) -> bool:
+    return all(job.waits or job.state == "COMPLETING" for job in jobs)
+
+
+def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:
+    """State, by id, of the jobs of evaluations that have no result yet. Raises SchedulerError."""
+    waiting = {job_id: asked.query(job_id) for _, job_id in waiting_evaluations(run)}
+    return {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
+
+
+def _asked_since(run: Run) -> float:
+    """The last submit, with an hour for clocks that differ."""
+    return run.plan.stat().st_mtime - 3600
+
+
+def waiting_evaluations(run: Run) -> list[tuple[int, str]]:
+    """(iteration, job id) of the evaluations that were submitted and have no result."""
+    return [
+        (folder.iteration, submitted.job_id)
+        for folder in evaluations.every(run)
+        if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))
+    ]

@@ -1,0 +1,259 @@
+"""Where a run stands, as far as a table of many runs tells: its state, how far it is, what is durable, why it ended.
+
+It asks neither clock nor scheduler, and reads what it needs from the newest attempt back: neither the age of a run nor
+what only a look at one run tells costs anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, starmap
+from typing import Any, Literal
+
+from relayrun.control import signs
+from relayrun.control.rundir import campaign
+from relayrun.control.rundir.lineage import Durable, Lineage, begun_backwards
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.read_once import ReadOnce
+from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.ways_back import goes_back
+from relayrun.control.scheduler import history
+from relayrun.control.scheduler.base import RESERVATION_GONE
+from relayrun.errors import RunDirError
+from relayrun.watch.status.broken import why_broken
+from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.remaining import LAST, Past, Remaining, remaining
+from relayrun.watch.status.sentinel import Asked, LastLook, last_look
+
+State = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
+"""State of a chain. `waiting`: its sweep, or the stage before it, begins it later. `broken`: it has not ended, and
+nothing that would go on with it is queued or runs. `idle`: a chain of one job (`auto_requeue: false`) ended as planned,
+or a submit is under way. `unknown`: the scheduler did not answer, or hides another user's jobs, and STOP is not
+there."""
+
+PLANNED = ("done", "saved", "exit")
+"""Causes of an end that was meant: a chain of one job has done what it was asked for, and nothing is lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a run stands at one moment. Times are seconds since 1970, ages seconds."""
+
+    run: str
+    """Name of the run, as project/name."""
+    path: str
+    state: State
+    stop: str | None
+    """Why the chain ended; None while it has not."""
+    broken: str | None
+    """Which job died, how and where, of a chain that cannot go on; None where it can."""
+    attempt: int | None
+    """Number of the newest attempt; None before the first job began."""
+    job_id: str | None
+    nodes: str | None
+    begin_time: float | None
+    iteration: int
+    total_steps: int | None
+    loss: float | None
+    """Loss of the last step in nats per token; None before the first step."""
+    tokens_per_second: float | None
+    step_time: float | None
+    """When the last step ended."""
+    durable_iteration: int | None
+    """0: nothing saved yet; None: there are checkpoints and none is whole, see `durable_fault`."""
+    durable_path: str | None
+    durable_age: float | None
+    durable_fault: str | None
+    remaining: Remaining | None
+    """What is left to do at the pace of the last attempts; None before anything is durable."""
+    last_end: str | None
+    """Cause and reason of the newest attempt that has ended."""
+    last_end_attempt: int | None
+    sentinel: LastLook | None
+    """When the sentinel that looks after the run has last looked; None where none was set up."""
+
+    @property
+    def updated(self) -> float:
+        """The newest time in the run's records."""
+        return max(self.step_time or 0.0, self.begin_time or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """A directory where a run should be, and what is wrong with it."""
+
+    path: str
+    error: str
+
+
+def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End | None) -> State:
+    """`last_end`: of the newest attempt, where that has ended."""
+    at_work = [job for job in queue.jobs if not job.waits]
+    if plan.mode == "singleton" and last_end is not None:  # the batch script of a job that is COMPLETING has gone
+        at_work = [job for job in at_work if job.state != "COMPLETING"]
+    if at_work:
+        return "running"
+    if stop is not None:
+        return "stopped"
+    if queue.error is not None:
+        return "unknown"
+    if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
+        return "queued"
+    if any(not history.for_ever(queue.reasons.get(job.id)) for job in queue.fallback_jobs):  # it waits for room
+        return "queued"
+    planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
+    newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
+    if (planned and newest) or _submit_under_way(run):
+        return "idle"
+    return "waiting" if campaign.waits(run) else "broken"
+
+
+def _submit_under_way(run: Run) -> bool:
+    try:
+        lock = os.open(f"{run.path}/.submit.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    finally:
+        os.close(lock)
+    return False
+
+
+def _durable(line: Lineage) -> tuple[Durable | None, str | None]:
+    try:
+        return line.durable(), None
+    except RunDirError as error:
+        return None, error.message
+
+
+@contextlib.contextmanager
+def readable(run: Run) -> Iterator[None]:
+    """Raise RunDirError, with one clear message, where records of a run were edited, or torn by a disk."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunDirError(
+            f"its records cannot be read: {type(error).__name__}: {error}",
+            where=run.path,
+            hint="look at plan.json and at the newest folder of attempts/",
+        ) from None
+
+
+def stand(run: Run, queue: Queue, *, now: float, plan: Plan | None = None, asked: Asked | None = None) -> Standing:
+    """Return where a run stands. `plan`: the run's, where it was read already. `asked`: see `last_look`.
+
+    Raises RunDirError, with one clear message, where the directory is no run or damaged.
+    """
+    with readable(run):
+        return Look(run, Plan.load(run) if plan is None else plan, queue, now=now).standing(asked)
+
+
+class Look:
+    """What is read of a run for one look. Raises RunDirError, and what records raise that were edited."""
+
+    def __init__(self, run: Run, plan: Plan, queue: Queue, *, now: float) -> None:
+        self.run, self.plan, self.queue, self.now = run, plan, queue, now
+        self._begun = ReadOnce(begun_backwards(run))
+        """The attempts that have begun, the newest first, each read once and as far as asked for."""
+        self.line = Lineage(run, begun=self._begun)
+        newest = next(iter(self._begun), None)
+        self.number = None if newest is None else newest[0]
+        self.begin = None if newest is None else newest[1]
+        self.ended = next(((n, end) for n, _ in self._begun if (end := run.attempt(n).read_end())), None)
+        """The newest attempt that has ended, and how."""
+        open_ = self.number is not None and (self.ended is None or self.ended[0] != self.number)
+        self.last_end = self.ended[1] if self.ended and not open_ else None
+        """How the newest attempt has ended; None while it has not."""
+        self.stop = stop_reason(run)
+        self.state = _state(run, plan, queue, self.stop, self.last_end)
+        if queue.hidden and self.stop is None:
+            self.state = "running" if signs.of_life(run, plan, now=now) else "unknown"
+        self.running = open_ and self.state in ("running", "unknown")
+        self.step = _last_step(run, self._begun)
+        self.durable, self.durable_fault = _durable(self.line)
+
+    def standing(self, asked: Asked | None) -> Standing:
+        """Return it as a table of many runs tells it. `asked`: see `last_look`."""
+        durable, begin = self.durable, self.begin
+        saved = next((c.commit for c in self.line.backwards() if durable and c.commit.path == durable.path), None)
+        broken = self.state == "broken"
+        return Standing(
+            run=self.plan.run,
+            path=str(self.run.path),
+            state=self.state,
+            stop=self.stop,
+            broken=why_broken(self.run, self.plan, self.queue, begin, self.last_end) if broken else None,
+            attempt=self.number,
+            job_id=begin.job_id if begin else None,
+            nodes=begin.nodes if begin else None,
+            begin_time=begin.start_time if begin else None,
+            iteration=max(self.step.get("iteration", 0), begin.base_iteration if begin else 0),
+            total_steps=self.plan.total_steps,
+            loss=self.step.get("loss"),
+            tokens_per_second=self.step.get("tokens_per_second"),
+            step_time=self.step.get("time"),
+            durable_iteration=durable.iteration if durable else None,
+            durable_path=durable.path if durable else None,
+            durable_age=self.now - saved.time if saved else None,
+            durable_fault=self.durable_fault,
+            remaining=self._remaining(durable) if durable else None,
+            last_end=f"{self.ended[1].cause}: {self.ended[1].reason}" if self.ended else None,
+            last_end_attempt=self.ended[0] if self.ended else None,
+            sentinel=last_look(self.run, self.plan.owner, now=self.now, asked=asked),
+        )
+
+    def _remaining(self, durable: Durable) -> Remaining | None:
+        total, nodes = self.plan.end_iteration, self.plan.nodes_of_job
+        if total is None:
+            return None
+        past = list(islice(filter(None, starmap(self._past, self._begun)), LAST))[::-1]
+        iteration = max(durable.iteration, self.step.get("iteration", 0) if self.running else 0)
+        return remaining(past, iteration=iteration, total=total, nodes=nodes, running=self.running, now=self.now)
+
+    def _past(self, number: int, begin: AttemptStart) -> Past | None:
+        """What an attempt did; None where nobody wrote down when it ended."""
+        end = self.run.attempt(number).read_end()
+        if end is not None:
+            reached, until = end.durable_iteration, end.end_time
+        elif self.running and number == self.number:
+            commits = (counted.commit for counted in self.line.backwards())
+            newest = next((commit for commit in commits if commit.time >= begin.start_time), None)
+            reached = newest.iteration if newest else begin.base_iteration
+            until = newest.time if newest else begin.start_time
+        else:
+            return None
+        return Past(
+            base_iteration=begin.base_iteration,
+            durable_iteration=reached,
+            start_time=begin.start_time,
+            until=until,
+            end_time=end.end_time if end is not None else None,
+        )
+
+
+def _last_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:
+    """The newest metrics line that counts: an attempt's lines beyond the base of the next do not.
+
+    `begun`: the attempts that have begun, the newest first.
+    """
+    limit = float("inf")
+    for number, begin in begun:
+        line: dict[str, Any]
+        for line in run.attempt(number).metrics_backwards():
+            if goes_back(line):
+                limit = min(limit, line["iteration"])
+            elif begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:
+                return line
+        limit = min(limit, begin.base_iteration)
+    return {}

@@ -1,0 +1,134 @@
+"""Many runs as text for people: a line a run, in a table or in a log.
+
+Rich is imported for a terminal alone: it costs as much as a look at a hundred runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+
+from relayrun.watch.status.sentinel import LastLook
+from relayrun.watch.status.standing import Damaged, Standing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
+"""Columns of the table of many runs."""
+RIGHT = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
+"""Those that hold numbers."""
+FOLDED = 200
+"""A terminal gets a table of at most so many runs folded to its width: of a thousand that takes a second."""
+
+
+def show_many(found: Sequence[Standing | Damaged]) -> None:
+    """Print a line a run."""
+    if sys.stdout.isatty() and len(found) <= FOLDED:
+        from relayrun.watch.status.terminal import show
+
+        show(many(found))
+        return
+    rows = [list(COLUMNS), *map(_cells, found)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
+    print("\n".join("  ".join(map(_padded, row, widths, COLUMNS)).rstrip() for row in rows))
+
+
+def _padded(text: str, width: int, column: str) -> str:
+    space = " " * (width - cell_len(text))
+    return space + text if column in RIGHT else text + space
+
+
+def many(found: Sequence[Standing | Damaged]) -> Table:
+    """Return a table with one line a run; of a damaged one its error."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in RIGHT else "left")
+    for entry in found:
+        table.add_row(*map(escape, _cells(entry)))
+    return table
+
+
+def _cells(entry: Standing | Damaged) -> list[str]:
+    if isinstance(entry, Damaged):
+        return ["/".join(entry.path.split("/")[-2:]), "damaged", *[""] * 7, " ".join(entry.error.split())]
+    return [
+        entry.run,
+        entry.state,
+        str(entry.attempt or ""),
+        f"{entry.iteration}/{entry.total_steps or '?'}",
+        short_remaining(entry),
+        loss(entry.loss),
+        speed(entry.tokens_per_second),
+        "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
+        duration(entry.durable_age),
+        (entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
+    ]
+
+
+def line(entry: Standing | Damaged) -> str:
+    """Return a run in one line for a log."""
+    if isinstance(entry, Damaged):
+        return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"
+    parts = [
+        f"{entry.run}: {entry.state}",
+        f"attempt {entry.attempt}" if entry.attempt is not None else "",
+        f"iteration {entry.iteration}" + (f" of {entry.total_steps}" if entry.total_steps else ""),
+        f"loss {loss(entry.loss)}" if entry.loss is not None else "",
+        f"durable {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
+        f"left {left}" if (left := short_remaining(entry)) else "",
+        (entry.stop or entry.broken or "").partition("\n")[0],
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def duration(seconds: float | None) -> str:
+    """Return a number of seconds for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    if seconds is None:
+        return ""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def sentinel(look: LastLook, *, now: float) -> str:
+    """Return when a sentinel has last looked, and what that means where it is late."""
+    if look.time is None:
+        return f"nobody knows when it last looked: its record in {look.folder} cannot be read"
+    whose = f"{look.folder}, by {look.user} on {look.host}"
+    words = f"looked {duration(now - look.time)} ago ({whose})"
+    if not look.late:
+        return words
+    every = f" and every {duration(look.period)} before" if look.period else ""
+    return f"dead or late: {words}{every}; nobody looks: see `crontab -l` there"
+
+
+def sentinels(found: Sequence[Standing | Damaged], *, now: float) -> list[str]:
+    """Return a line for each sentinel that looks after some of these runs."""
+    known = [status.sentinel for status in found if isinstance(status, Standing) and status.sentinel is not None]
+    looks = {look.folder: look for look in known}
+    return [f"sentinel: {sentinel(look, now=now)}" for look in looks.values()]
+
+
+def short_remaining(status: Standing) -> str:
+    """Return the hours of training and node hours that are left, for a column; empty where they are not known."""
+    left = status.remaining
+    return f"{duration(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
+
+
+def loss(value: float | None) -> str:
+    """Return a loss in nats per token for people; empty where there is none."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def speed(value: float | None) -> str:
+    """Return tokens per second for people; empty where they are not known."""
+    return "" if value is None else f"{value:,.0f}"
