@@ -1,7 +1,7 @@
 """A Llama in plain PyTorch, as one writes it by hand: the peer that `training.py` measures against on a GPU.
 
 Attention by SDPA (flash attention on a GPU), weights in fp32 under bf16 autocast, fused AdamW, torch.compile.
-Equations of arXiv 2407.21783; of the shapes of a `relayrun.config.compose.schema.Model`. Rotary frequencies are unscaled:
+Equations of arXiv 2407.21783; of the shapes of a `relayrun.config.compose.schema.ModelSection`. Rotary frequencies are unscaled:
 that costs nothing either way.
 """
 
@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from relayrun.config.compose.schema import Model
+from relayrun.config.compose.schema import ModelSection
 
 
 class Layer(nn.Module):
     """Attention and SwiGLU, each behind a norm and beside a residual."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelSection) -> None:
         super().__init__()
         self.heads, self.groups = model.num_attention_heads, model.num_query_groups
         hidden, head = model.hidden_size, model.hidden_size // model.num_attention_heads
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 class PlainLlama(nn.Module):
     """Mean loss of a batch of token ids, [batch, sequence + 1]."""
 
-    def __init__(self, model: Model, vocabulary_size: int, seq_length: int) -> None:
+    def __init__(self, model: ModelSection, vocabulary_size: int, seq_length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, model.hidden_size)
         self.layers = nn.ModuleList(Layer(model) for _ in range(model.num_layers))
@@ -79,7 +79,14 @@ def rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torc
 
 
 def seconds_per_step(
-    model: Model, vocabulary_size: int, *, seq_length: int, batch: int, steps: int, warm_up: int, device: str = "cuda"
+    model: ModelSection,
+    vocabulary_size: int,
+    *,
+    seq_length: int,
+    batch: int,
+    steps: int,
+    warm_up: int,
+    device: str = "cuda",
 ) -> list[float]:
     """Train on random tokens; the seconds of each step after `warm_up` ones. On a GPU in bf16, compiled."""
     torch.manual_seed(0)

@@ -436,7 +436,7 @@ def gpus() -> list[str]:
             "| part | what | measured | wanted | reached |",
             "|---|---|---|---|---|",
         ]
-        for row in report.rows(result):
+        for row in report.check_rows(result):
             cells = (row.part, row.what, row.value, row.target, row.verdict)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return parts

@@ -13,12 +13,17 @@ from typing import Any
 
 from relayrun.train.checkpoint.memory import MemoryTier
 from relayrun.train.hooks import Hook, StepStart
-from relayrun.train.reporting.heartbeat import Pulse
-from relayrun.train.reporting.sections import Sections
+from relayrun.train.reporting.heartbeat import HeartbeatWriter
+from relayrun.train.reporting.sections import SectionReporter
 from relayrun.train.reporting.stragglers import Stragglers
 
 PARTS: dict[str, list[tuple[type, str]]] = {
-    "heartbeats": [(Pulse, "enter"), (Pulse, "beat"), (Sections, "enter"), (Sections, "touch")],
+    "heartbeats": [
+        (HeartbeatWriter, "enter"),
+        (HeartbeatWriter, "beat"),
+        (SectionReporter, "enter"),
+        (SectionReporter, "touch"),
+    ],
     "memory": [(MemoryTier, "due")],
     "stragglers": [(Stragglers, name) for name in ("read", "_begin", "_end", "take")],
 }

@@ -20,10 +20,10 @@ sys.path.insert(0, str(ROOT))  # for the tests' workspace
 import _results  # noqa: E402
 import numpy as np  # noqa: E402
 
-from relayrun.config.compose import yamlfile  # noqa: E402
+from relayrun.config.compose import yaml_file  # noqa: E402
 from relayrun.files import write_json  # noqa: E402
 from relayrun.tokens.shards.indexed import ShardWriter  # noqa: E402
-from relayrun.tokens.shards.record import RECORD  # noqa: E402
+from relayrun.tokens.shards.record import FOLDER_RECORD  # noqa: E402
 from tests.workspace import VOCABULARY, Workspace  # noqa: E402
 
 SHARDS = {"demo": 4, "large": 1000}
@@ -61,8 +61,8 @@ def config(folder: Path, shards: int) -> Path:
         writer.add(generator.integers(1, VOCABULARY, lengths.sum()), lengths)
         writer.finish()
     known = {"settings": {"tokenizer": "f" * 64, "eos": 0}}
-    write_json(data / RECORD, known | {"shards": {f"{n:05}_tokens": {"largest_id": 299} for n in range(shards)}})
-    model = yamlfile.read(ROOT / "configs" / "models" / "llama-3m.yaml").values["model"]
+    write_json(data / FOLDER_RECORD, known | {"shards": {f"{n:05}_tokens": {"largest_id": 299} for n in range(shards)}})
+    model = yaml_file.read_yaml(ROOT / "configs" / "models" / "llama-3m.yaml").values["model"]
     own = {"datasets": [str(data)], "allow_other_tokenizer": True}
     return workspace.config("run", model=model, data=own, cluster={"python": None})
 

@@ -31,7 +31,7 @@ from typing import Any
 import _results
 import numpy as np
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptStart
@@ -168,7 +168,7 @@ def make_run(folder: Path, *, steps: int, interval: int = INTERVAL) -> Run:
     run = Run(folder / "run")
     for path in (run.config, run.checkpoints, run.attempt(1).path):
         path.mkdir(parents=True)
-    triggers.create_folder(run)
+    triggers.create_trigger_folder(run)
     writer = ShardWriter(folder / "shard", np.uint16)
     writer.add(np.random.default_rng(SEED).integers(0, VOCABULARY, 200_000), [1000] * 200)
     writer.finish()
@@ -202,7 +202,7 @@ def make_run(folder: Path, *, steps: int, interval: int = INTERVAL) -> Run:
             "cluster": {"name": "benchmark", "scheduler": "local"},
         }
     )
-    run.config_revision(1).write_text(yamlfile.dump(config.model_dump(mode="json")))
+    run.config_revision(1).write_text(yaml_file.dump_yaml(config.model_dump(mode="json")))
     AttemptStart(
         attempt=1,
         job_id="1",

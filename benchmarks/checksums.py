@@ -125,7 +125,7 @@ def program(run: Run) -> None:
     copying: list[float] = []
     fill = host_copy.HostCopy.fill
 
-    def timed(self: host_copy.HostCopy, shards: Any, stream: Any) -> host_copy.Reserved:
+    def timed(self: host_copy.HostCopy, shards: Any, stream: Any) -> host_copy.HostAllocation:
         started = time.thread_time()
         late = fill(self, shards, stream)
         copying.append(time.thread_time() - started)

@@ -30,11 +30,11 @@ from relayrun.config.sections.rampup import BatchSizes
 from relayrun.tokens.order import documents
 from relayrun.tokens.order.batches import BatchReader
 from relayrun.tokens.order.permutation import Permutation, permutation_key
-from relayrun.tokens.order.sampler import MixtureSampler, Part
-from relayrun.tokens.order.samples import Dataset, SampleOrder
+from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
+from relayrun.tokens.order.samples import Dataset, WindowOrder
 from relayrun.tokens.order.schedule import Interleave, integer_weights
 from relayrun.tokens.order.spec import DatasetSpec
-from relayrun.tokens.shards.indexed import CODES, HEADER, MAGIC, ShardWriter
+from relayrun.tokens.shards.indexed import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
 SHARDS = 1000
@@ -46,9 +46,9 @@ def sparse_shard(prefix: Path, documents_: int, tokens: int) -> str:
     """A shard whose .bin is one hole."""
     lengths = np.full(documents_, tokens // documents_, dtype="<i4")
     offsets = np.arange(documents_, dtype="<i8") * (tokens // documents_ * 2)
-    code = next(code for code, dtype in CODES.items() if dtype is np.uint16)
+    code = next(code for code, dtype in DTYPE_CODES.items() if dtype is np.uint16)
     with open(f"{prefix}.idx", "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, code, documents_, documents_ + 1))
+        file.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, documents_, documents_ + 1))
         for part in (lengths, offsets, np.arange(documents_ + 1, dtype="<i8")):
             file.write(part.data)
     with open(f"{prefix}.bin", "wb") as file:
@@ -76,7 +76,7 @@ def measure_open(manifest: str) -> None:
     """What every attempt does: read the manifest, verify sizes, find and read a sample in every twentieth of it."""
     read = Manifest.read(manifest)
     read.verify()
-    order = SampleOrder(read.datasets["train"], seq_length=SEQ_LENGTH, seed=1)
+    order = WindowOrder(read.datasets["train"], seq_length=SEQ_LENGTH, seed=1)
     for k in range(0, len(order), len(order) // 20):
         order.sample(k)
 
@@ -179,7 +179,7 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
     """relayrun's reader, and what the model makes of a micro-batch."""
     import torch
 
-    order = MixtureSampler({"train": Part(dataset=dataset, weight=1.0, record={})}, {})
+    order = MixtureSampler({"train": MixturePart(dataset=dataset, weight=1.0, record={})}, {})
     ones = positions = None
     with BatchReader(
         order,
@@ -194,8 +194,8 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
                 rows = micro_batch.tokens
                 tokens = torch.from_numpy(rows)
                 if flags:
-                    mask = torch.from_numpy(documents.loss_mask(rows[:, :-1], EOD))
-                    places = torch.from_numpy(documents.positions(rows[:, :-1], EOD))
+                    mask = torch.from_numpy(documents.eod_loss_mask(rows[:, :-1], EOD))
+                    places = torch.from_numpy(documents.document_positions(rows[:, :-1], EOD))
                 else:
                     if ones is None or positions is None:
                         ones = torch.ones(micro, rows.shape[1] - 1)
@@ -248,7 +248,7 @@ def throughput(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
         for flags in (False, True):
             check_same(prefix, seq_length, micro, flags=flags)
             dataset = megatron_dataset(prefix, seq_length, reset_position_ids=flags, eod_mask_loss=flags)
-            order = SampleOrder(manifest, seq_length=seq_length, seed=1)
+            order = WindowOrder(manifest, seq_length=seq_length, seed=1)
             rates: dict[str, list[float]] = {"relayrun": [], "workers 0": [], "workers 1": [], "workers 2": []}
             for _ in range(1 if quick else 5):
                 seconds = 0.2 if quick else 1.0
@@ -273,7 +273,7 @@ def throughput(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
 
 def memory_growth(folder: Path, *, quick: bool) -> dict[str, Any]:
     """Resident memory of the reader after few and after many batches."""
-    order = SampleOrder(DatasetManifest.build([str(folder / "real")]), seq_length=512, seed=1)
+    order = WindowOrder(DatasetManifest.build([str(folder / "real")]), seq_length=512, seed=1)
     batches = ours(order, 8, flags=True)
     marks = {}
     for count in (1_000, 2_000 if quick else 50_000):
@@ -331,7 +331,7 @@ def shuffle_quality(folder: Path, *, quick: bool) -> dict[str, Any]:
         writer.finish()
         prefixes.append(place / f"s{number:02}")
         lengths.append(own)
-    order = SampleOrder(DatasetManifest.build(prefixes), seq_length=512, seed=1)
+    order = WindowOrder(DatasetManifest.build(prefixes), seq_length=512, seed=1)
     all_lengths = np.concatenate(lengths)
     starts = np.concatenate([[0], np.cumsum(all_lengths)[:-1]])
     windows = np.array([order.window(0, i) for i in range(len(order))])

@@ -107,9 +107,9 @@ class Attention:
     def documents(self, count: int) -> Any:
         import torch
 
-        from relayrun.train.model.documents import Documents
+        from relayrun.train.model.documents import PackedDocuments
 
-        return Documents(lengths=[[self.length // count] * count], device=torch.device("cpu"))
+        return PackedDocuments(lengths=[[self.length // count] * count], device=torch.device("cpu"))
 
     def pass_with(self, documents: Any) -> None:
         self.module(*self.parts, packed_seq_params=documents).sum().backward()

@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))  # for the tests' made run directories
 
 import _results  # noqa: E402
 
+from relayrun.control.rundir.merged_metrics import MergedViews  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
-from relayrun.control.rundir.views import Views  # noqa: E402
 from tests.history import cost, make_history, trained  # noqa: E402
 
 BEFORE = "96ec013"
@@ -68,11 +68,11 @@ def measured(folder: Path, lines: int, attempts: int, package_root: Path) -> dic
     with tempfile.TemporaryDirectory(dir=folder) as work:
         run = make_history(Path(work) / "run", lines=lines, attempts=attempts, package_root=package_root)
         if package_root == ROOT:
-            Views(Run(run.path)).update()
+            MergedViews(Run(run.path)).update()
         begin = cost(run, "begin", package_root=package_root)
         trained(run, attempts + 1, lines, lines + lines // attempts)
         if package_root == ROOT:
-            watch = Views(Run(run.path))  # what `watch` does beside the ranks
+            watch = MergedViews(Run(run.path))  # what `watch` does beside the ranks
             while not watch.update(attempt=attempts + 1):
                 pass
             watch.note()

@@ -49,11 +49,11 @@ import _results  # noqa: E402
 
 from relayrun.control.rundir import triggers  # noqa: E402
 from relayrun.control.rundir.plan import Plan  # noqa: E402
-from relayrun.control.rundir.records import Outcome  # noqa: E402
+from relayrun.control.rundir.records import AttemptOutcome  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.files import read_lines, write_json  # noqa: E402
-from relayrun.lab import compare, ranks, timeline, verdict  # noqa: E402
-from relayrun.lab.verdict import Event, Shown  # noqa: E402
+from relayrun.lab import compare_runs, ranks, timeline, verdict  # noqa: E402
+from relayrun.lab.verdict import KillEvent, KillReport  # noqa: E402
 from tests.slurm import power_loss  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
@@ -180,8 +180,8 @@ class Drill:
             "turns": turns,
         }
         share = figures["spares"]["effective_training_time"]
-        if share["min"] < verdict.LEAST_SHARE:
-            untrue.append(f"effective training time {_part(share)}, {verdict.LEAST_SHARE:.0%} wanted")
+        if share["min"] < verdict.MIN_TRAINING_SHARE:
+            untrue.append(f"effective training time {_part(share)}, {verdict.MIN_TRAINING_SHARE:.0%} wanted")
         figures["does_not_hold"] = untrue
         _print(figures)
         print(_results.write("kills", figures, self.options.output))
@@ -189,7 +189,7 @@ class Drill:
 
     def disturbed(
         self, name: str, *, spares: int, seed: int, seconds: float = float("inf"), stop_after: int | None = None
-    ) -> tuple[Run, list[Event]]:
+    ) -> tuple[Run, list[KillEvent]]:
         """A run with faults by the schedule, for so many seconds from the first step on.
 
         `stop_after`: it ends by itself behind this iteration, else after these seconds.
@@ -200,7 +200,7 @@ class Drill:
         """A run without faults; `spares`: None: without agents and copies, too."""
         return self._once(name, lambda: (self._run(name, spares=spares, stop_after=stop_after), []))[0]
 
-    def _once(self, name: str, perform: Callable[[], tuple[Run, list[Event]]]) -> tuple[Run, list[Event]]:
+    def _once(self, name: str, perform: Callable[[], tuple[Run, list[KillEvent]]]) -> tuple[Run, list[KillEvent]]:
         """Do a run to its end, if no earlier call has; return it with what happened to it."""
         done, run = self._folder / f"{name}.done.json", self.workspace.run(name)
         if not done.exists():
@@ -214,15 +214,15 @@ class Drill:
             write_json(done, kept)
         kept = json.loads(done.read_text(encoding="utf-8"))
         self.restarts[name], self.load[name] = kept["restarts"], kept["load_average"]
-        return run, [Event(**event) for event in kept["events"]]
+        return run, [KillEvent(**event) for event in kept["events"]]
 
     def _with_faults(
         self, name: str, spares: int, seed: int, seconds: float, stop_after: int | None
-    ) -> tuple[Run, list[Event]]:
+    ) -> tuple[Run, list[KillEvent]]:
         generator = random.Random(seed)
         run = self._run(name, spares=spares, stop_after=stop_after)
         began = self._wait_for_first_step(run)
-        events: list[Event] = []
+        events: list[KillEvent] = []
         for after, kind in schedule(self.options, until=seconds):
             if not self._wait_until(began + after, run):
                 break
@@ -232,7 +232,7 @@ class Drill:
                 events += self._lose(run, generator, kind)
         if stop_after is None:
             self._wait_until(began + seconds, run)
-            triggers.touch(run, "exit")
+            triggers.touch_trigger(run, "exit")
         return run, events
 
     def _run(self, name: str, *, spares: int | None, stop_after: int | None = None) -> Run:
@@ -262,15 +262,15 @@ class Drill:
         self.cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config], cwd=ROOT)
         return self.workspace.run(name)
 
-    def _signal(self, run: Run, generator: random.Random, kind: str) -> list[Event]:
+    def _signal(self, run: Run, generator: random.Random, kind: str) -> list[KillEvent]:
         """Kill or stop a random rank."""
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-        chosen = self._soon(run, lambda: ranks.signal_one(run, generator, number))
-        return [] if chosen is None else [Event(time=time.time(), kind=kind, rank=chosen.rank, node=chosen.node)]
+        chosen = self._soon(run, lambda: ranks.signal_random_rank(run, generator, number))
+        return [] if chosen is None else [KillEvent(time=time.time(), kind=kind, rank=chosen.rank, node=chosen.node)]
 
-    def _lose(self, run: Run, generator: random.Random, kind: str) -> list[Event]:
+    def _lose(self, run: Run, generator: random.Random, kind: str) -> list[KillEvent]:
         """Lose a node that trains: another than the batch host, or that one: then Slurm begins the job again."""
-        nodes = self._soon(run, lambda: sorted({process.node for process in ranks.living(run)}))
+        nodes = self._soon(run, lambda: sorted({process.node for process in ranks.living_ranks(run)}))
         begin = run.attempt(run.attempt_numbers()[-1]).read_begin()
         if not nodes or begin is None:
             return []
@@ -278,7 +278,7 @@ class Drill:
         node = host if kind == "host" else generator.choice([node for node in nodes if node != host])
         now = time.time()
         power_loss.lose(self.cluster, node)
-        return [Event(time=now, kind=kind, node=node)]
+        return [KillEvent(time=now, kind=kind, node=node)]
 
     def _soon(self, run: Run, act: Callable[[], Any]) -> Any:
         """What `act` gives as soon as it gives something; None where the run ends."""
@@ -300,7 +300,7 @@ class Drill:
     def _wait_for_first_step(self, run: Run) -> float:
         def first() -> float | None:
             try:
-                return timeline.of(run).began
+                return timeline.measure_timeline(run).began
             except ValueError:
                 return None
 
@@ -347,7 +347,7 @@ class Turn:
         self.figures: dict[str, Any] = {}
         self.untrue: list[str] = []
         self._runs: dict[str, Run] = {}
-        self._events: dict[str, list[Event]] = {}
+        self._events: dict[str, list[KillEvent]] = {}
 
     def perform(self) -> None:
         """Do the runs, those of every second turn in the reverse order, and compare them."""
@@ -367,7 +367,7 @@ class Turn:
     def _last(self) -> int:
         if self.last is None:
             run = self._runs["spares"]
-            outcome = Outcome.read(run.attempt(run.attempt_numbers()[-1]).outcome)
+            outcome = AttemptOutcome.read(run.attempt(run.attempt_numbers()[-1]).outcome)
             if outcome is None:
                 raise SystemExit(f"the run has not come to its end: relayrun status {run.path}")
             self.last = outcome.iteration
@@ -389,7 +389,7 @@ class Turn:
     def _compare(self) -> None:
         whole, bare = self._runs["undisturbed"], self._runs["bare"]
         for name, run in (("undisturbed", whole), ("bare", bare)):
-            line = timeline.of(run)
+            line = timeline.measure_timeline(run)
             self.figures[name] = {
                 "seconds": line.seconds,
                 "step_seconds": line.step,
@@ -397,14 +397,14 @@ class Turn:
                 "load_average": self._drill.load[run.path.name],
             }
         self.figures["undisturbed"]["over_bare"] = seconds_to(whole, self._last) / seconds_to(bare, self._last)
-        _, weights = compare.weights(bare.checkpoint(self._last), whole.checkpoint(self._last))
-        differs = [*compare.losses(bare, whole, self._last), *weights]
+        _, weights = compare_runs.compare_weights(bare.checkpoint(self._last), whole.checkpoint(self._last))
+        differs = [*compare_runs.loss_differences(bare, whole, self._last), *weights]
         self.untrue += [f"without agents and copies: {line}" for line in differs[:1]]
         spares = {"spares": self._lost, "one_spare": self._drill.options.spares}
         for name in (each for each in spares if each in self._runs):
             run, until = self._runs[name], self._last if name == "spares" else self._part
             restarts = self._drill.restarts[run.path.name]
-            shown = verdict.show(run, whole, last=until, events=self._events[name], restarts=restarts)
+            shown = verdict.report_kills(run, whole, last=until, events=self._events[name], restarts=restarts)
             self.figures[name] = shown.figures() | {
                 "spare_nodes": spares[name],
                 "load_average": self._drill.load[run.path.name],
@@ -418,10 +418,10 @@ class Turn:
 def seconds_to(run: Run, iteration: int) -> float:
     """Wall time of a run of one job without rounds, from the begin of its first step to the end of this one."""
     times = {line["iteration"]: float(line["time"]) for line in read_lines(run.attempt(1).metrics) if "loss" in line}
-    return times[iteration] - timeline.of(run).began
+    return times[iteration] - timeline.measure_timeline(run).began
 
 
-def _print_run(name: str, shown: Shown, figures: dict[str, Any]) -> None:
+def _print_run(name: str, shown: KillReport, figures: dict[str, Any]) -> None:
     print(
         f"{name} ({figures['spare_nodes']} spare nodes): {figures['seconds']:.1f} s for {figures['steps']} steps, "
         f"{figures['undisturbed_seconds']:.1f} s undisturbed: effective training time "

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))  # for the tests' workspace
 
 import _results  # noqa: E402
 
-from relayrun.config.compose import yamlfile  # noqa: E402
+from relayrun.config.compose import yaml_file  # noqa: E402
 from relayrun.control.rundir import rounds  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.control.scheduler.tasks import free_port  # noqa: E402
@@ -166,7 +166,7 @@ def toy(side: str, folder: Path, last: int = LAST) -> Toy:
             "cluster": {"name": "local", "scheduler": "local"},
         }
         config = folder.parent / f"{folder.name}.yaml"
-        config.write_text(yamlfile.dump(values), encoding="utf-8")
+        config.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
         command = [sys.executable, "-m", "relayrun.cli", "submit", str(config)]
     return Toy(folder, command, environment, side=side)
 
@@ -186,7 +186,7 @@ class Native:
     def __init__(self, folder: Path, *, memory: bool) -> None:
         folder.mkdir(parents=True)
         workspace = Workspace.make(folder)
-        slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.05"}}
+        slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.05"}}
         sections: dict[str, Any] = {
             "training": {"steps": LAST, "hooks": [slow]},
             "data": {"max_epochs": LAST},
@@ -208,20 +208,26 @@ class Native:
         attempt = self.run.attempt(1)
 
         def done() -> bool:
-            failed = rounds.read(attempt)
+            failed = rounds.read_failed_restarts(attempt)
             base = failed[-1].next_iteration if failed else 0
-            return rounds.newest_iteration(attempt) >= base + count if attempt.begin.exists() else False
+            return rounds.newest_recorded_iteration(attempt) >= base + count if attempt.begin.exists() else False
 
         _wait(done, self.folder)
 
     def kill(self) -> tuple[float, int]:
         """SIGKILL rank 1; return the seconds to the next step, and the steps lost."""
         attempt = self.run.attempt(1)
-        count = len(rounds.read(attempt))
+        count = len(rounds.read_failed_restarts(attempt))
         os.kill(_forked(self.run), signal.SIGKILL)
         killed = time.time()
-        _wait(lambda: len(rounds.read(attempt)) > count and "all" in rounds.read(attempt)[-1].seconds, self.folder)
-        failed = rounds.read(attempt)[-1]
+        _wait(
+            lambda: (
+                len(rounds.read_failed_restarts(attempt)) > count
+                and "all" in rounds.read_failed_restarts(attempt)[-1].seconds
+            ),
+            self.folder,
+        )
+        failed = rounds.read_failed_restarts(attempt)[-1]
         return failed.time + failed.seconds["all"] - killed, failed.steps_lost
 
     def end(self) -> None:

@@ -46,7 +46,7 @@ import _results  # noqa: E402
 from relayrun.control.rundir import triggers  # noqa: E402
 from relayrun.control.rundir.attempt import Attempt  # noqa: E402
 from relayrun.control.rundir.plan import Plan  # noqa: E402
-from relayrun.control.rundir.records import AttemptStart, Outcome, Started  # noqa: E402
+from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, StartTimes  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.control.scheduler.tasks import free_port  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
@@ -110,9 +110,9 @@ def relay(cluster: TestCluster, run: Run, config: Path) -> tuple[Phases, Attempt
     signalled = time.time()
     cluster.run(["scancel", "--signal=USR2", "--batch", began.job_id])
     cluster.wait_until(lambda: done(after) >= 1, timeout=120, interval=0.05)
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     name = Plan.load(run).job_name
-    begin, started = AttemptStart.read(after.begin), Started.read(after.started)
+    begin, started = AttemptStart.read(after.begin), StartTimes.read(after.started)
     assert begin is not None
     assert started is not None
     acted = before.stop.stat().st_mtime
@@ -172,7 +172,7 @@ def by_hand(run: Run, bare: Run, begin: AttemptStart) -> Phases:
     finally:
         for rank in ranks:
             rank.kill()
-    started = Started.read(attempt.started)
+    started = StartTimes.read(attempt.started)
     assert started is not None
     return leaving(attempt, signalled) | starting(attempt, started, spawned)
 
@@ -189,13 +189,13 @@ def first_host(cluster: TestCluster, begin: AttemptStart) -> str:
 
 
 def leaving(attempt: Attempt, signalled: float) -> Phases:
-    outcome, commit = Outcome.read(attempt.outcome), attempt.read_commits()[-1]
+    outcome, commit = AttemptOutcome.read(attempt.outcome), attempt.read_commits()[-1]
     assert outcome is not None
     saving = commit.time - commit.seconds
     return {"step": saving - signalled, "save": outcome.time - saving}
 
 
-def starting(attempt: Attempt, started: Started, since: float) -> Phases:
+def starting(attempt: Attempt, started: StartTimes, since: float) -> Phases:
     first = next(line for line in read_lines(attempt.metrics) if "loss" in line)
     return {
         "import": started.imported - since,

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # for the tests' workspace
 import _results  # noqa: E402
 from _toggled import is_on  # noqa: E402
 
-from relayrun.control.rundir.records import Outcome  # noqa: E402
+from relayrun.control.rundir.records import AttemptOutcome  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
@@ -88,7 +88,7 @@ def trained(workspace: Workspace, side: str, toggle: dict[str, Any] | None, inte
     command = [sys.executable, "launchers/submit.py", str(config)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     run = workspace.run(side)
-    outcome = Outcome.read(run.attempt(1).outcome)
+    outcome = AttemptOutcome.read(run.attempt(1).outcome)
     if outcome is None or outcome.outcome != "done" or run.attempt(1).rounds.exists():
         raise SystemExit(f"{side}: it has not trained in one go\n{done.stdout}\n{done.stderr}")
     return run

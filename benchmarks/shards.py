@@ -28,9 +28,9 @@ import pyarrow.parquet as pq
 from _results import spread, write
 
 from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.merge import merge
-from relayrun.tokens.shards.verify import verify
-from relayrun.tokens.tokenize.record import FORMAT, NAME
+from relayrun.tokens.shards.merge import merge_shards
+from relayrun.tokens.shards.verify import verify_shards
+from relayrun.tokens.tokenize.record import RECORD_FILE, RECORD_FORMAT
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS, SHARD_TOKENS, VOCABULARY = 4, 25_000_000, 128_256
@@ -116,7 +116,7 @@ def make_shards(folder: Path) -> list[str]:
         writer.add(ids, lengths)
         writer.finish()
         record[f"{number:05d}_tokens"] = {"xxh3_128": writer.xxh3_128}
-    (folder / NAME).write_text(json.dumps({"format": FORMAT, "shards": record}))
+    (folder / RECORD_FILE).write_text(json.dumps({"format": RECORD_FORMAT, "shards": record}))
     return [str(folder / name) for name in record]
 
 
@@ -168,7 +168,7 @@ def read(prefixes: list[str]) -> None:
 
 
 def check(prefixes: list[str]) -> None:
-    found = verify(prefixes, vocabulary_size=VOCABULARY, eod=VOCABULARY - 1, threads=1)
+    found = verify_shards(prefixes, vocabulary_size=VOCABULARY, eod=VOCABULARY - 1, threads=1)
     assert not any(each.faults for each in found)
 
 
@@ -182,7 +182,7 @@ def cat(prefixes: list[str], out: Path) -> None:
 def merge_again(prefixes: list[str], out: Path) -> None:
     for suffix in (".bin", ".idx"):
         Path(f"{out}{suffix}").unlink(missing_ok=True)
-    merge(prefixes, out)
+    merge_shards(prefixes, out)
 
 
 def duckdb(rows: Path, out: Path) -> float:

@@ -27,15 +27,15 @@ from torch import nn
 from torch.nn import functional
 
 from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.document_window import DocumentWindow
-from relayrun.config.sections.streams import Source, Stream
-from relayrun.tokens.order.length_order import length_order
-from relayrun.tokens.order.rows import Row
+from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.streams import SourceKind, StreamSection
+from relayrun.tokens.order.length_order import measure_length_order
+from relayrun.tokens.order.rows import SampleRow
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
-from relayrun.tokens.streams.files import freeze
-from relayrun.tokens.streams.samples import Shape
-from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.streams.files import freeze_text_files
+from relayrun.tokens.streams.samples import SampleShape
+from relayrun.tokens.streams.text_stream import TextStream
 from relayrun.tokens.tokenize.encode.libraries import Encoded
 
 ROW, BATCH, FILES, SEQUENCES, BUFFER = 256, 4, 8, 6000, 256
@@ -89,7 +89,7 @@ def measure(folder: Path, steps: int) -> dict[str, Any]:
         name: train(rows(folder / name, source), held_out, steps)
         for name, source in (("sorted", "jsonl"), ("shuffled", "parquet"))
     }
-    order = length_order(lengths, batch=64)
+    order = measure_length_order(lengths, batch=64)
     return {
         "sequences": SEQUENCES,
         "bases": sum(map(len, texts)),
@@ -131,12 +131,12 @@ def write_sorted(folder: Path, texts: list[bytes]) -> list[tuple[str, Any]]:
     return found
 
 
-def rows(folder: Path, source: Source) -> Iterator[Row]:
+def rows(folder: Path, source: SourceKind) -> Iterator[SampleRow]:
     """The rows of a stream over a folder, one lane; nothing is read ahead, so that its time is that of the step."""
-    settings = Stream(shuffle_buffer=BUFFER, nb_prefetch=0)
-    files = freeze("genomes", DataSource(path=str(folder), weight=1.0, source=source, stream=settings), 1)
-    cut = DocumentWindow(window=ROW, overlap=12, bos=2, eos=0, packing="split")
-    shape = Shape.of(cut, seq_length=ROW, eod=None, vocabulary_size=256, where="genomes")
+    settings = StreamSection(shuffle_buffer=BUFFER, nb_prefetch=0)
+    files = freeze_text_files("genomes", DataSource(path=str(folder), weight=1.0, source=source, stream=settings), 1)
+    cut = DocumentWindowSection(window=ROW, overlap=12, bos=2, eos=0, packing="split")
+    shape = SampleShape.of(cut, seq_length=ROW, eod=None, vocabulary_size=256, where="genomes")
     stream = TextStream(files.files, settings, shape, encode, name="genomes", seed=1, lanes=1)
     lane = stream.open_lanes({0: stream.first_cursors()[0]})
     while True:
@@ -161,7 +161,7 @@ class Model(nn.Module):
         self.layers = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         self.output = nn.Linear(WIDTH, 256, bias=False)
 
-    def loss(self, batch: list[Row]) -> torch.Tensor:
+    def loss(self, batch: list[SampleRow]) -> torch.Tensor:
         """The mean over the tokens that count; a token sees its own window alone."""
         tokens = torch.from_numpy(np.stack([row.tokens for row in batch]))
         counted = torch.from_numpy(np.stack([row.loss_mask for row in batch if row.loss_mask is not None]))
@@ -181,7 +181,7 @@ class Model(nn.Module):
         return (losses * counted.flatten()).sum() / counted.sum()
 
 
-def train(stream: Iterator[Row], held_out: list[Row], steps: int) -> dict[str, Any]:
+def train(stream: Iterator[SampleRow], held_out: list[SampleRow], steps: int) -> dict[str, Any]:
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))

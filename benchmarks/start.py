@@ -41,7 +41,7 @@ def main() -> None:
         python = _results.installed_python(Path(folder) / "environment")
         for project, runs in PROJECTS.items():
             (Path(folder) / project).mkdir()
-            (Path(folder) / project / places.MARKER).touch()
+            (Path(folder) / project / places.PROJECT_MARKER).touch()
             for attempts in runs:
                 run = Path(folder) / project / "logs" / "runs" / "p" / str(attempts)
                 make_history(run, lines=10 * attempts, attempts=attempts)

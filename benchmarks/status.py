@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # for the tests' made run directories
 import _results  # noqa: E402
 
 from relayrun import places  # noqa: E402
+from relayrun.control.rundir.merged_metrics import MergedViews  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
-from relayrun.control.rundir.views import Views  # noqa: E402
 from tests.history import make_history  # noqa: E402
 
 
@@ -42,13 +42,13 @@ def main() -> None:
     if options.quick:
         options.runs, options.lines, options.rounds = 20, 1000, 1
     with tempfile.TemporaryDirectory(prefix="status-") as folder:
-        (Path(folder) / places.MARKER).touch()
+        (Path(folder) / places.PROJECT_MARKER).touch()
         runs = Path(folder) / "logs" / "runs" / "many"
         long = make_history(runs / "long", lines=options.lines, attempts=20)
-        Views(Run(long.path)).update()
+        MergedViews(Run(long.path)).update()
         for number in range(options.runs - 1):
             made = make_history(runs / f"run-{number:04}", lines=60, attempts=3)
-            Views(Run(made.path)).update()
+            MergedViews(Run(made.path)).update()
         python = _results.installed_python(Path(folder) / "venv")
         relayrun = [str(python), "-m", "relayrun.cli"]
         ways: dict[str, Callable[[], float]] = {

@@ -34,11 +34,11 @@ import pyarrow.parquet as pq
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.submit.check.find_data import build_manifest
-from relayrun.tokens.mixture.build import training_order
-from relayrun.tokens.mixture.stream_worker import Worker
-from relayrun.tokens.order.lanes import LaneReading
+from relayrun.tokens.mixture.build_datasets import training_order
+from relayrun.tokens.mixture.stream_worker import StreamWorker
+from relayrun.tokens.order.lanes import LaneReader
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
@@ -94,12 +94,12 @@ class Run:
         self._found = build_manifest(self.config)
         self._found.write(self.manifest)
 
-    def reading(self, *, beside: bool) -> LaneReading:
+    def reading(self, *, beside: bool) -> LaneReader:
         """The samples of one replica, as a rank reads them; `beside`: by a process of its own."""
         order = training_order(self.config, self._found)
         if not beside:
             return order.reading(0, 0, 1)
-        worker = Worker(self.config, self.manifest, order, consumed=0, replica=0, replicas=1)
+        worker = StreamWorker(self.config, self.manifest, order, consumed=0, replica=0, replicas=1)
         return order.reading(0, 0, 1, streams=worker.streams(order.streams))
 
     def tokens(self, *, beside: bool) -> Iterator[int]:
@@ -241,7 +241,7 @@ def ways_of(folder: Path, tokenizer: DocumentTokenizer, name: str) -> dict[str, 
     """The ways to read the files, by their names in the result."""
     run, usual = Run(folder, name), tokenizer.tokenizer
     first = Texts.from_arrow(pq.read_table(next(folder.iterdir()))["text"].chunk(0).slice(0, 50))
-    selection = select("auto", usual, first, print, definition=tokenizer.definition)
+    selection = select_engine("auto", usual, first, print, definition=tokenizer.definition)
     engine = selection.build(tokenizer.definition)
 
     def each_row(texts: pa.Array) -> int:

@@ -31,8 +31,8 @@ import _results
 import numpy as np
 
 from relayrun import places
-from relayrun.config.compose import compose, yamlfile
-from relayrun.config.compose.schema import Model, RunConfig
+from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose.schema import ModelSection, RunConfig
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
@@ -103,7 +103,7 @@ def make_run(folder: Path, sections: dict[str, Any], vocabulary: int, *, steps: 
     run = Run(folder / f"run-{vocabulary}-{time.monotonic_ns()}")
     for path in (run.config, run.checkpoints, run.attempt(1).path):
         path.mkdir(parents=True)
-    triggers.create_folder(run)
+    triggers.create_trigger_folder(run)
     shard = run.path / "shard"
     writer = ShardWriter(shard, np.uint16 if vocabulary < 1 << 16 else np.int32)
     writer.add(np.random.default_rng(SEED).integers(0, vocabulary, 4_000_000), [1000] * 4000)
@@ -122,7 +122,7 @@ def make_run(folder: Path, sections: dict[str, Any], vocabulary: int, *, steps: 
             "training": sections["training"] | {"steps": steps, "seed": SEED},
         }
     )
-    run.config_revision(1).write_text(yamlfile.dump(config.model_dump(mode="json")))
+    run.config_revision(1).write_text(yaml_file.dump_yaml(config.model_dump(mode="json")))
     AttemptStart(
         attempt=1,
         job_id="1",
@@ -146,22 +146,22 @@ def in_turns(run: Run, pairs: int, steps: int) -> int:
     """The CPU part: the real loop, held after every turn for as many bare steps."""
     one_rank()
     from relayrun.train import loop, parallel
-    from relayrun.train.model import device_shim
-    from relayrun.train.reporting.heartbeat import Pulse
+    from relayrun.train.model import cpu_patches
+    from relayrun.train.reporting.heartbeat import HeartbeatWriter
     from relayrun.train.reporting.timings import Timings
     from relayrun.train.signals import SignalFlag
 
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
-    config = compose.read_resolved(run.config_revision(1))
-    device_shim.install()
+    config = compose.read_resolved_config(run.config_revision(1))
+    cpu_patches.patch_for_cpu()
     import torch
 
     torch.set_num_threads(1)
-    ranks = parallel.start(config)
+    ranks = parallel.start_process_groups(config)
     timings = Timings(begin)
-    pulse = Pulse(run.attempt(1).heartbeats, node="localhost", active=True, iteration=0, timings=timings)
-    training = loop.Training(run, begin, config, ranks, SignalFlag(), timings, pulse)
+    pulse = HeartbeatWriter(run.attempt(1).heartbeats, node="localhost", active=True, iteration=0, timings=timings)
+    training = loop.TrainingLoop(run, begin, config, ranks, SignalFlag(), timings, pulse)
     bare = bare_stepper(config, ranks)
     times: dict[str, list[float]] = {"loop": [], "bare": []}
     step, began = training._step, [time.process_time()]
@@ -206,12 +206,12 @@ def bare_stepper(config: RunConfig, ranks: Any) -> Any:
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from relayrun.train.model.gpt import Model as TrainingModel
-    from relayrun.train.optimizer.optimizer import Optimizer
+    from relayrun.train.model.gpt import ModelStage as TrainingModel
+    from relayrun.train.optimizer.optimizer import ScheduledOptimizer
 
     settings = config.training
     model = TrainingModel(config, ranks, SMALL_VOCABULARY, eod=0)
-    optimizer = Optimizer(config, model)
+    optimizer = ScheduledOptimizer(config, model)
     model.train_mode(True)
     count, length = settings.global_batch_size // settings.micro_batch_size, settings.seq_length
     generator = torch.Generator().manual_seed(SEED)
@@ -290,9 +290,9 @@ def gpu(folder: Path) -> dict[str, Any]:
     }
 
 
-def model_1b() -> Model:
-    path = places.shared("configs/models/llama3-1b.yaml")
-    return Model.model_validate(yamlfile.read(path).values["model"])
+def model_1b() -> ModelSection:
+    path = places.shared_file("configs/models/llama3-1b.yaml")
+    return ModelSection.model_validate(yaml_file.read_yaml(path).values["model"])
 
 
 def program(run: Run) -> int:

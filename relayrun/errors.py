@@ -62,11 +62,11 @@ class FatalTrainingError(RelayrunError):
     """Training cannot go on, and another attempt would fail in the same way."""
 
 
-MOST_NAMED = 10
+MAX_NAMED_ERRORS = 10
 """How many errors of one kind are named; the others are counted."""
 
 
-def together(errors: Sequence[RelayrunError], what: str | None = None) -> RelayrunError:
+def combined_error(errors: Sequence[RelayrunError], what: str | None = None) -> RelayrunError:
     """One error for all of them; a single one as it is.
 
     `what`, as in `shards are damaged`: they are of one kind, each is named, up to `MOST_NAMED`, and a remedy is told
@@ -78,9 +78,9 @@ def together(errors: Sequence[RelayrunError], what: str | None = None) -> Relayr
         joined = RelayrunError("\nerror: ".join(map(str, errors)))
         joined.parts = list(errors)
         return joined
-    lines = [str(RelayrunError(error.message, where=error.where)) for error in errors[:MOST_NAMED]]
-    if len(errors) > MOST_NAMED:
-        lines.append(f"and {len(errors) - MOST_NAMED:,} more")
+    lines = [str(RelayrunError(error.message, where=error.where)) for error in errors[:MAX_NAMED_ERRORS]]
+    if len(errors) > MAX_NAMED_ERRORS:
+        lines.append(f"and {len(errors) - MAX_NAMED_ERRORS:,} more")
     hints = dict.fromkeys(error.hint for error in errors if error.hint is not None)
     text = "\n  ".join([f"{len(errors):,} {what}:", *lines])
     joined = type(errors[0])(text, hint="; ".join(list(hints)[:2]) or None)
@@ -88,20 +88,20 @@ def together(errors: Sequence[RelayrunError], what: str | None = None) -> Relayr
     return joined
 
 
-def parts_of(error: RelayrunError) -> list[RelayrunError]:
+def split_error(error: RelayrunError) -> list[RelayrunError]:
     """The errors that `together` has put into one, or the one that it is."""
     return error.parts or [error]
 
 
-def nearest(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
     """`did you mean 'a', 'b' or 'c'?`, of what is `known` and nearest to a word; empty where nothing is near.
 
     `cutoff`: how near, from 0 (anything) to 1 (the same).
     """
-    return _question(_near(word, known, most, cutoff))
+    return _question(_close_matches(word, known, most, cutoff))
 
 
-def nearest_path(path: str | os.PathLike[str]) -> str:
+def did_you_mean_path(path: str | os.PathLike[str]) -> str:
     """What could be meant by a path of which a part is missing, in words as of `nearest`."""
     missing = Path(os.path.abspath(path))
     while not missing.parent.exists():
@@ -110,10 +110,10 @@ def nearest_path(path: str | os.PathLike[str]) -> str:
         names = sorted(os.listdir(missing.parent))
     except OSError:
         return ""
-    return _question([str(missing.parent / name) for name in _near(missing.name, names, 3, 0.6)])
+    return _question([str(missing.parent / name) for name in _close_matches(missing.name, names, 3, 0.6)])
 
 
-def _near(word: str, known: Iterable[str], most: int, cutoff: float) -> list[str]:
+def _close_matches(word: str, known: Iterable[str], most: int, cutoff: float) -> list[str]:
     from difflib import get_close_matches  # for errors alone
 
     return get_close_matches(word, list(dict.fromkeys(known)), n=most, cutoff=cutoff)
@@ -142,11 +142,11 @@ def group_name(gid: int) -> str:
         return str(gid)
 
 
-INTO_A_FOLDER = "write into a folder, and copy it from there"
+URL_WRITE_HINT = "write into a folder, and copy it from there"
 """What to do instead of writing to a URL."""
 
 
-def refusal_of_url(path: str | os.PathLike[str]) -> str | None:
+def why_url_is_refused(path: str | os.PathLike[str]) -> str | None:
     """Return why nothing is written to a place that is a URL; None where it is a path.
 
     pathlib makes s3:/bucket of s3://bucket, and a local folder of that name would be made.
@@ -161,30 +161,30 @@ def refusal_of_url(path: str | os.PathLike[str]) -> str | None:
 def refuse_urls(*paths: str | os.PathLike[str]) -> None:
     """Raise InputError where a place that is to be written to is a URL."""
     for path in paths:
-        if (refusal := refusal_of_url(path)) is not None:
-            raise InputError(refusal, hint=INTO_A_FOLDER)
+        if (refusal := why_url_is_refused(path)) is not None:
+            raise InputError(refusal, hint=URL_WRITE_HINT)
 
 
 def refuse_unwritable(*paths: str | os.PathLike[str]) -> None:
     """Raise InputError where this user may not write a file or into a folder, or make it where it is missing."""
     refuse_urls(*paths)
     for path in paths:
-        place = _nearest_there(path)
+        place = _nearest_existing(path)
         mode = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
         if not os.access(place, mode, effective_ids=True):
-            raise InputError(f"you may not write here: {whose(path)}", where=path, hint=_how_to_write(place))
+            raise InputError(f"you may not write here: {describe_owner(path)}", where=path, hint=_how_to_write(place))
 
 
-def whose(path: str | os.PathLike[str], *, closed: Path | None = None) -> str:
+def describe_owner(path: str | os.PathLike[str], *, closed: Path | None = None) -> str:
     """Whose file or folder a path is, with group and mode; of the nearest one that is there, or of `closed`."""
-    place = closed or _nearest_there(path)
+    place = closed or _nearest_existing(path)
     found = os.stat(place)
     which = "it" if place == Path(os.path.abspath(path)) else str(place)
     owner, group = user_name(found.st_uid), group_name(found.st_gid)
     return f"{which} belongs to {owner}, group {group}, mode {stat.filemode(found.st_mode)}"
 
 
-def _nearest_there(path: str | os.PathLike[str]) -> Path:
+def _nearest_existing(path: str | os.PathLike[str]) -> Path:
     place = Path(os.path.abspath(path))
     while not os.path.lexists(place):
         place = place.parent
@@ -281,14 +281,14 @@ def run_main(main: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.filename is None and error.strerror is None:
             raise
-        print(f"error: {_as_error(error)}", file=sys.stderr)
+        print(f"error: {_explain_os_error(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
-def _as_error(error: OSError) -> RelayrunError:
+def _explain_os_error(error: OSError) -> RelayrunError:
     """What the system said, with whose the place is where it is closed to this user."""
     text = error.strerror or str(error)
     if error.filename is None:
@@ -297,15 +297,15 @@ def _as_error(error: OSError) -> RelayrunError:
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RelayrunError(text, where=path)
     try:
-        closed = _closed_part(path)
-        return RelayrunError(f"{text}: {whose(path, closed=closed)}", where=path, hint=_how_to_write(closed))
+        closed = _inaccessible_part(path)
+        return RelayrunError(f"{text}: {describe_owner(path, closed=closed)}", where=path, hint=_how_to_write(closed))
     except OSError:
         return RelayrunError(text, where=path)
 
 
-def _closed_part(path: str) -> Path:
+def _inaccessible_part(path: str) -> Path:
     """The part of a path that is closed to this user: a folder that may not be passed, or the nearest that is there."""
     for folder in reversed(Path(os.path.abspath(path)).parents):
         if folder.is_dir() and not os.access(folder, os.X_OK, effective_ids=True):
             return folder
-    return _nearest_there(path)
+    return _nearest_existing(path)

@@ -49,7 +49,7 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
-class RealPath:
+class RealPathCache:
     """`os.path.realpath` that resolves each folder once: many files stand in few folders."""
 
     def __init__(self) -> None:
@@ -73,20 +73,20 @@ def umask() -> int:
 def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Write `data` to `path` whole or not at all; the file gets `mode` less the umask. `durable` syncs it to disk."""
     path = Path(path)
-    with _replacing(path, mode=mode, durable=durable) as (fd, _), os.fdopen(fd, "wb", closefd=False) as file:
+    with _temporary_file_for(path, mode=mode, durable=durable) as (fd, _), os.fdopen(fd, "wb", closefd=False) as file:
         file.write(data.encode() if isinstance(data, str) else data)
     if durable:
         fsync_directory(path.parent)
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a name to write a file under, beside `path`; on leaving without an error it is synced and becomes `path`.
 
     For content that does not fit into memory. Raises RelayrunError, naming `path`, where it cannot be written.
     """
     try:
-        with _replacing(Path(path), mode=0o666, durable=True) as (_, temporary):
+        with _temporary_file_for(Path(path), mode=0o666, durable=True) as (_, temporary):
             yield temporary
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
@@ -94,7 +94,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, Path]]:
+def _temporary_file_for(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, Path]]:
     """A temporary file beside `path`, open and by name, which takes its place on leaving without an error."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
     try:
@@ -109,9 +109,9 @@ def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, P
             os.unlink(temporary)
 
 
-ASIDE = ".relayrun-aside-"
+REPLACED_PREFIX = ".relayrun-aside-"
 """Names of folders begin so that are to replace others, or were replaced."""
-_FORMERLY = "-formerly-"
+_ORIGINAL_NAME_MARK = "-formerly-"
 """Behind it stands the name that such a folder had, where a kill could leave it without a successor."""
 
 
@@ -124,11 +124,11 @@ def _owner() -> str:
     return f"{_machine()}-{os.getpid()}-{_state_and_start(os.getpid())[1]}"
 
 
-_OWNED = re.compile(rf"(?:\.tmp-|{re.escape(ASIDE)})([0-9a-f]{{8}}-[0-9]+)-([0-9]+)-([0-9]+)-.+")
-_FORMER, _FORMER_ASIDE = re.compile(r"\.tmp-[a-z0-9_]{8}"), re.compile(rf"{re.escape(ASIDE)}[0-9a-f]{{16}}")
+_OWNED = re.compile(rf"(?:\.tmp-|{re.escape(REPLACED_PREFIX)})([0-9a-f]{{8}}-[0-9]+)-([0-9]+)-([0-9]+)-.+")
+_FORMER, _FORMER_ASIDE = re.compile(r"\.tmp-[a-z0-9_]{8}"), re.compile(rf"{re.escape(REPLACED_PREFIX)}[0-9a-f]{{16}}")
 """Names of earlier versions, which tell no owner."""
 
-LEFT_BEHIND_SECONDS = 86_400.0
+LEFTOVER_SECONDS = 86_400.0
 """After so long without a change a temporary file belongs to nobody, where its owner cannot be looked at."""
 
 
@@ -158,9 +158,9 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
             here = owner is not None and owner[1] == _machine()
             if _is_alive(int(owner[2]), owner[3]) if owner is not None and here else _changed_lately(entry.path):
                 continue
-            if name := entry.name.partition(_FORMERLY)[2]:
+            if name := entry.name.partition(_ORIGINAL_NAME_MARK)[2]:
                 with contextlib.suppress(FileExistsError):
-                    rename_new(entry.path, os.path.join(folder, name))
+                    rename_to_unused_name(entry.path, os.path.join(folder, name))
                     continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
@@ -206,7 +206,7 @@ def _changed_lately(path: str) -> bool:
     times = [os.lstat(path).st_mtime]
     if os.path.isdir(path):
         times += [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)]
-    return time.time() - max(times) < LEFT_BEHIND_SECONDS
+    return time.time() - max(times) < LEFTOVER_SECONDS
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True) -> None:
@@ -221,23 +221,23 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Read a small file. Raises OSError as it comes."""
-    return read_identified(path)[0]
+    return read_with_identity(path)[0]
 
 
-Identity = tuple[int, int]
+FileIdentity = tuple[int, int]
 """Inode and time of a change, in nanoseconds: what tells one file from another that was put in its place."""
 
 
-def read_identified(path: str | os.PathLike[str]) -> tuple[bytes, Identity]:
+def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentity]:
     """Read a small file, and tell which one it was; see `identity`. Raises OSError as it comes.
 
     A look at a thousand runs reads ten of each, for which `open` takes twice as long.
     """
-    fd, found = _open(path)
+    fd, found = _open_for_reading(path)
     try:
         text = os.read(fd, found.st_size)
         while len(text) != found.st_size or not text:  # a part, or a file that does not tell its size
-            if not (part := os.read(fd, BLOCK)):
+            if not (part := os.read(fd, READ_BLOCK)):
                 break
             text += part
     finally:
@@ -245,13 +245,13 @@ def read_identified(path: str | os.PathLike[str]) -> tuple[bytes, Identity]:
     return text, (found.st_ino, found.st_mtime_ns)
 
 
-def identity(path: str | os.PathLike[str]) -> Identity:
+def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
     """Which file it is now. Raises OSError as it comes."""
     found = os.stat(path)
     return found.st_ino, found.st_mtime_ns
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
+def _open_for_reading(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     """A descriptor to read from, which who asks closes, and what it is of. Raises OSError as `open` does."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     found = os.fstat(fd)
@@ -261,7 +261,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     return fd, found
 
 
-def exists(path: str | os.PathLike[str]) -> bool:
+def path_exists(path: str | os.PathLike[str]) -> bool:
     """Whether there is such a file or folder. Raises OSError for another reason, which `os.path.exists` hides."""
     try:
         os.stat(path)
@@ -311,7 +311,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                         yield value
 
 
-def sizes(path: str | os.PathLike[str]) -> dict[str, int]:
+def file_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
     """Bytes of every file below a folder, by its name relative to it; of a single file under the name `.`."""
     top = Path(path)
     if top.is_file():
@@ -319,16 +319,16 @@ def sizes(path: str | os.PathLike[str]) -> dict[str, int]:
     return {str(found.relative_to(top)): found.stat().st_size for found in sorted(top.rglob("*")) if found.is_file()}
 
 
-BLOCK = 65_536
+READ_BLOCK = 65_536
 """Bytes that are taken at a time, at most, where a file is read from its end."""
-FIRST_BLOCK = 4096
+FIRST_READ_BLOCK = 4096
 """Bytes that are taken first: most who ask want the last line."""
 
 
 def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
     """The last lines of a file and its size; nothing of one that is not there. Only its end is read."""
     try:
-        fd, found = _open(path)
+        fd, found = _open_for_reading(path)
     except FileNotFoundError:
         return b"", 0
     size = found.st_size
@@ -359,7 +359,7 @@ def read_lines_backwards(
     `end`: as if the file had only this many bytes.
     """
     try:
-        fd, found = _open(path)
+        fd, found = _open_for_reading(path)
     except FileNotFoundError:
         return
     size = found.st_size
@@ -384,10 +384,10 @@ def read_lines_backwards(
 
 def _blocks_backwards(fd: int, at: int) -> Iterator[tuple[int, bytes]]:
     """The bytes before `at`, block by block from the end, each with where it begins."""
-    size = min(FIRST_BLOCK, BLOCK)
+    size = min(FIRST_READ_BLOCK, READ_BLOCK)
     while at:
         start = max(0, at - size)
-        size = min(4 * size, BLOCK)
+        size = min(4 * size, READ_BLOCK)
         data = os.pread(fd, at - start, start)
         while len(data) < at - start and (more := os.pread(fd, at - start - len(data), start + len(data))):
             data += more
@@ -413,14 +413,14 @@ def free_space(path: str | os.PathLike[str]) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def free_name(folder: Path, name: str) -> Path:
+def unused_name(folder: Path, name: str) -> Path:
     """A path in `folder` that is not taken: `name`, or `name` with `-2`, `-3`, ... behind it."""
     candidates = (folder / (name if number == 1 else f"{name}-{number}") for number in count(1))
     return next(path for path in candidates if not os.path.lexists(path))
 
 
 @contextlib.contextmanager
-def alone(final: Path) -> Iterator[bool]:
+def exclusive_maker(final: Path) -> Iterator[bool]:
     """Yield whether this process alone makes `final`: as long as it does, others get False. Raises OSError.
 
     Meanwhile `.NAME.lock` stands beside `final`. On a file system without locks everybody gets True.
@@ -471,7 +471,7 @@ def _rename(source: str | os.PathLike[str], target: str | os.PathLike[str], flag
     raise OSError(code, os.strerror(code), os.fspath(target))
 
 
-def rename_new(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+def rename_to_unused_name(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Give a file or folder a name that nothing has. Raises FileExistsError where something has it, and OSError."""
     if not _rename(source, target, _NO_REPLACE):
         if os.path.lexists(target):
@@ -493,13 +493,13 @@ def replaced_folder(final: Path, *, new: bool = False) -> Iterator[Path]:
     final = Path(os.path.realpath(final))
     final.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(final.parent, shared=True)
-    building = final.parent / f"{ASIDE}{_owner()}-{secrets.token_hex(8)}"
+    building = final.parent / f"{REPLACED_PREFIX}{_owner()}-{secrets.token_hex(8)}"
     building.mkdir()
     try:
         yield building
         fsync_directory(building)
         if new:
-            rename_new(building, final)
+            rename_to_unused_name(building, final)
             fsync_directory(final.parent)
         else:
             _swap(building, final)
@@ -512,15 +512,15 @@ def _swap(building: Path, final: Path) -> None:
     """Rename `building` to `final`, then delete what stood there."""
     old = building
     if not os.path.lexists(final):
-        rename_new(building, final)
+        rename_to_unused_name(building, final)
     elif not _rename(building, final, _EXCHANGE):
-        old = final.parent / f"{ASIDE}{_owner()}-{secrets.token_hex(4)}{_FORMERLY}{final.name}"
+        old = final.parent / f"{REPLACED_PREFIX}{_owner()}-{secrets.token_hex(4)}{_ORIGINAL_NAME_MARK}{final.name}"
         try:
             os.rename(final, old)
-            rename_new(building, final)
+            rename_to_unused_name(building, final)
         except BaseException:
             with contextlib.suppress(OSError):
-                rename_new(old, final)
+                rename_to_unused_name(old, final)
             raise
     fsync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)

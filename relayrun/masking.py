@@ -18,7 +18,7 @@ _NAMES = re.compile(
 )
 _FOLDERS = frozenset({".aws", ".azure", ".config", ".docker", ".gcloud", ".gnupg", ".huggingface", ".kube", ".ssh"})
 
-FORMS = {
+TOKEN_FORMS = {
     "GitHub token": r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,}",
     "GitLab token": r"glpat-[A-Za-z0-9_-]{20,}",
     "Hugging Face token": r"(?:hf|api_org)_[A-Za-z0-9]{30,}",
@@ -31,8 +31,8 @@ FORMS = {
 }
 """Patterns of tokens, by what they are."""
 
-_TOKEN = re.compile("|".join(f"(?P<_{number}>{form})" for number, form in enumerate(FORMS.values())))
-_KINDS = list(FORMS)
+_TOKEN = re.compile("|".join(f"(?P<_{number}>{form})" for number, form in enumerate(TOKEN_FORMS.values())))
+_KINDS = list(TOKEN_FORMS)
 
 
 def is_secret_name(name: str) -> bool:
@@ -41,7 +41,7 @@ def is_secret_name(name: str) -> bool:
     return bool(_NAMES.fullmatch(path.name)) or not _FOLDERS.isdisjoint(path.parts[:-1])
 
 
-def masked(text: str) -> tuple[str, list[str]]:
+def mask_tokens(text: str) -> tuple[str, list[str]]:
     """Return `text` with every token replaced by what it is in angle brackets, and what they were."""
     found: list[str] = []
 

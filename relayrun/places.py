@@ -9,37 +9,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CODE = Path(__file__).resolve().parents[1]
+CODE_ROOT = Path(__file__).resolve().parents[1]
 """The folder that `import relayrun` needs on its path: a checkout, a snapshot of the code, or site-packages."""
 
-MARKER = ".relayrun"
+PROJECT_MARKER = ".relayrun"
 """The file that makes a folder a project."""
 
 
 def is_checkout() -> bool:
     """Return whether the code lies beside its launchers, as in a checkout and in a snapshot of the code."""
-    return (CODE / "launchers" / "lib" / "job.sh").is_file()
+    return (CODE_ROOT / "launchers" / "lib" / "job.sh").is_file()
 
 
-def shared(name: str) -> Path:
+def shared_file(name: str) -> Path:
     """Return a file or folder that belongs to the code: `launchers`, `configs` or `scripts`, or something below."""
-    return (CODE if is_checkout() else CODE / "relayrun" / "share") / name
+    return (CODE_ROOT if is_checkout() else CODE_ROOT / "relayrun" / "share") / name
 
 
-def project(start: Path | None = None) -> Path:
+def project_folder(start: Path | None = None) -> Path:
     """Return the folder at which relative paths start, and below which runs and logs lie.
 
     It is the nearest project or checkout at or above `start`; else the one at or above the working directory; else
     the checkout that the code lies in; else the working directory.
     """
-    if start is not None and (found := _above(start.expanduser().absolute())) is not None:
+    if start is not None and (found := _nearest_root_above(start.expanduser().absolute())) is not None:
         return found
     here = Path.cwd()
-    return _above(here) or (CODE if is_checkout() else here)
+    return _nearest_root_above(here) or (CODE_ROOT if is_checkout() else here)
 
 
-def _above(start: Path) -> Path | None:
+def _nearest_root_above(start: Path) -> Path | None:
     for folder in (start, *start.parents):
-        if (folder / MARKER).is_file() or (folder == CODE and is_checkout()):
+        if (folder / PROJECT_MARKER).is_file() or (folder == CODE_ROOT and is_checkout()):
             return folder
     return None

@@ -10,7 +10,14 @@ from typing import Any
 
 from relayrun import places
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, Commit, End, Failure, Outcome, Started
+from relayrun.control.rundir.records import (
+    AttemptEnd,
+    AttemptOutcome,
+    AttemptStart,
+    CheckpointCommit,
+    RankFailure,
+    StartTimes,
+)
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
 from tests.history import make_history
@@ -48,7 +55,7 @@ PARTS = {
 
 def make_project(folder: Path) -> Run:
     """Make a project of this folder, with the run as my-project/my-run."""
-    (folder / places.MARKER).touch()
+    (folder / places.PROJECT_MARKER).touch()
     return make_accounted(folder / "logs/runs/my-project/my-run")
 
 
@@ -80,8 +87,8 @@ def _first(run: Run) -> None:
     failed = at + 2.5
     folder = run.attempt(1).failures
     folder.mkdir(exist_ok=True)
-    Failure(rank=1, node="n1", error="RuntimeError: gone", time=T + failed).write(folder / "rank-0001.json")
-    Failure(rank=0, node="n0", error="RuntimeError: closed", time=T + failed + 1).write(folder / "rank-0000.json")
+    RankFailure(rank=1, node="n1", error="RuntimeError: gone", time=T + failed).write(folder / "rank-0001.json")
+    RankFailure(rank=0, node="n0", error="RuntimeError: closed", time=T + failed + 1).write(folder / "rank-0000.json")
     append_line(run.strikes, {"node": "n1", "attempt": 1, "reason": "RuntimeError: gone", "time": T + failed + 4})
     _end(run, 1, cause="failed", durable=5, at=failed + 4, code=1, action="continue")
 
@@ -108,7 +115,7 @@ def _second(run: Run) -> None:
     append_line(run.attempt(2).metrics, line)
     at += 3.0
     _commit(run, 2, 10, at=T + at, seconds=2.0)
-    Outcome(outcome="done", reason="iteration 10 of 10 reached", iteration=10, time=T + at).write(
+    AttemptOutcome(outcome="done", reason="iteration 10 of 10 reached", iteration=10, time=T + at).write(
         run.attempt(2).outcome
     )
     _end(run, 2, cause="done", durable=10, at=at + 3.0, code=0, action="stop")
@@ -137,7 +144,7 @@ def _begin(run: Run, number: int, *, job: str, base: int, begin: float, **times:
 
 
 def _started(run: Run, number: int, **times: float) -> None:
-    Started(**{name: T + at for name, at in times.items()}).write(run.attempt(number).started)
+    StartTimes(**{name: T + at for name, at in times.items()}).write(run.attempt(number).started)
 
 
 def _step(run: Run, number: int, step: int, at: float, *, took: float, data: float, save: float = 0.0) -> None:
@@ -150,12 +157,14 @@ def _step(run: Run, number: int, step: int, at: float, *, took: float, data: flo
 def _commit(run: Run, number: int, iteration: int, *, at: float, seconds: float) -> None:
     folder = run.checkpoint(iteration)
     folder.mkdir(parents=True, exist_ok=True)
-    commit = Commit(iteration=iteration, path=str(folder), consumed_samples=iteration, time=at, seconds=seconds)
+    commit = CheckpointCommit(
+        iteration=iteration, path=str(folder), consumed_samples=iteration, time=at, seconds=seconds
+    )
     run.attempt(number).append_commit(commit)
 
 
 def _end(run: Run, number: int, *, cause: str, durable: int, at: float, code: int, action: str) -> None:
-    End(
+    AttemptEnd(
         attempt=number,
         cause=cause,
         reason="made by hand",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import client
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
@@ -111,7 +111,7 @@ def write_config(folder: Path, name: str = "tiny", *, seconds: float = 0.05, **s
     for section, changes in sections.items():
         values[section] = values.get(section, {}) | changes if isinstance(changes, dict) else changes
     path = folder / f"{name}.yaml"
-    path.write_text(yamlfile.dump(values), encoding="utf-8")
+    path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     return path
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from relayrun import client
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 
@@ -29,7 +29,7 @@ LAST_CHECKPOINT = {"plain": "step-{}.pt", "ddp": "step-{}", "huggingface": "chec
 
 def config(folder: Path, name: str, *, last: int, pace: list[str], **sections: dict[str, Any]) -> Path:
     """The config of an example with another last iteration, run by tests/paced.py; its run directory is in `folder`."""
-    values = yamlfile.read(FOLDER / f"{name}.yaml").values
+    values = yaml_file.read_yaml(FOLDER / f"{name}.yaml").values
     words = [str(last) if word == "200" else word for word in values["command"]["run"]]
     at = next(number for number, word in enumerate(words) if word.endswith(f"{name}.py"))
     words[at:at] = [str(PACED), *pace, "--"]
@@ -38,8 +38,8 @@ def config(folder: Path, name: str, *, last: int, pace: list[str], **sections: d
     for section, changes in sections.items():
         values[section] = (values.get(section) or {}) | changes if isinstance(values.get(section), dict) else changes
     path = folder / f"{name}.yaml"
-    path.write_text(yamlfile.dump(values), encoding="utf-8")
-    compose.load(path)
+    path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
+    compose.load_run_config(path)
     return path
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.engines import HuggingFace, select
+from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
 from tests.published import FORMS, SUSPECTS, published
 
 NEIGHBOURS = ("a", "A", " ", "\n", "'", "1", ".", "\u0301", "漢", "'s")
@@ -84,8 +84,10 @@ def compare(name: str, tokenizer: Tokenizer, texts: Iterator[str], found: Found 
     """The ids of every text by the engine that `auto` selects, against the reference's."""
     tokenizer.encode_special_tokens = True
     definition = tokenizer.to_str()
-    selection = select("auto", tokenizer, Texts.of(["a text"]), lambda line: print(f"{name}: {line}", file=sys.stderr))
-    engine, reference = selection.build(definition), HuggingFace(tokenizer)
+    selection = select_engine(
+        "auto", tokenizer, Texts.of(["a text"]), lambda line: print(f"{name}: {line}", file=sys.stderr)
+    )
+    engine, reference = selection.build(definition), HuggingFaceEngine(tokenizer)
     found = found or Found(name)
     found.engine, before = selection.engine, engine.routed
     while batch := [text for _, text in zip(range(20_000), texts, strict=False)]:

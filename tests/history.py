@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.chain import render
+from relayrun.control.chain import job_script
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.plan import Plan, job_name
-from relayrun.control.rundir.records import AttemptStart, Commit, End, Outcome
+from relayrun.control.rundir.plan import Plan, chain_job_name
+from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
 
@@ -91,12 +91,12 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
     """A run of so many attempts with so many metrics lines over all, two saves each; the next job runs already."""
     run = Run(folder)
     run.path.mkdir(parents=True)
-    triggers.create_folder(run)
+    triggers.create_trigger_folder(run)
     run.checkpoints.mkdir()
     each = lines // attempts
     plan = Plan(
         run="tests/history",
-        job_name=job_name("tests", "history", run.path),
+        job_name=chain_job_name("tests", "history", run.path),
         scheduler="local",
         total_steps=10 * lines,
         config_revision=1,
@@ -125,7 +125,7 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
         log_folder=str(folder.parent / "logs"),
     )
     plan.write(run.plan)
-    run.job_script.write_text(render.job_script(plan, run))
+    run.job_script.write_text(job_script.job_script(plan, run))
     queue = LocalQueue(run.path / "local")
     job = LocalJob(
         id="",
@@ -185,7 +185,7 @@ def trained(run: Run, number: int, base: int, last: int) -> None:
         folder.mkdir()
         (folder / "data").write_bytes(b"12345")
         attempt.append_commit(
-            Commit(
+            CheckpointCommit(
                 iteration=iteration,
                 path=str(folder),
                 consumed_samples=iteration,
@@ -194,11 +194,11 @@ def trained(run: Run, number: int, base: int, last: int) -> None:
                 files={"data": 5},
             )
         )
-    Outcome(outcome="saved", reason="time limit near", iteration=last, time=1e9 + number).write(attempt.outcome)
+    AttemptOutcome(outcome="saved", reason="time limit near", iteration=last, time=1e9 + number).write(attempt.outcome)
 
 
 def ended(run: Run, number: int, *, base: int, durable: int) -> None:
-    End(
+    AttemptEnd(
         attempt=number,
         cause="saved",
         reason="time limit near",

@@ -12,8 +12,8 @@ import xxhash
 
 from relayrun.control.rundir import mirror as records
 from relayrun.control.rundir.mirror import MirrorPolicy
-from relayrun.control.rundir.records import Commit
-from relayrun.files import sizes
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.files import file_sizes
 from relayrun.train.checkpoint import checksums, publish
 from relayrun.train.mirror import sync
 from tests.chain.conftest import MakeRun
@@ -41,30 +41,30 @@ class Mirrored:
             keep_last=2,
             program=[sys.executable, "-m", "relayrun.cli", "checkpoint", "mirror"],
         )
-        records.folder(self.run).mkdir(exist_ok=True)
-        replace(values, **changes).write(records.policy_path(self.run))  # type: ignore[arg-type]
+        records.mirror_folder(self.run).mkdir(exist_ok=True)
+        replace(values, **changes).write(records.mirror_policy_path(self.run))  # type: ignore[arg-type]
 
-    def save(self, iteration: int, *, hashed: bool = True, salt: str = "", keep_last: int = 100) -> Commit:
+    def save(self, iteration: int, *, hashed: bool = True, salt: str = "", keep_last: int = 100) -> CheckpointCommit:
         """Publish a checkpoint of two files; without hashes, as a foreign program does."""
-        staged = publish.prepare(self.run, 1, iteration)
+        staged = publish.prepare_staging(self.run, 1, iteration)
         for name in ("common.pt", "part/data"):
             (staged / name).parent.mkdir(exist_ok=True)
             (staged / name).write_bytes(f"{iteration} {name} {salt}".encode().ljust(SIZE, b"."))
-        root = checksums.write_index(staged, iteration, {}) if hashed else None
-        commit = Commit(
+        root = checksums.write_checksum_index(staged, iteration, {}) if hashed else None
+        commit = CheckpointCommit(
             iteration=iteration,
             path=str(self.run.checkpoint(iteration)),
             consumed_samples=1,
             time=time.time(),
             seconds=1.0,
-            files=sizes(staged),
+            files=file_sizes(staged),
             checksum=root,
         )
-        publish.publish(self.run, 1, commit, staged)
-        publish.prune(self.run, 1, keep_last)
+        publish.publish_checkpoint(self.run, 1, commit, staged)
+        publish.prune_checkpoints(self.run, 1, keep_last)
         return commit
 
-    def save_without_hashes(self, iteration: int, *, file: bool = False) -> Commit:
+    def save_without_hashes(self, iteration: int, *, file: bool = False) -> CheckpointCommit:
         """Publish a checkpoint as a foreign program does, in one `file` or in a folder."""
         commit = self.save(iteration, hashed=False)
         if file:
@@ -73,7 +73,7 @@ class Mirrored:
             attempt = self.run.attempt(1)
             lines = attempt.commits.read_text().splitlines()[:-1]
             attempt.commits.write_text("".join(line + "\n" for line in lines))
-            attempt.append_commit(replace(commit, files=sizes(commit.path)))
+            attempt.append_commit(replace(commit, files=file_sizes(commit.path)))
         return commit
 
     def compute_again(self, iterations: tuple[int, ...], data: bytes) -> None:
@@ -81,12 +81,12 @@ class Mirrored:
         began(self.run, 2, base=10)
         for iteration in iterations:
             shutil.rmtree(self.run.checkpoint(iteration))
-            staged = publish.prepare(self.run, 2, iteration)
+            staged = publish.prepare_staging(self.run, 2, iteration)
             (staged / "data").write_bytes(data)
-            root = checksums.write_index(staged, iteration, {})
+            root = checksums.write_checksum_index(staged, iteration, {})
             path = str(self.run.checkpoint(iteration))
-            commit = Commit(iteration=iteration, path=path, consumed_samples=1, time=time.time(), seconds=1.0)
-            publish.publish(self.run, 2, replace(commit, files=sizes(staged), checksum=root), staged)
+            commit = CheckpointCommit(iteration=iteration, path=path, consumed_samples=1, time=time.time(), seconds=1.0)
+            publish.publish_checkpoint(self.run, 2, replace(commit, files=file_sizes(staged), checksum=root), staged)
 
     def lose(self) -> None:
         """Lose the run's own checkpoints, as by a purge."""
@@ -95,13 +95,13 @@ class Mirrored:
 
     def sync(self, **options: object) -> list[str]:
         """Make a pass that succeeds; what it did."""
-        done = sync.sync(self.run, **options)  # type: ignore[arg-type]
+        done = sync.mirror_checkpoints(self.run, **options)  # type: ignore[arg-type]
         assert done.complaints == []
         return [line.split(":")[0].split(",")[0] for line in done.lines]
 
     def claimed(self) -> list[int]:
         """Iterations that are claimed to be in the second place; each is there, byte for byte."""
-        found = records.copies(self.place)
+        found = records.read_copies(self.place)
         for copy in found.values():
             assert digest(self.place / copy.name) == self.known[copy.iteration]
         return sorted(copy.iteration for copy in found.values())

@@ -14,8 +14,15 @@ from relayrun import places
 from relayrun.config.compose import compose
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, Commit, End, Failure, Outcome, Started
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.records import (
+    AttemptEnd,
+    AttemptOutcome,
+    AttemptStart,
+    CheckpointCommit,
+    RankFailure,
+    StartTimes,
+)
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
 from tests.history import ROOT, make_history
@@ -40,7 +47,7 @@ class _Clock:
 
 def make_pictured(folder: Path, *, name: str = "ada/llama3-8b", above: float = 2.1, seed: int = 1) -> Run:
     """Make the run as the project's `name`; its loss falls towards `above`, in nats per token."""
-    (folder / places.MARKER).touch()
+    (folder / places.PROJECT_MARKER).touch()
     run = make_history(folder / "logs/runs" / name, lines=1, attempts=1)
     plan = Plan.load(run)
     for path in [*(run.path / "local").glob("job-*.json"), run.metrics_view, run.attempts_view]:
@@ -66,7 +73,7 @@ def _configs(run: Run) -> None:
     run.config.mkdir(exist_ok=True)
     for revision, values in ((1, ["checkpoint.interval=500"]), (2, [f"checkpoint.interval={SAVED_EVERY}"])):
         settings = ["project=ada", "name=llama3-8b", f"training.steps={STEPS}", *values]
-        text = compose.dump(compose.load(ROOT / "configs/runs/llama3-1b.yaml", settings))
+        text = compose.dump_run_config(compose.load_run_config(ROOT / "configs/runs/llama3-1b.yaml", settings))
         run.config_revision(revision).write_text(text.replace(str(ROOT), "/users/ada/relayrun"))
 
 
@@ -97,7 +104,7 @@ def _attempt(
         lead=600.0,
     ).write(attempt.begin)
     at = T + clock.at
-    Started(process=at + 110, imported=at + 170, initialised=at + 260, loaded=at + 330).write(attempt.started)
+    StartTimes(process=at + 110, imported=at + 170, initialised=at + 260, loaded=at + 330).write(attempt.started)
     clock.at += 330
     sets = {"web": {"windows": 9_000_000}, "code": {"windows": 2_000_000}, "books": {"windows": 260_000}}
     weights = {"web": 3 << 30, "code": 3 << 28, "books": 1 << 28}
@@ -137,7 +144,7 @@ def _commit(run: Run, number: int, step: int, at: float) -> None:
     folder = run.checkpoint(step)
     folder.mkdir(parents=True, exist_ok=True)
     files = {"common.pt": 21_400, **{f"__{rank}_0.distcp": 1_505_000_000 for rank in range(64)}}
-    commit = Commit(
+    commit = CheckpointCommit(
         iteration=step, path=str(folder), consumed_samples=512 * step, time=at, seconds=38.0 + step % 7, files=files
     )
     run.attempt(number).append_commit(commit)
@@ -147,7 +154,7 @@ def _leaves(run: Run, number: int, clock: _Clock, cause: Any, reason: str, last:
     clock.at += 45
     if last % SAVED_EVERY:
         _commit(run, number, last, T + clock.at)
-    Outcome(outcome=cause, reason=reason, iteration=last, time=T + clock.at).write(run.attempt(number).outcome)
+    AttemptOutcome(outcome=cause, reason=reason, iteration=last, time=T + clock.at).write(run.attempt(number).outcome)
     clock.at += 8
     _end(run, number, clock, cause, reason, last, action="stop" if cause == "done" else "continue")
     if cause == "done":
@@ -159,7 +166,7 @@ def _loses_a_node(run: Run, clock: _Clock, *, durable: int) -> None:
     words = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
     folder = run.attempt(2).failures
     folder.mkdir(exist_ok=True)
-    Failure(rank=29, node="nid001019", error=words, time=T + clock.at).write(folder / "rank-0029.json")
+    RankFailure(rank=29, node="nid001019", error=words, time=T + clock.at).write(folder / "rank-0029.json")
     strike = {"node": "nid001019", "attempt": 2, "reason": words, "time": T + clock.at + 4}
     append_line(run.strikes, strike)
     clock.at += 31
@@ -168,7 +175,7 @@ def _loses_a_node(run: Run, clock: _Clock, *, durable: int) -> None:
 
 def _starts_a_rank_again(run: Run, clock: _Clock, *, at: int, back: int) -> None:
     clock.at += 12
-    failed = FailedRound(
+    failed = FailedRestart(
         round=1,
         time=T + clock.at,
         rank=41,
@@ -182,7 +189,7 @@ def _starts_a_rank_again(run: Run, clock: _Clock, *, at: int, back: int) -> None
         steps_lost=at - back,
         seconds={"end": 3.1, "records": 0.2, "fork": 1.0, "groups": 4.8, "load": 9.2, "step": 61.0, "all": 79.3},
     )
-    rounds.append(run.attempt(3), failed)
+    rounds.record_failed_restart(run.attempt(3), failed)
     append_line(run.attempt(3).metrics, {"iteration": back, "round": 2})
     clock.at += 20
 
@@ -190,7 +197,7 @@ def _starts_a_rank_again(run: Run, clock: _Clock, *, at: int, back: int) -> None
 def _end(
     run: Run, number: int, clock: _Clock, cause: str, reason: str, durable: int, *, action: str, code: int = 0
 ) -> None:
-    End(
+    AttemptEnd(
         attempt=number,
         cause=cause,
         reason=reason,

@@ -14,15 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.document_window import DocumentWindow
-from relayrun.config.sections.streams import Stream
-from relayrun.tokens.order.rows import Row
-from relayrun.tokens.order.sampler import MixtureSampler, Part
+from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.streams import StreamSection
+from relayrun.tokens.order.rows import SampleRow
+from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.manifest import DatasetManifest
-from relayrun.tokens.streams.files import freeze
-from relayrun.tokens.streams.samples import Shape
-from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.streams.files import freeze_text_files
+from relayrun.tokens.streams.samples import SampleShape
+from relayrun.tokens.streams.text_stream import TextStream
 from relayrun.tokens.tokenize.encode.libraries import Encoded
 
 EOD = 0
@@ -91,34 +91,35 @@ def stream(
     *,
     lanes: int = 4,
     name: str = "web",
-    window: DocumentWindow | None = None,
+    window: DocumentWindowSection | None = None,
     files: DatasetManifest | None = None,
     seed: int = 1,
     **options: Any,
 ) -> TextStream:
     """A stream over the files of a folder."""
-    settings = Stream(**options)
+    settings = StreamSection(**options)
     if files is None:
         source = DataSource.model_validate({"path": str(folder), "weight": 1.0, "source": kind, "stream": settings})
-        files = freeze(name, source, 0)
-    shape = Shape.of(window, seq_length=SEQ_LENGTH, eod=EOD, vocabulary_size=256, where=name)
+        files = freeze_text_files(name, source, 0)
+    shape = SampleShape.of(window, seq_length=SEQ_LENGTH, eod=EOD, vocabulary_size=256, where=name)
     return TextStream(files.files, settings, shape, encode, name=name, seed=seed, lanes=lanes)
 
 
 def sampler(parts: Mapping[str, Any], weights: Mapping[str, float]) -> MixtureSampler:
     """A mixture of data sets and streams."""
     made = {
-        name: Part(dataset=parts[name], weight=weight, record={"fingerprint": name}) for name, weight in weights.items()
+        name: MixturePart(dataset=parts[name], weight=weight, record={"fingerprint": name})
+        for name, weight in weights.items()
     }
     return MixtureSampler(made, {"seed": 1})
 
 
-def inputs(row: Row) -> str:
+def inputs(row: SampleRow) -> str:
     """The text of a sample's inputs, padding left out; the end of a document is a zero."""
     return bytes(row.tokens[: SEQ_LENGTH - row.padding].tolist()).decode()
 
 
-def digest(row: Row) -> str:
+def digest(row: SampleRow) -> str:
     """What identifies a sample: its tokens, lengths and loss mask."""
     mask = b"" if row.loss_mask is None else row.loss_mask.tobytes()
     return hashlib.sha256(row.tokens.astype(np.int64).tobytes() + repr(row.lengths).encode() + mask).hexdigest()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from relayrun.config.compose import yamlfile
-from relayrun.control.rundir.records import End
+from relayrun.config.compose import yaml_file
+from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from relayrun.tokens.shards.indexed import ShardWriter
@@ -74,17 +74,17 @@ class Workspace:
         for section, changes in sections.items():
             values[section] = values.get(section, {}) | changes if isinstance(changes, dict) else changes
         path = self.folder / f"{folder}.yaml"
-        path.write_text(yamlfile.dump(values), encoding="utf-8")
+        path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
         return path
 
     def run(self, folder: str) -> Run:
         return Run(self.folder / folder)
 
 
-def ends(run: Run) -> list[End]:
+def ends(run: Run) -> list[AttemptEnd]:
     """The ends of a run's attempts; each attempt that began must have one."""
     numbers = [number for number in run.attempt_numbers() if run.attempt(number).begin.exists()]
-    found = [End.read(run.attempt(number).end) for number in numbers]
+    found = [AttemptEnd.read(run.attempt(number).end) for number in numbers]
     assert all(end is not None for end in found), found
     return [end for end in found if end is not None]
 

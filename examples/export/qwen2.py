@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from relayrun.train.export.joins import QKV
-from relayrun.train.export.llama import ATTENTION, LLAMA, OF
+from relayrun.train.export.llama import ATTENTION_PREFIX, LAYER_PREFIX, LLAMA
 from relayrun.train.export.model_mapping import Weight
 
 BIASES = Weight(
-    ATTENTION + "linear_qkv.bias",  # its name in a checkpoint: all layers in one tensor
+    ATTENTION_PREFIX + "linear_qkv.bias",  # its name in a checkpoint: all layers in one tensor
     ("qkv",),  # the shape of one layer
-    tuple(f"{OF}self_attn.{part}_proj.bias" for part in "qkv"),
+    tuple(f"{LAYER_PREFIX}self_attn.{part}_proj.bias" for part in "qkv"),
     QKV,  # the query groups one behind the other there, all queries, keys and values here
 )
 QWEN2 = replace(

@@ -14,35 +14,41 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 
 COMMANDS = {
     "init": (
-        "relayrun.cli.site.init:add_arguments",
+        "relayrun.cli.site.new_project:add_arguments",
         "a new project: launchers, configs and a site file in a folder of its own",
     ),
-    "submit": ("relayrun.cli.run.submit:add_arguments", "submit a training run"),
-    "check": ("relayrun.cli.run.check:add_arguments", "what a submit would refuse or warn of, and the plan of the run"),
-    "resume": ("relayrun.cli.run.resume:add_arguments", "submit a run again as it was submitted last"),
-    "launch": ("relayrun.cli.run.launch:add_arguments", "what the sbatch scripts of launchers/ call"),
+    "submit": ("relayrun.cli.run.submit:add_submit_arguments", "submit a training run"),
+    "check": (
+        "relayrun.cli.run.check:add_check_arguments",
+        "what a submit would refuse or warn of, and the plan of the run",
+    ),
+    "resume": ("relayrun.cli.run.resume:add_resume_arguments", "submit a run again as it was submitted last"),
+    "launch": ("relayrun.cli.run.launch:add_launch_arguments", "what the sbatch scripts of launchers/ call"),
     "config": (
-        "relayrun.cli.run.config:add_arguments",
+        "relayrun.cli.run.config:add_config_arguments",
         "the settings of a run config, or of a run, and where each value comes from",
     ),
-    "explain": ("relayrun.cli.run.explain:add_arguments", "what a setting means; without NAME: all settings"),
-    "diff": ("relayrun.cli.run.diff:add_arguments", "what differs in the settings of two run configs or runs"),
+    "explain": ("relayrun.cli.run.explain:add_explain_arguments", "what a setting means; without NAME: all settings"),
+    "diff": ("relayrun.cli.run.diff:add_diff_arguments", "what differs in the settings of two run configs or runs"),
     "data": (
-        "relayrun.cli.data.data:add_arguments",
+        "relayrun.cli.data.data:add_data_arguments",
         "what a run reads: show samples, the ledger, the difference of two runs",
     ),
     "dumps": (
-        "relayrun.cli.data.dumps:add_arguments",
+        "relayrun.cli.data.dumps:add_dumps_arguments",
         "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node",
     ),
     "mixture": (
-        "relayrun.cli.data.mixture:add_arguments",
+        "relayrun.cli.data.mixture:add_mixture_arguments",
         "token shards as data sets of a run: mixed by weight, listed, checked",
     ),
-    "export": ("relayrun.cli.model.export:add_arguments", "a checkpoint in the form that other programs read"),
-    "upload": ("relayrun.cli.model.upload:add_arguments", "an exported folder to a repository of the Hugging Face hub"),
+    "export": ("relayrun.cli.model.export:add_export_arguments", "a checkpoint in the form that other programs read"),
+    "upload": (
+        "relayrun.cli.model.upload:add_upload_arguments",
+        "an exported folder to a repository of the Hugging Face hub",
+    ),
     "import": (
-        "relayrun.cli.model.import_checkpoint:add_arguments",
+        "relayrun.cli.model.import_checkpoint:add_import_arguments",
         "a checkpoint, to start a run from, of another program's model",
     ),
     "checkpoint": (
@@ -50,11 +56,11 @@ COMMANDS = {
         "whether a checkpoint still holds its bytes; copies of it in a second place",
     ),
     "gpu-check": (
-        "relayrun.cli.site.gpu_check:add_arguments",
+        "relayrun.cli.site.gpu_check:add_gpu_check_arguments",
         "what this machine's GPUs do with relayrun, in eight minutes",
     ),
     "drill": (
-        "relayrun.cli.site.drill:add_arguments",
+        "relayrun.cli.site.drill:add_drill_arguments",
         "faults on purpose, on your cluster: which ones a chain survives, and what each costs",
     ),
     "completion": (
@@ -62,17 +68,20 @@ COMMANDS = {
         "a script that completes commands, options, runs and settings in a shell",
     ),
     "status": ("relayrun.cli.watch.status:add_arguments", "where a run stands; without RUN: all runs"),
-    "sweep": ("relayrun.cli.run.campaign:add_arguments", "runs over axes of settings: submit, status, stop, resume"),
+    "sweep": (
+        "relayrun.cli.run.sweeps_and_stages:add_arguments",
+        "runs over axes of settings: submit, status, stop, resume",
+    ),
     "stages": (
-        "relayrun.cli.run.campaign:add_arguments",
+        "relayrun.cli.run.sweeps_and_stages:add_arguments",
         "runs one behind the other, from checkpoint to checkpoint: submit, status, stop, resume",
     ),
     "sentinel": (
-        "relayrun.cli.watch.sentinel:add_arguments",
+        "relayrun.cli.watch.cron_check:add_arguments",
         "one look after the runs of folders, for cron: tells what no job can tell",
     ),
     "goodput": (
-        "relayrun.cli.watch.goodput:add_arguments",
+        "relayrun.cli.watch.goodput:add_goodput_arguments",
         "where the node hours of runs went: every second of every node in one named part",
     ),
     "runs": (
@@ -80,7 +89,7 @@ COMMANDS = {
         "runs in folders: where they stand and how large they are; archive and move them",
     ),
     "report": (
-        "relayrun.cli.watch.report:add_arguments",
+        "relayrun.cli.watch.report:add_report_arguments",
         "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture",
     ),
     "logs": ("relayrun.cli.watch.logs:add_arguments", "what the jobs of a run wrote; with -f also what they add"),
@@ -88,9 +97,9 @@ COMMANDS = {
         "relayrun.cli.watch.notify:add_arguments",
         "test whether those who are told of a run can be reached; send what was not sent",
     ),
-    "save": ("relayrun.cli.run.control:add_arguments", "write a checkpoint and go on"),
-    "stop": ("relayrun.cli.run.control:add_arguments", "write a checkpoint and end the chain"),
-    "cancel": ("relayrun.cli.run.control:add_arguments", "end the chain at once; what was not saved is lost"),
+    "save": ("relayrun.cli.run.stop:add_arguments", "write a checkpoint and go on"),
+    "stop": ("relayrun.cli.run.stop:add_arguments", "write a checkpoint and end the chain"),
+    "cancel": ("relayrun.cli.run.stop:add_arguments", "end the chain at once; what was not saved is lost"),
 }
 """The commands: the function that adds the arguments of each, as MODULE:FUNCTION, and its line of help."""
 

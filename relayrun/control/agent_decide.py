@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.rounds import FailedRestart
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -57,7 +57,7 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFacts:
+class RestartFacts:
     """What is known of a round that has failed, when none of its ranks lives any more."""
 
     death: Death
@@ -74,14 +74,14 @@ class RoundFacts:
     """Why the ranks were asked to leave, in words; empty where they were not."""
     lost: str
     """What is gone and cannot be replaced, in words: a node, where no spare one is left; empty where nothing is."""
-    earlier: Sequence[FailedRound]
+    earlier: Sequence[FailedRestart]
     """The failed rounds of this attempt before this one, oldest first."""
     max_failed_rounds: int
     complete: bool = False
     """Nothing is left to train behind what is saved."""
 
 
-def why_not_again(facts: RoundFacts) -> str | None:
+def why_no_restart(facts: RestartFacts) -> str | None:
     """Why the attempt ends with this round, in words; None where the ranks are to be started again."""
     if facts.left:
         return "rank 0 had said how it leaves"
@@ -93,28 +93,30 @@ def why_not_again(facts: RoundFacts) -> str | None:
         return facts.lost
     if facts.death.repeats:
         return "every start would meet this error"
-    words = what_may_repeat(facts.death)
-    if words and any((known.iteration, _plain(known.words)) == (facts.iteration, words) for known in facts.earlier):
+    words = failure_signature(facts.death)
+    if words and any(
+        (known.iteration, _without_numbers(known.words)) == (facts.iteration, words) for known in facts.earlier
+    ):
         return f"the same failure as before, at the same iteration {facts.iteration}"
     if facts.next_iteration > facts.base_iteration:
         return None
-    failed = 1 + failed_in_a_row(facts.earlier)
+    failed = 1 + failed_restarts_in_a_row(facts.earlier)
     if failed >= facts.max_failed_rounds:
         return f"{failed} round{'s' if failed > 1 else ''} in a row without a later state to start from"
     return None
 
 
-def failed_in_a_row(earlier: Sequence[FailedRound]) -> int:
+def failed_restarts_in_a_row(earlier: Sequence[FailedRestart]) -> int:
     """How many of the newest rounds brought no later state to start from."""
     return sum(1 for _ in takewhile(lambda known: known.next_iteration <= known.base_iteration, reversed(earlier)))
 
 
-def what_may_repeat(death: Death) -> str:
+def failure_signature(death: Death) -> str:
     """Words by which the same failure is known again, without their numbers.
 
     Empty for SIGKILL, which anybody sends, and for a node that is given up: it does not come back.
     """
-    return "" if death.lost or death.code == -signal.SIGKILL else _plain(death.words)
+    return "" if death.lost or death.code == -signal.SIGKILL else _without_numbers(death.words)
 
 
 def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:
@@ -142,6 +144,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _plain(words: str) -> str:
+def _without_numbers(words: str) -> str:
     """Words without process ids, ports and addresses, which differ each time."""
     return _NUMBER.sub("#", words)

@@ -6,7 +6,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 
 
-def failed_attempts(run: Run, plan: Plan, *, last: int | None = None) -> int:
+def count_failed_attempts(run: Run, plan: Plan, *, last: int | None = None) -> int:
     """Attempts in a row, up to `last`, that ended without durable progress since the last explicit submit.
 
     `last`: the number of an attempt; None: the newest. One that has no end yet counts too.

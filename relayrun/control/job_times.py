@@ -12,18 +12,18 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.errors import RelayrunError
 
-SCRIPT_TIME = "RELAYRUN_SCRIPT_TIME"
+SCRIPT_TIME_VARIABLE = "RELAYRUN_SCRIPT_TIME"
 """Where job.sh keeps when it began, in seconds since 1970."""
 
 
-def script_time() -> float | None:
+def job_script_time() -> float | None:
     """When the first lines of this job's script ran, in seconds since 1970; None in a job of an earlier version."""
     with contextlib.suppress(ValueError):
-        return float(os.environ.get(SCRIPT_TIME, ""))
+        return float(os.environ.get(SCRIPT_TIME_VARIABLE, ""))
     return None
 
 
-def end_of(previous: Attempt, scheduler: Scheduler, *, own: str) -> float | None:
+def previous_job_end(previous: Attempt, scheduler: Scheduler, *, own: str) -> float | None:
     """When the job of the attempt before ended, in seconds since 1970, while the scheduler still knows it.
 
     None where nobody does, and where that job is this one, queued again.

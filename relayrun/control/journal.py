@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-FINISH_SECONDS = 2.0
+LOG_FINISH_SECONDS = 2.0
 """How long the last lines may take."""
-PAUSE = 0.01
+LOG_PAUSE = 0.01
 
 
-class Journal:
+class AgentLog:
     """A file to which lines are added, in their order; those that cannot be written are lost."""
 
     def __init__(self, path: Path) -> None:
@@ -34,9 +34,9 @@ class Journal:
 
     def finish(self) -> None:
         """Wait for what is under way, but not for long."""
-        until = time.monotonic() + FINISH_SECONDS
+        until = time.monotonic() + LOG_FINISH_SECONDS
         while self._left and time.monotonic() < until:
-            time.sleep(PAUSE)
+            time.sleep(LOG_PAUSE)
 
     def _run(self) -> None:
         while True:
@@ -47,7 +47,7 @@ class Journal:
                 self._left -= 1
 
 
-def say(name: str, text: str, *, log: Journal | None = None) -> None:
+def log_node_line(name: str, text: str, *, log: AgentLog | None = None) -> None:
     """A line in the job's log, with the time and the node; and in that of this agent."""
     line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
     with contextlib.suppress(OSError):  # srun has gone with the batch host, or the disk is full

@@ -6,10 +6,10 @@ import contextlib
 import sys
 import time
 
-PREFIX = "[relayrun "
+LOG_PREFIX = "[relayrun "
 
 
-def log(text: str) -> None:
+def log_line(text: str) -> None:
     """One line on standard error, with the time. Nobody ends of a file system of the log that is full, or away."""
     with contextlib.suppress(OSError):
-        print(f"{PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+        print(f"{LOG_PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

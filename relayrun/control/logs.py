@@ -7,20 +7,20 @@ import os
 from relayrun.control.rundir.records import AttemptStart
 
 
-def output_beside(log: str | None) -> str | None:
+def stdout_beside(log: str | None) -> str | None:
     """Standard output of the job whose standard error is `log`: `launchers/lib/log.sh` opens both side by side."""
     return log.removesuffix(".err") + ".out" if log is not None and log.endswith(".err") else None
 
 
-def logs_of(begin: AttemptStart) -> list[tuple[str, int]]:
+def job_logs(begin: AttemptStart) -> list[tuple[str, int]]:
     """Standard output and error of the attempt's job, with their bytes when the attempt began; none without a log."""
-    output = output_beside(begin.log)
+    output = stdout_beside(begin.log)
     if begin.log is None or output is None:
         return []
     return [(output, begin.output_offset), (begin.log, begin.log_offset)]
 
 
-def size(path: str) -> int:
+def file_size(path: str) -> int:
     """Return the bytes of a file, 0 where there is none. Raises OSError."""
     try:
         return os.path.getsize(path)

@@ -7,16 +7,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-LINE_BYTES = 1 << 16
+LONGEST_LINE = 1 << 16
 """A longer line is no line of progress: its rest is left out."""
 
-CHUNK = 1 << 20
+READ_BYTES = 1 << 20
 
-_END = re.compile(rb"[\r\n]")
+_LINE_END = re.compile(rb"[\r\n]")
 """A progress bar ends its lines with a carriage return alone, and may never write another end."""
 
 
-class NewLines:
+class LogFollower:
     """Whole lines of a file, each given once, from byte `offset` on; empty ones are left out.
 
     What has no end of line yet is kept for later, and what never gets one is never given: half a number is another
@@ -38,9 +38,9 @@ class NewLines:
             if os.fstat(file.fileno()).st_size < self._offset:
                 self._offset, self._rest = 0, b""
             file.seek(self._offset)
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(READ_BYTES):
                 self._offset += len(chunk)
-                *lines, rest = _END.split(self._rest + chunk)
-                self._rest = rest[:LINE_BYTES]
+                *lines, rest = _LINE_END.split(self._rest + chunk)
+                self._rest = rest[:LONGEST_LINE]
                 for line in filter(None, lines):
-                    yield line[:LINE_BYTES].decode("utf-8", errors="replace")
+                    yield line[:LONGEST_LINE].decode("utf-8", errors="replace")

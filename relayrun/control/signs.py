@@ -12,7 +12,7 @@ from relayrun.control.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sign:
+class LifeSign:
     """The last sign of life of an attempt that has no end."""
 
     attempt: int
@@ -23,7 +23,7 @@ class Sign:
     """Seconds without a sign after which the attempt counts as gone."""
 
 
-def of_life(run: Run, plan: Plan, *, now: float) -> Sign | None:
+def newest_life_sign(run: Run, plan: Plan, *, now: float) -> LifeSign | None:
     """The newest attempt's last sign, if it has no end and may still live. Raises RunDirError for a damaged record.
 
     `now`: seconds since 1970.
@@ -33,16 +33,16 @@ def of_life(run: Run, plan: Plan, *, now: float) -> Sign | None:
     if attempt is None or begin is None or attempt.read_end() is not None:
         return None
     beats = attempt.read_heartbeats()
-    patience = max(plan.hang_timeout, 0.0 if beats else plan.start_timeout) + silence(beats)
+    patience = max(plan.hang_timeout, 0.0 if beats else plan.start_timeout) + longest_heartbeat_interval(beats)
     age = now - max([begin.start_time, *(beat.time for beat in beats)])
-    return Sign(attempt=attempt.number, job_id=begin.job_id, age=age, patience=patience) if age < patience else None
+    return LifeSign(attempt=attempt.number, job_id=begin.job_id, age=age, patience=patience) if age < patience else None
 
 
-def silence(beats: Sequence[Heartbeat]) -> float:
+def longest_heartbeat_interval(beats: Sequence[Heartbeat]) -> float:
     """Seconds for which nodes that go on may leave no sign of life: those between two of their heartbeats."""
     return max((beat.interval for beat in beats), default=0.0)
 
 
-def is_anothers(plan: Plan) -> bool:
+def is_owned_by_another_user(plan: Plan) -> bool:
     """Whether another user than this process's owns the run."""
     return plan.owner not in (None, os.geteuid())

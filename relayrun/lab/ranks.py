@@ -21,7 +21,7 @@ class RankProcess:
     pid: int
 
 
-def living(run: Run) -> list[RankProcess]:
+def living_ranks(run: Run) -> list[RankProcess]:
     """Ranks that agents have forked and that live now; an agent's server has their command, not their name."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -39,9 +39,9 @@ def living(run: Run) -> list[RankProcess]:
     return sorted(found, key=lambda process: process.rank)
 
 
-def signal_one(run: Run, generator: random.Random, number: signal.Signals) -> RankProcess | None:
+def signal_random_rank(run: Run, generator: random.Random, number: signal.Signals) -> RankProcess | None:
     """Send a signal to a random rank that lives; return it, None where none does."""
-    processes = living(run)
+    processes = living_ranks(run)
     if not processes:
         return None
     chosen = generator.choice(processes)

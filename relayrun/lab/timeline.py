@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.ways_back import goes_back
+from relayrun.control.rundir.ways_back import resets_iteration
 from relayrun.files import read_lines
 
 
@@ -44,15 +44,15 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class _Done:
+class _FinishedSteps:
     iteration: int
     seconds: float
     """Since the step before it, where no start of the ranks lies between; else the step alone."""
 
 
-def of(run: Run) -> Timeline:
+def measure_timeline(run: Run) -> Timeline:
     """The timeline of a run that has done a step. Raises ValueError where it has done none."""
-    done: list[_Done] = []
+    done: list[_FinishedSteps] = []
     lost = 0
     began: float | None = None
     before = ended = 0.0
@@ -60,18 +60,18 @@ def of(run: Run) -> Timeline:
         attempt = run.attempt(number)
         if (begin := attempt.read_begin()) is None:
             continue
-        lost += _drop(done, begin.base_iteration)
-        failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in rounds.read(attempt)]
+        lost += _drop_steps_after(done, begin.base_iteration)
+        failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in rounds.read_failed_restarts(attempt)]
         first = True
         for line in read_lines(attempt.metrics):
-            if goes_back(line):
-                lost += _drop(done, int(line["iteration"]))
+            if resets_iteration(line):
+                lost += _drop_steps_after(done, int(line["iteration"]))
             elif "loss" in line:
                 now, own = float(line["time"]), float(line["step_seconds"]) + float(line.get("hooks_seconds") or 0.0)
                 began = now - own if began is None else began
                 # a round may begin behind the newest iteration, and then no line of the metrics says so
                 alone = first or any(before < over and now > noticed for noticed, over in failed)
-                done.append(_Done(int(line["iteration"]), own if alone else now - before))
+                done.append(_FinishedSteps(int(line["iteration"]), own if alone else now - before))
                 before = ended = now
                 first = False
     if began is None:
@@ -87,7 +87,7 @@ def of(run: Run) -> Timeline:
     )
 
 
-def _drop(done: list[_Done], iteration: int) -> int:
+def _drop_steps_after(done: list[_FinishedSteps], iteration: int) -> int:
     """Take away what lies beyond this iteration; return how many steps that were."""
     many = sum(step.iteration > iteration for step in done)
     if many:

@@ -9,22 +9,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from relayrun.control.rundir import rounds
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab import compare, timeline
+from relayrun.lab import compare_runs, timeline
 from relayrun.lab.timeline import Timeline
 
-_CLOCK_SECONDS = 0.05
+_CLOCK_TOLERANCE_SECONDS = 0.05
 """Between a fault and its noticing, as far as the drill's own time of it is late."""
-LEAST_SHARE = 0.9
+MIN_TRAINING_SHARE = 0.9
 """The effective training time that is wanted."""
-MOST_INTERVALS = {"memory": 1, "neighbour": 2}
+MAX_INTERVALS_LOST = {"memory": 1, "neighbour": 2}
 """So many intervals between copies a round may lose at most: the newest copy may be on its way to the neighbour."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class KillEvent:
     """Something that the drill did."""
 
     time: float
@@ -36,7 +36,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class KillReport:
     """What a disturbed run shows beside an undisturbed one of the same config."""
 
     line: Timeline
@@ -44,8 +44,8 @@ class Shown:
     """Ids of its jobs, one an attempt."""
     restarts: int
     """How often Slurm began these jobs again."""
-    events: Sequence[Event]
-    failed: Sequence[FailedRound]
+    events: Sequence[KillEvent]
+    failed: Sequence[FailedRestart]
     tensors: int
     faults: Mapping[str, Sequence[str]]
     """What differs from the undisturbed run, by `losses`, `weights` and `samples`; no line: nothing."""
@@ -55,7 +55,7 @@ class Shown:
     def figures(self) -> dict[str, Any]:
         """All of it, as plain values."""
         kinds = Counter(event.kind for event in self.events)
-        names = [name for name in rounds.SECONDS if any(name in failed.seconds for failed in self.failed)]
+        names = [name for name in rounds.RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)]
         return {
             "counted_share": self.line.share,
             "seconds": self.line.seconds,
@@ -87,10 +87,10 @@ class Shown:
 
         A rank that is killed before its round has done a step counts apart (`kill in set-up`).
         """
-        found: dict[str, list[tuple[float, FailedRound]]] = {}
+        found: dict[str, list[tuple[float, FailedRestart]]] = {}
         for event, following in zip(self.events, [*self.events[1:], None], strict=False):
             until = float("inf") if following is None else following.time
-            hit = [one for one in self.failed if event.time - _CLOCK_SECONDS <= one.time < until]
+            hit = [one for one in self.failed if event.time - _CLOCK_TOLERANCE_SECONDS <= one.time < until]
             if hit:
                 kind = event.kind + (" in set-up" if hit[0].iteration <= hit[0].base_iteration else "")
                 found.setdefault(kind, []).append((max(0.0, hit[0].time - event.time), hit[0]))
@@ -122,33 +122,35 @@ class Shown:
             found.append(f"{len(self.events)} faults, and {len(self.failed)} failed rounds")
         interval = max(self.memory_intervals, default=0)
         for failed in self.failed if interval else ():
-            most = interval * MOST_INTERVALS.get(failed.source, 0)
+            most = interval * MAX_INTERVALS_LOST.get(failed.source, 0)
             if failed.again and most and failed.steps_lost > most:
                 found.append(f"copies every {interval} steps at most: {failed.steps_lost} were lost ({failed.told})")
         return found
 
 
-def show(run: Run, reference: Run, *, last: int, events: Sequence[Event], restarts: Mapping[str, int]) -> Shown:
+def report_kills(
+    run: Run, reference: Run, *, last: int, events: Sequence[KillEvent], restarts: Mapping[str, int]
+) -> KillReport:
     """Compare a disturbed run with the undisturbed one. `restarts`: of each of its jobs, by Slurm's word."""
     jobs, failed, intervals = [], [], []
     for number in run.attempt_numbers():
         attempt = run.attempt(number)
         if (begin := attempt.read_begin()) is not None:
             jobs.append(begin.job_id)
-            failed += rounds.read(attempt)
+            failed += rounds.read_failed_restarts(attempt)
             intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
-    tensors, different = compare.weights(run.checkpoint(last), reference.checkpoint(last))
-    return Shown(
-        line=timeline.of(run),
+    tensors, different = compare_runs.compare_weights(run.checkpoint(last), reference.checkpoint(last))
+    return KillReport(
+        line=timeline.measure_timeline(run),
         jobs=jobs,
         restarts=sum(restarts[job] for job in set(jobs)),
         events=events,
         failed=failed,
         tensors=tensors,
         faults={
-            "losses": compare.losses(run, reference, last),
+            "losses": compare_runs.loss_differences(run, reference, last),
             "weights": different,
-            "samples": compare.samples(run, reference, last),
+            "samples": compare_runs.sample_differences(run, reference, last),
         },
         memory_intervals=intervals,
     )

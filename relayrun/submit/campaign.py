@@ -11,16 +11,16 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control import chain_decide
-from relayrun.control.chain.campaign import judge
+from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
-from relayrun.control.rundir.campaign import Campaign, Member
+from relayrun.control.rundir.campaign import Campaign, CampaignMember
 from relayrun.errors import RelayrunError
-from relayrun.watch.goodput.account import account
+from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.standing import Damaged
-from relayrun.watch.status.watcher import Watcher
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.standing import DamagedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +48,30 @@ class MemberStatus:
     """What it waits for, or why it ended."""
 
 
-def gather(folder: Path, *, now: float) -> list[MemberStatus]:
+def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
     """Look at every run of a campaign. Raises RunDirError where there is none."""
     whole = Campaign.load(folder)
-    found = {status.path: status for status in Watcher().look([member.run for member in whole.members], now=now)}
-    return [_one(folder, whole, member, found[member.run_dir]) for member in whole.members]
+    found = {status.path: status for status in RunsWatcher().look([member.run for member in whole.members], now=now)}
+    return [_member_status(folder, whole, member, found[member.run_dir]) for member in whole.members]
 
 
-def _one(folder: Path, whole: Campaign, member: Member, status: RunStatus | Damaged) -> MemberStatus:
+def _member_status(
+    folder: Path, whole: Campaign, member: CampaignMember, status: RunStatus | DamagedRun
+) -> MemberStatus:
     common: dict[str, Any] = {
         "member": member.name,
         "path": member.run_dir,
         "settings": member.settings,
-        "begins": begins(member),
+        "begins": start_condition(member),
     }
-    if isinstance(status, Damaged):
+    if isinstance(status, DamagedRun):
         nothing: dict[str, Any] = {"iteration": 0, "total_steps": None, "loss": None, "node_hours": None, "attempts": 0}
         return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **nothing, **common)
     state, words = str(status.state), status.stop or status.broken or status.last_end or ""
-    if status.stop is not None and chain_decide.is_done(status.stop) and state == "stopped":
+    if status.stop is not None and chain_decide.is_done_reason(status.stop) and state == "stopped":
         state = "done"
     elif state == "waiting":
-        words = _why_it_waits(folder, whole, member)
+        words = _wait_reason(folder, whole, member)
     return MemberStatus(
         run=status.run,
         state=state,
@@ -83,15 +85,15 @@ def _one(folder: Path, whole: Campaign, member: Member, status: RunStatus | Dama
     )
 
 
-def _why_it_waits(folder: Path, whole: Campaign, member: Member) -> str:
-    stopped = campaign.stop_reason(folder)
+def _wait_reason(folder: Path, whole: Campaign, member: CampaignMember) -> str:
+    stopped = campaign.campaign_stop_reason(folder)
     if stopped is not None:
         return f"nothing more begins: {stopped}"
-    ready = judge(folder, whole, member)
+    ready = member_readiness(folder, whole, member)
     return (ready.why if ready is not None else "") or "waits for its turn"
 
 
-def begins(member: Member) -> str:
+def start_condition(member: CampaignMember) -> str:
     """When a member begins, in words; empty where at once."""
     if member.after is not None:
         return f"after {member.after}"
@@ -101,16 +103,16 @@ def begins(member: Member) -> str:
     return f"from {at}" + (", evaluated" if member.evaluated else "")
 
 
-def _node_hours(member: Member) -> float | None:
+def _node_hours(member: CampaignMember) -> float | None:
     try:
-        return account(member.run).node_hours
+        return account_for_run(member.run).node_hours
     except (RelayrunError, OSError, ValueError):  # what it cost is worth no error where it stands
         return None
 
 
-def table(entries: Sequence[MemberStatus]) -> Table:
+def campaign_table(entries: Sequence[MemberStatus]) -> Table:
     """Return a table with a line a run, the settings that differ in a column each."""
-    differing = different(entries)
+    differing = differing_settings(entries)
     ordered = any(entry.begins for entry in entries)
     made = Table(box=None, padding=(0, 2, 0, 0))
     made.add_column("run")
@@ -125,7 +127,10 @@ def table(entries: Sequence[MemberStatus]) -> Table:
         loss = "" if entry.loss is None else f"{entry.loss:.4f}" if math.isfinite(entry.loss) else str(entry.loss)
         made.add_row(
             escape(entry.run),
-            *(escape(yamlfile.in_line(entry.settings[name]) if name in entry.settings else "") for name in differing),
+            *(
+                escape(yaml_file.value_in_line(entry.settings[name]) if name in entry.settings else "")
+                for name in differing
+            ),
             *([escape(entry.begins)] if ordered else []),
             entry.state,
             f"{entry.iteration}/{entry.total_steps or '?'}",
@@ -136,7 +141,7 @@ def table(entries: Sequence[MemberStatus]) -> Table:
     return made
 
 
-def different(entries: Sequence[MemberStatus]) -> list[str]:
+def differing_settings(entries: Sequence[MemberStatus]) -> list[str]:
     """Names of the settings that are not the same in all runs."""
     names = dict.fromkeys(name for entry in entries for name in entry.settings)
     return [

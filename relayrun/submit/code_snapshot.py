@@ -28,20 +28,20 @@ from pathlib import Path
 from relayrun import __version__
 from relayrun.control.rundir.run import Run
 from relayrun.files import remove_leftovers, temporary_prefix, umask, write_atomic
-from relayrun.masking import is_secret_name, masked
+from relayrun.masking import is_secret_name, mask_tokens
 
 log = logging.getLogger(__name__)
 
-LARGEST = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 """Bytes of a file that git does not know, above which it is taken for data and left out."""
 
-PARTS = ("relayrun", "launchers", "scripts", "configs")
+SNAPSHOT_PARTS = ("relayrun", "launchers", "scripts", "configs")
 """Folders and files that are copied where the code is no git checkout."""
 
 
-def snapshot(run: Run, root: Path) -> Path:
+def snapshot_code(run: Run, root: Path) -> Path:
     """Copy the code in `root`, uncommitted and new files included, and return the copy's folder."""
-    return _take(run.code, root, _files(root, run.path))
+    return _take_snapshot(run.code, root, _files(root, run.path))
 
 
 def snapshot_of_checkout(run: Run, root: Path) -> Path:
@@ -52,10 +52,10 @@ def snapshot_of_checkout(run: Run, root: Path) -> Path:
     names = _names(root, run.path) if (root / ".git").exists() else _all_names(root, run.path)
     folder = run.code / "megatron-lm"
     folder.mkdir(parents=True, exist_ok=True)
-    return _take(folder, root, {name: root / name for name in sorted(names)})
+    return _take_snapshot(folder, root, {name: root / name for name in sorted(names)})
 
 
-def _take(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
+def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
     """Copy the files to the next number in `folder`; return the newest one where that holds the same."""
     folder.mkdir(exist_ok=True)
     remove_leftovers(folder)
@@ -71,7 +71,7 @@ def _take(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
             _copy(source, copied / name)
         copied.chmod(copied.stat().st_mode & stat.S_ISGID | 0o777 & ~umask())  # a private one cannot be shared
         write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or _version(root))
-        text, tokens = masked(_git(root, "diff", "HEAD") or "")
+        text, tokens = mask_tokens(_git(root, "diff", "HEAD") or "")
         if tokens:
             log.warning("masked in the difference to the commit: %s", ", ".join(sorted(set(tokens))))
         difference = text.encode(errors="surrogateescape")
@@ -90,7 +90,7 @@ def _copy(source: Path, target: Path) -> None:
     if target.is_symlink():
         return
     mode = stat.S_IMODE(target.stat().st_mode) & 0o777 & ~umask()
-    if target.stat().st_size <= LARGEST and (tokens := masked(target.read_text(encoding="latin-1"))[1]):
+    if target.stat().st_size <= MAX_FILE_BYTES and (tokens := mask_tokens(target.read_text(encoding="latin-1"))[1]):
         log.warning("in the snapshot, readable by you alone: %s holds what looks like a %s", source, tokens[0])
         mode &= 0o700
     target.chmod(mode)
@@ -119,7 +119,7 @@ def _names(root: Path, without: Path) -> Iterator[str]:
     """Files of the code, relative to `root`; nothing below the folder `without`, and no secrets."""
     tracked = _git(root, "ls-files", "-z")
     if tracked is None:
-        for part in PARTS:
+        for part in SNAPSHOT_PARTS:
             for path in _code(root / part):
                 name = str(path.relative_to(root))
                 if not _is_secret(root, name):
@@ -135,7 +135,7 @@ def _names(root: Path, without: Path) -> Iterator[str]:
             continue
         if _is_secret(root, name):
             continue
-        if path.stat().st_size > LARGEST:
+        if path.stat().st_size > MAX_FILE_BYTES:
             log.warning("not in the snapshot, too large for code: %s", path)
         else:
             yield name
@@ -147,7 +147,7 @@ def _all_names(root: Path, without: Path) -> Iterator[str]:
         name = str(path.relative_to(root))
         if path.is_relative_to(without) or _is_secret(root, name):
             continue
-        if path.stat().st_size > LARGEST:
+        if path.stat().st_size > MAX_FILE_BYTES:
             log.warning("not in the snapshot, too large for code: %s", path)
         else:
             yield name

@@ -9,9 +9,15 @@ from relayrun.control.rundir.lineage import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.submit.host_memory import host_copy_bytes
-from relayrun.submit.saves import HOUR, CheckpointSize, SaveInterval, checkpoint_size, save_interval
-from relayrun.submit.speed import Speed, speed
-from relayrun.train.model.size import Memory, flops_per_token, memory_bytes, padded, parameters
+from relayrun.submit.saves import SECONDS_PER_HOUR, CheckpointSize, SaveInterval, checkpoint_size, save_interval
+from relayrun.submit.speed import TrainingSpeed, training_speed
+from relayrun.train.model.size import (
+    GpuMemoryEstimate,
+    count_parameters,
+    flops_per_token,
+    memory_bytes,
+    pad_to_multiple,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +32,7 @@ class Forecast:
     parameters: int
     """Exact, with the padded vocabulary."""
     vocabulary_size: int
-    memory: Memory
+    memory: GpuMemoryEstimate
     """What the fullest GPU needs, by formula; a rank where there are no GPUs."""
     gpu_memory: float | None
     """Bytes of a GPU, as the cluster's file says."""
@@ -40,7 +46,7 @@ class Forecast:
     tokens_left: int
     flops: float
     """Model FLOPs of the tokens that are left."""
-    speed: Speed | None
+    speed: TrainingSpeed | None
     time_limit: float
     """Seconds of one job."""
     lead: float
@@ -55,7 +61,7 @@ class Forecast:
     @property
     def hours(self) -> float | None:
         """Hours of training that are left; without queues, starts and lost work."""
-        return None if self.speed is None else self.tokens_left / self.speed.tokens_per_second / HOUR
+        return None if self.speed is None else self.tokens_left / self.speed.tokens_per_second / SECONDS_PER_HOUR
 
     @property
     def node_hours(self) -> float | None:
@@ -72,7 +78,7 @@ class Forecast:
     def jobs(self) -> int | None:
         """Jobs of the chain that are left, at least."""
         usable = self.time_limit - self.lead
-        return None if self.hours is None or usable <= 0 else max(1, -int(-self.hours * HOUR // usable))
+        return None if self.hours is None or usable <= 0 else max(1, -int(-self.hours * SECONDS_PER_HOUR // usable))
 
     @property
     def best_interval_steps(self) -> int | None:
@@ -83,11 +89,11 @@ class Forecast:
         return max(1, round(self.save_interval.seconds * self.speed.tokens_per_second / tokens))
 
 
-def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> Forecast:
+def forecast_run(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> Forecast:
     """Compute the plan of a run. `vocabulary_size`: the tokenizer's, not padded."""
     training, job, parallel = config.training, config.job, config.parallel
-    size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
-    count = parameters(config.model, size)
+    size = pad_to_multiple(vocabulary_size, config.model.make_vocab_size_divisible_by)
+    count = count_parameters(config.model, size)
     newest = next((counted.commit for counted in Lineage(run).backwards() if counted.published), None)
     done, consumed = (0, 0) if newest is None else (newest.iteration, newest.consumed_samples)
     samples = training.batch_sizes.consumed_by(training.end_iteration)
@@ -116,7 +122,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
         tokens=samples * training.seq_length,
         tokens_left=left * training.seq_length,
         flops=each * left * training.seq_length,
-        speed=speed(config, run, each),
+        speed=training_speed(config, run, each),
         time_limit=plan.time_limit,
         lead=plan.lead,
         checkpoint=checkpoint_size(config, count, run),
@@ -127,7 +133,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
     )
 
 
-def in_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return a number of bytes for people, in powers of ten."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.submit.saves import bytes_a_parameter
-from relayrun.train.checkpoint.pieces import PIECE, layout, pinned
+from relayrun.submit.saves import bytes_per_parameter
+from relayrun.train.checkpoint.host_buffers import BUFFER_PIECE_BYTES, lay_out_buffers, pinned_bytes
 
-BUFFER = 1 << 26
+COPY_BUFFER_BYTES = 1 << 26
 """Bytes of the buffers of which an estimate takes what a rank saves to be made, but for the largest one."""
 
 
@@ -20,7 +20,7 @@ def host_copy_bytes(config: RunConfig, parameters: int, vocabulary_size: int) ->
     if not config.checkpoint.async_save:
         return 0
     parallel = config.parallel
-    width, state = bytes_a_parameter(config)
+    width, state = bytes_per_parameter(config)
     own = parameters / parallel.tensor_model_parallel_size / parallel.pipeline_model_parallel_size
     replicas = config.data_parallel_size * parallel.context_parallel_size
     embedding = vocabulary_size * config.model.hidden_size / parallel.tensor_model_parallel_size
@@ -31,6 +31,6 @@ def host_copy_bytes(config: RunConfig, parameters: int, vocabulary_size: int) ->
         largest = 4 * embedding
         total = max((width + state) * own / replicas, largest)
     rest = max(0, round(total - largest))
-    sizes = [round(largest), *[BUFFER] * (rest // BUFFER), rest % BUFFER]
-    lengths = layout(sizes, PIECE)[1]
-    return sum(pinned(lengths) if config.job.gpus_per_node else lengths)
+    sizes = [round(largest), *[COPY_BUFFER_BYTES] * (rest // COPY_BUFFER_BYTES), rest % COPY_BUFFER_BYTES]
+    lengths = lay_out_buffers(sizes, BUFFER_PIECE_BYTES)[1]
+    return sum(pinned_bytes(lengths) if config.job.gpus_per_node else lengths)

@@ -10,11 +10,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from relayrun import places
-from relayrun.config.compose import yamlfile
-from relayrun.config.compose.schema import CommonConfig, MegatronConfig, Model, RunConfig
-from relayrun.config.sections.transformer import Transformer
-from relayrun.control.rundir.find import find_run, split_iteration
-from relayrun.control.rundir.lineage import BEGINNING, Durable, durable, is_own
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, ModelSection, RunConfig
+from relayrun.config.sections.transformer import TransformerSection
+from relayrun.control.rundir.find_runs import find_run, split_iteration
+from relayrun.control.rundir.lineage import BEGINNING, ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_checkpoints
@@ -23,13 +23,13 @@ from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.export import megatron_settings
-from relayrun.train.export.checkpoint_source import config_of, find_checkpoint
-from relayrun.train.model.size import padded
+from relayrun.train.export.checkpoint_source import committed_config, find_checkpoint
+from relayrun.train.model.size import pad_to_multiple
 
 _FOLDER = re.compile(r"iter_(\d+)")
-FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "mapping", "transformer"})
+FREE_FIELDS = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "mapping", "transformer"})
 """Settings of a model that its weights do not depend on, or (`transformer`) that are compared one by one."""
-SHAPES = (
+SHAPE_FIELDS = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -38,37 +38,37 @@ SHAPES = (
     "untie_embeddings_and_output_weights",
 )
 """Settings that the shapes of weights depend on. A run may change others on its way, such as rotary_base."""
-PADDING = FREE | {"make_vocab_size_divisible_by"}
+FREE_FIELDS_OF_PADDING = FREE_FIELDS | {"make_vocab_size_divisible_by"}
 """The same, where the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
 
 
 def find_initial_checkpoint(
     config: CommonConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None] = lambda words: None
-) -> Durable:
+) -> ResumePoint:
     """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
 
     `manifest`: None where the data could not be looked at. `tell` is called with what of the checkpoint is left behind.
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.
     """
     if isinstance(config, RunConfig):
-        return _native(config, run, manifest, tell)
-    return _megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
+        return _find_native(config, run, manifest, tell)
+    return _find_megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
 
 
-def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None]) -> Durable:
+def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None]) -> ResumePoint:
     settings = config.checkpoint
-    if is_own(run, newest := durable(run)):
+    if is_checkpoint_of(run, newest := resume_point(run)):
         _refuse_other_weights(run, newest.iteration, config)
         return BEGINNING
     if settings.load is None:
         return BEGINNING
-    name, folder, wanted = _named(settings.load, run)
-    if (megatron := megatron_folder.find(folder, wanted)) is not None:
-        found = _as_it_lies(megatron, config, manifest, tell)
+    name, folder, wanted = _parse_load(settings.load, run)
+    if (megatron := megatron_folder.find_megatron_checkpoint(folder, wanted)) is not None:
+        found = _find_megatron_for_native(megatron, config, manifest, tell)
     elif (folder / "metadata.json").is_file():
-        found = _folder(folder, config, wanted)
+        found = _find_in_folder(folder, config, wanted)
     else:
-        found = _run(name, config, wanted)
+        found = _find_in_run(name, config, wanted)
     iteration = 0 if settings.finetune else found.iteration
     if iteration >= config.training.end_iteration:
         name = "steps" if config.training.stop_after is None else "stop_after"
@@ -77,22 +77,22 @@ def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callab
             where="checkpoint.load",
             hint=f"raise training.{name}, or set checkpoint.finetune=true to count from 0",
         )
-    return Durable(iteration=iteration, path=found.path)
+    return ResumePoint(iteration=iteration, path=found.path)
 
 
-def _named(load: str, run: Run) -> tuple[str, Path, int | None]:
+def _parse_load(load: str, run: Run) -> tuple[str, Path, int | None]:
     """What `checkpoint.load` names: a run or a folder (relative ones begin at the project), and an iteration."""
     name, iteration = split_iteration(load)
     folder = Path(os.path.expanduser(name))
-    return name, folder if folder.is_absolute() else places.project(run.path) / folder, iteration
+    return name, folder if folder.is_absolute() else places.project_folder(run.path) / folder, iteration
 
 
-def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
+def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
     """A checkpoint of Megatron-LM: of another run here, of a folder with its tracker, or a folder by itself."""
     settings = config.checkpoint
-    if settings is None or settings.load is None or is_own(run, durable(run)):
+    if settings is None or settings.load is None or is_checkpoint_of(run, resume_point(run)):
         return BEGINNING
-    name, folder, wanted = _named(settings.load, run)
+    name, folder, wanted = _parse_load(settings.load, run)
     if not folder.is_dir() or (folder / "plan.json").is_file():
         folder = find_run(name).checkpoints
     single = _FOLDER.fullmatch(folder.name)
@@ -100,10 +100,10 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
         folder, wanted = folder.parent, int(single[1])
     found = {
         iteration: path
-        for iteration, path in megatron_lm_checkpoints.every(folder)
-        if megatron_lm_checkpoints.fault(path) is None
+        for iteration, path in megatron_lm_checkpoints.all_checkpoints(folder)
+        if megatron_lm_checkpoints.checkpoint_fault(path) is None
     }
-    newest = megatron_lm_checkpoints.tracked(folder) if wanted is None else wanted
+    newest = megatron_lm_checkpoints.tracked_iteration(folder) if wanted is None else wanted
     other = Run(folder.parent)
     if other.plan.is_file() and (trainer := Plan.load(other).trainer) != "megatron-lm":  # they only look like its own
         raise ConfigError(
@@ -127,10 +127,10 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
             where=f"checkpoint.load: {folder}",
             hint=f"whole ones: {', '.join(map(str, sorted(found))) or 'none'}",
         )
-    return Durable(iteration=0 if settings.finetune else newest, path=str(found[newest]))
+    return ResumePoint(iteration=0 if settings.finetune else newest, path=str(found[newest]))
 
 
-def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
+def _find_in_folder(folder: Path, config: RunConfig, wanted: int | None) -> ResumePoint:
     """A checkpoint by itself: of a run, or of an import, which lays the model's settings beside it."""
     if wanted is not None:
         raise ConfigError(
@@ -140,13 +140,13 @@ def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
         )
     beside = folder / "model.yaml"
     if beside.is_file():
-        model, iteration = _model(beside)
-        same_model(model, config, folder)
+        model, iteration = _read_model(beside)
+        refuse_other_model(model, config, folder)
         if iteration is None and not config.checkpoint.finetune:
             raise ConfigError(
                 f"{folder} holds weights alone", where="checkpoint.load", hint="set checkpoint.finetune=true"
             )
-        return Durable(iteration=iteration or 0, path=str(folder))
+        return ResumePoint(iteration=iteration or 0, path=str(folder))
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
         raise ConfigError(
@@ -154,43 +154,49 @@ def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
             where="checkpoint.load",
             hint="a checkpoint's folder is called iter_0000100",
         )
-    return Durable(iteration=int(match[1]), path=str(folder))
+    return ResumePoint(iteration=int(match[1]), path=str(folder))
 
 
-def _model(path: Path) -> tuple[Model, int | None]:
+def _read_model(path: Path) -> tuple[ModelSection, int | None]:
     """The model of an import, and its iteration where it holds more than weights."""
     try:
-        values = yamlfile.read(path).values
+        values = yaml_file.read_yaml(path).values
         iteration = values.get("iteration")
-        return Model.model_validate(values.get("model")), iteration if isinstance(iteration, int) else None
+        return ModelSection.model_validate(values.get("model")), iteration if isinstance(iteration, int) else None
     except ValidationError as error:
         raise InputError(
             f"this is not the model section of an import: {error.errors()[0]['msg']}", where=path
         ) from None
 
 
-def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
+def _find_in_run(name: str, config: RunConfig, wanted: int | None) -> ResumePoint:
     try:
         found = find_checkpoint(find_run(name), wanted)
     except RelayrunError as error:
         raise InputError(
             f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where, hint=error.hint
         ) from None
-    same_model(found.config.model, config, found.folder)
-    return Durable(iteration=found.iteration, path=str(found.folder))
+    refuse_other_model(found.config.model, config, found.folder)
+    return ResumePoint(iteration=found.iteration, path=str(found.folder))
 
 
-def _as_it_lies(
+def _find_megatron_for_native(
     found: MegatronCheckpoint, config: RunConfig, manifest: Manifest | None, tell: Callable[[str], None]
-) -> Durable:
+) -> ResumePoint:
     """A checkpoint of Megatron-LM for relayrun's own trainer."""
     settings, there = config.checkpoint, found.args.get("padded_vocab_size")
     differences = []
     if manifest is not None and there:
-        vocabulary = padded(manifest.vocabulary_size, config.model.make_vocab_size_divisible_by)
+        vocabulary = pad_to_multiple(manifest.vocabulary_size, config.model.make_vocab_size_divisible_by)
         if there != vocabulary:
             differences.append(f"the padded vocabulary is {there} there and {vocabulary} here")
-    same_model(megatron_settings.model(found), config, found.folder, free=PADDING, differences=differences)
+    refuse_other_model(
+        megatron_settings.model_section(found),
+        config,
+        found.folder,
+        free=FREE_FIELDS_OF_PADDING,
+        differences=differences,
+    )
     with_optimizer = not (settings.finetune or settings.no_load_optim)
     fault = found.optimizer_fault()
     if with_optimizer and fault is not None:
@@ -203,7 +209,7 @@ def _as_it_lies(
         "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
         "training.precision": config.training.resolved_precision,
     }
-    for name, value in megatron_settings.fixed(found).items():
+    for name, value in megatron_settings.fixed_settings(found).items():
         if with_optimizer and here[name] != value:
             raise ConfigError(
                 f"{found.folder} was saved with {name} {value}, and it is {here[name]} here",
@@ -212,17 +218,17 @@ def _as_it_lies(
                 "checkpoint.no_load_optim=true begins with the weights alone",
             )
     left = None if with_optimizer else "checkpoint.finetune or no_load_optim is set"
-    for words in megatron_settings.not_taken(found, optimizer=left):
+    for words in megatron_settings.describe_not_taken(found, optimizer=left):
         tell(f"{found.folder}: not taken: {words}")
-    return Durable(iteration=found.iteration, path=str(found.folder))
+    return ResumePoint(iteration=found.iteration, path=str(found.folder))
 
 
-def same_model(
-    other: Model,
+def refuse_other_model(
+    other: ModelSection,
     config: RunConfig,
     folder: Path,
     *,
-    free: frozenset[str] = FREE,
+    free: frozenset[str] = FREE_FIELDS,
     differences: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError, naming all differences, unless weights of the one model are some of the other."""
@@ -232,7 +238,7 @@ def same_model(
             for name, value in config.model.model_dump().items()
             if name not in free and getattr(other, name) != value
         ),
-        *_unlike(other.transformer, config.model.transformer),
+        *_transformer_differences(other.transformer, config.model.transformer),
         *differences,
     ]
     if differences:
@@ -245,16 +251,16 @@ def same_model(
 
 def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
     """Raise ConfigError if the run's checkpoint has not the weights of this model, or computes with them otherwise."""
-    trained = config_of(run, iteration) if run.revisions() else None
+    trained = committed_config(run, iteration) if run.revisions() else None
     if not isinstance(trained, RunConfig):
         return
     before, model = trained.model, config.model
     differences = [
         f"{name} is {getattr(before, name)} there and {getattr(model, name)} here"
-        for name in SHAPES
+        for name in SHAPE_FIELDS
         if getattr(before, name) != getattr(model, name)
     ]
-    if differences := [*differences, *_unlike(before.transformer, model.transformer)]:
+    if differences := [*differences, *_transformer_differences(before.transformer, model.transformer)]:
         raise ConfigError(
             f"this run's checkpoint of iteration {iteration} is of another model: {'; '.join(differences)}",
             where="model",
@@ -262,7 +268,7 @@ def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
         )
 
 
-def _unlike(there: Transformer, here: Transformer) -> Iterator[str]:
+def _transformer_differences(there: TransformerSection, here: TransformerSection) -> Iterator[str]:
     """The fields of `model.transformer` that differ and that weights or what is computed with them depend on."""
     for name in sorted({*there.of_the_weights, *here.of_the_weights}):
         if getattr(there, name) != getattr(here, name):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from relayrun.config.compose.schema import KINDS, trainers_with
+from relayrun.config.compose.schema import CONFIG_CLASSES, trainers_with
 from relayrun.errors import ConfigError
 
-OVERRIDES = {
+SETTING_VARIABLES = {
     "PROJECT_NAME": "project",
     "EXP_NAME": "name",
     "RUN_DIR": "run_dir",
@@ -34,16 +34,16 @@ OVERRIDES = {
 }
 """Name in the run config of each setting. An empty setting leaves the config's own value."""
 
-OF_TRAINERS = {
+TRAINER_VARIABLES = {
     "megatron-lm": {"MEGATRON_LM_DIR": "megatron_lm.dir", "ARGS_FILE": "megatron_lm.args_file"},
     "command": {"TRAINING_STEPS": "command.steps"},
 }
 """Settings that a foreign trainer has besides those of OVERRIDES whose sections it has, or under another name."""
 
-PROFILER = "NSYS_PROFILER"
+PROFILER_VARIABLE = "NSYS_PROFILER"
 """Switch for `debug.profile=nsys`; false leaves the config's own value."""
 
-JOB = {
+JOB_VARIABLES = {
     "SLURM_JOB_NUM_NODES": "job.nodes",
     "SLURM_NTASKS_PER_NODE": "job.ntasks_per_node",
     "SLURM_CPUS_PER_TASK": "job.cpus_per_task",
@@ -64,35 +64,38 @@ _TEXTS = frozenset(
         "ARGS_FILE",
     }
 )
-_OTHER_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
+_ALTERNATIVE_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
 """The config may have its data in the other form; a setting replaces it."""
 
 
-def names_of(trainer: str) -> dict[str, str]:
+def setting_variables(trainer: str) -> dict[str, str]:
     """Return the settings that a run of this trainer has, with their names in its config."""
-    sections = KINDS[trainer].model_fields
-    common = {setting: name for setting, name in OVERRIDES.items() if name.partition(".")[0] in sections}
-    return common | OF_TRAINERS.get(trainer, {})
+    sections = CONFIG_CLASSES[trainer].model_fields
+    common = {setting: name for setting, name in SETTING_VARIABLES.items() if name.partition(".")[0] in sections}
+    return common | TRAINER_VARIABLES.get(trainer, {})
 
 
-def overrides(environment: Mapping[str, str], *, trainer: str = "native") -> list[str]:
+def environment_overrides(environment: Mapping[str, str], *, trainer: str = "native") -> list[str]:
     """The `name=value` overrides of a settings block.
 
     Raises ConfigError for a setting that a run of this trainer has not, and where a switch is neither true nor false.
     """
-    names = names_of(trainer)
+    names = setting_variables(trainer)
     given = {setting: value for setting in names if (value := environment.get(setting, "")) != ""}
     _refuse_others(environment, names, trainer)
     if "MIXTURE" in given:  # the other one may be what somebody wrote into the block
         given.pop("DATASETS", None)
-    replaced = [override for setting, override in _OTHER_FORM.items() if setting in given]
-    if flag(environment, PROFILER):
+    replaced = [override for setting, override in _ALTERNATIVE_FORM.items() if setting in given]
+    if boolean_variable(environment, PROFILER_VARIABLE):
         replaced.append("debug.profile=nsys")
     return replaced + [f"{names[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
 
 
 def _refuse_others(environment: Mapping[str, str], names: Mapping[str, str], trainer: str) -> None:
-    every = {**OVERRIDES, **{setting: name for own in OF_TRAINERS.values() for setting, name in own.items()}}
+    every = {
+        **SETTING_VARIABLES,
+        **{setting: name for own in TRAINER_VARIABLES.values() for setting, name in own.items()},
+    }
     for setting, name in every.items():
         if setting not in names and (value := environment.get(setting, "")) != "":
             others = " or ".join(trainers_with(name.partition(".")[0]))
@@ -109,10 +112,10 @@ def job_overrides(environment: Mapping[str, str]) -> list[str]:
     Slurm has granted what the #SBATCH lines, or options of sbatch in their place, asked for: a run that was as large
     as its YAML says would not fit into it.
     """
-    return [f"{name}={environment[variable]}" for variable, name in JOB.items() if environment.get(variable)]
+    return [f"{name}={environment[variable]}" for variable, name in JOB_VARIABLES.items() if environment.get(variable)]
 
 
-def flag(environment: Mapping[str, str], name: str) -> bool:
+def boolean_variable(environment: Mapping[str, str], name: str) -> bool:
     """Return a setting that is `true` or `false` (the default). Raises ConfigError for anything else."""
     value = environment.get(name, "").lower()
     if value not in ("", "true", "false"):
@@ -123,12 +126,12 @@ def flag(environment: Mapping[str, str], name: str) -> bool:
 def _yaml(setting: str, value: str) -> str:
     """As YAML: texts quoted, whatever is in them; DATASETS is a list with commas; the rest as it stands."""
     if setting == "DATASETS":
-        return "[" + ", ".join(quoted(folder.strip()) for folder in value.split(",") if folder.strip()) + "]"
+        return "[" + ", ".join(quote_yaml(folder.strip()) for folder in value.split(",") if folder.strip()) + "]"
     if setting in _TEXTS:
-        return quoted(value)
+        return quote_yaml(value)
     return value.lower() if value.lower() in ("true", "false") else value
 
 
-def quoted(text: str) -> str:
+def quote_yaml(text: str) -> str:
     """Return a text as a quoted YAML value, whatever is in it."""
     return "'" + text.replace("'", "''") + "'"

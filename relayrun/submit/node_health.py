@@ -9,7 +9,7 @@ from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.rundir.node_health import HealthPlan
 
 
-def of(config: CommonConfig) -> dict[str, object]:
+def node_health_plan(config: CommonConfig) -> dict[str, object]:
     """What is looked for on each node, for the plan; nothing where nobody looks."""
     chain, job = config.chain, config.job
     if chain.node_health == "off":
@@ -27,7 +27,7 @@ def of(config: CommonConfig) -> dict[str, object]:
             command=chain.node_health_command,
             command_seconds=limits.command_seconds,
             gpus=job.gpus_per_node,
-            gpu_program=[python, "-P", "-m", "relayrun.train.node_gpus"] if job.gpus_per_node else [],
-            probe_program=[python, "-P", "-m", "relayrun.train.node_probe"],
+            gpu_program=[python, "-P", "-m", "relayrun.train.gpu_health"] if job.gpus_per_node else [],
+            probe_program=[python, "-P", "-m", "relayrun.train.node_benchmark"],
         )
     )

@@ -7,23 +7,23 @@ import time
 
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.notify import notices
-from relayrun.control.notify.notices import NoticePolicy, Target
+from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
 from relayrun.control.rundir.run import Run
 
 
-def prepare(config: CommonConfig, run: Run) -> None:
+def write_notice_policy(config: CommonConfig, run: Run) -> None:
     """Write the policy; none where the config names nobody."""
     if config.notify.targets:
-        notices.write_policy(run, make(config))
+        notices.write_notice_policy(run, make_notice_policy(config))
     else:
-        notices.policy_path(run).unlink(missing_ok=True)
+        notices.notice_policy_path(run).unlink(missing_ok=True)
 
 
-def make(config: CommonConfig) -> NoticePolicy:
+def make_notice_policy(config: CommonConfig) -> NoticePolicy:
     """The policy of a config, as of now. It holds the names of variables, never their values."""
     settings = config.notify
     targets = [
-        Target(
+        NoticeTarget(
             name=name,
             url=target.url,
             command=list(target.command),

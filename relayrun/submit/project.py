@@ -15,18 +15,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relayrun import places
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.section import NAME
+from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic
 from relayrun.submit import submission
-from relayrun.submit.launcher_environment import OVERRIDES
+from relayrun.submit.launcher_environment import SETTING_VARIABLES
 
-RUN = "configs/runs/my-run.yaml"
+RUN_CONFIG = "configs/runs/my-run.yaml"
 """The run of a new project."""
-PATTERN_OF_LAUNCHER = "launchers/submit-llama3-1b.sh"
-LAUNCHER = "launchers/submit-my-run.sh"
+LAUNCHER_TEMPLATE = "launchers/submit-llama3-1b.sh"
+LAUNCHER_PATH = "launchers/submit-my-run.sh"
 
 _SETTING = re.compile(r'^(export (\w+)="\$\{\2:-.*\}" +# )[^\s;]+', re.M)
 
@@ -65,38 +65,38 @@ relayrun status                                        # all runs of this projec
 """
 
 
-def clusters() -> list[str]:
+def site_names() -> list[str]:
     """Return the names of the site files that relayrun brings."""
-    return sorted(path.stem for path in places.shared("configs/clusters").glob("*.yaml"))
+    return sorted(path.stem for path in places.shared_file("configs/clusters").glob("*.yaml"))
 
 
-def make(folder: Path, *, cluster: str) -> dict[str, bool]:
+def make_project(folder: Path, *, cluster: str) -> dict[str, bool]:
     """Write a project into `folder`, which need not be empty; return each file, and whether it was written.
 
     A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError where
     `folder` is no folder.
     """
-    if cluster not in clusters():
-        raise ConfigError(f"unknown cluster {cluster!r}; there are: {', '.join(clusters())}", where="--cluster")
+    if cluster not in site_names():
+        raise ConfigError(f"unknown cluster {cluster!r}; there are: {', '.join(site_names())}", where="--cluster")
     if folder.exists() and not folder.is_dir():
         raise InputError("this is no folder", where=folder)
     name = folder.absolute().name
-    made = _write(folder, _files(name if re.fullmatch(NAME, name) else "my-project", cluster))
-    config = compose.native(compose.load(folder / RUN))
-    return made | _write(folder, {LAUNCHER: launcher_text(config, RUN)})
+    made = _write(folder, _files(name if re.fullmatch(NAME_PATTERN, name) else "my-project", cluster))
+    config = compose.require_native(compose.load_run_config(folder / RUN_CONFIG))
+    return made | _write(folder, {LAUNCHER_PATH: launcher_text(config, RUN_CONFIG)})
 
 
 def launcher_text(config: RunConfig, path: str) -> str:
     """Return a launcher for sbatch of the run config at `path`: its header asks for what the config says."""
-    _, _, body = places.shared(PATTERN_OF_LAUNCHER).read_text(encoding="utf-8").partition("set -euo pipefail\n")
+    _, _, body = places.shared_file(LAUNCHER_TEMPLATE).read_text(encoding="utf-8").partition("set -euo pipefail\n")
     header = [line for line in submission.dry_run(config).splitlines() if line.startswith("#SBATCH ")]
     own = ("#SBATCH --output=", "#SBATCH --job-name=")  # the first job cannot have these: decision 0003
     kept = [line.replace("B:USR2@", "B:SIGUSR2@") for line in header if not line.startswith(own)]
     kept.insert(0, f"#SBATCH --job-name={config.project}-{config.name}")
-    settings = {variable: _shown(config, name) for variable, name in OVERRIDES.items()}
+    settings = {variable: _shown(config, name) for variable, name in SETTING_VARIABLES.items()}
     body = _SETTING.sub(lambda match: match[1] + settings.get(match[2], "false"), body)
     body = re.sub(r'"\$\{CONFIG:-[^"]+\}"', lambda _: f'"${{CONFIG:-{path}}}"', body)
-    body = body.replace(PATTERN_OF_LAUNCHER, LAUNCHER)
+    body = body.replace(LAUNCHER_TEMPLATE, LAUNCHER_PATH)
     return "\n".join(["#!/usr/bin/env bash", *kept, "set -euo pipefail", ""]) + body
 
 
@@ -105,7 +105,7 @@ def _shown(config: RunConfig, name: str) -> str:
     value: object = config
     for part in name.split("."):
         value = getattr(value, part)
-    root = f"{places.project(Path(config.run_dir or ''))}/"
+    root = f"{places.project_folder(Path(config.run_dir or ''))}/"
     if isinstance(value, list):
         return ",".join(str(each).removeprefix(root) for each in value) or "none"
     if value is None or value == {}:
@@ -115,11 +115,13 @@ def _shown(config: RunConfig, name: str) -> str:
 
 def _files(name: str, cluster: str) -> dict[str, str]:
     """Texts of the project's files by their places, without the launcher, which needs the config."""
-    shared = places.shared("configs")
-    run = (shared / "runs" / Path(RUN).name).read_text(encoding="utf-8")
+    shared = places.shared_file("configs")
+    run = (shared / "runs" / Path(RUN_CONFIG).name).read_text(encoding="utf-8")
     run = re.sub(r"^project: .*", f"project: {name}", run, flags=re.M)
     run = re.sub(r"^cluster: \S+", f"cluster: {cluster}", run, flags=re.M)
-    if gpus := (yamlfile.read(shared / "clusters" / f"{cluster}.yaml").values.get("job") or {}).get("gpus_per_node"):
+    if gpus := (yaml_file.read_yaml(shared / "clusters" / f"{cluster}.yaml").values.get("job") or {}).get(
+        "gpus_per_node"
+    ):
         # a rank for each GPU, and as many sequences for each as the template has
         run = re.sub(r"^  ntasks_per_node: .*", f"  ntasks_per_node: {gpus}", run, flags=re.M)
         run = re.sub(r"^  global_batch_size: .*", f"  global_batch_size: {4 * gpus}", run, flags=re.M)
@@ -128,13 +130,13 @@ def _files(name: str, cluster: str) -> dict[str, str]:
     data = shared / "data" / "tokenization-example.yaml"
     data_text = data.read_text(encoding="utf-8").replace("launchers/submit_tokenization.py", "relayrun dumps submit")
     return {
-        places.MARKER: _MARKER.format(python=sys.executable),
+        places.PROJECT_MARKER: _MARKER.format(python=sys.executable),
         ".gitignore": _IGNORED,
-        "README.md": _README.format(name=name, run=RUN, cluster=cluster, launcher=LAUNCHER),
-        RUN: run,
+        "README.md": _README.format(name=name, run=RUN_CONFIG, cluster=cluster, launcher=LAUNCHER_PATH),
+        RUN_CONFIG: run,
         **{f"configs/{path.relative_to(shared)}": path.read_text(encoding="utf-8") for path in copied},
         "configs/data/tokenization-example.yaml": data_text,
-        "launchers/lib/launch.sh": places.shared("launchers/lib/launch.sh").read_text(encoding="utf-8"),
+        "launchers/lib/launch.sh": places.shared_file("launchers/lib/launch.sh").read_text(encoding="utf-8"),
         "logs/runs/.gitkeep": "",
         "logs/slurm/training/.gitkeep": "",
     }
@@ -147,5 +149,5 @@ def _write(folder: Path, files: Mapping[str, str]) -> dict[str, bool]:
         made[name] = not path.exists() and not path.is_symlink()
         if made[name]:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text, mode=0o777 if name == LAUNCHER else 0o666)
+            write_atomic(path, text, mode=0o777 if name == LAUNCHER_PATH else 0o666)
     return made

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.lead import SAVES
+from relayrun.control.rundir.lead import GRACE_SAVES
 from relayrun.control.rundir.lineage import Lineage
 from relayrun.control.rundir.run import Run
 
-HOUR = 3600.0
+SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class SaveInterval:
 
     @property
     def seconds(self) -> float:
-        return daly(self.save, self.mtbf)
+        return daly_interval(self.save, self.mtbf)
 
 
-def daly(save: float, mtbf: float) -> float:
+def daly_interval(save: float, mtbf: float) -> float:
     """Seconds of work between two saves at which saves and lost work together cost least.
 
     Young (1974, Communications of the ACM 17(9)): sqrt(2 save mtbf). Daly (2006, Future Generation Computer Systems
@@ -64,7 +64,7 @@ def daly(save: float, mtbf: float) -> float:
     return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
-def bytes_a_parameter(config: RunConfig) -> tuple[int, int]:
+def bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
     """Return what a checkpoint has of weights and of the optimizer's state, per parameter.
 
     In bf16: 2, and 12 for fp32 weights and two moments. In fp32: 4 and 8; the distributed optimizer saves its part of
@@ -80,7 +80,7 @@ def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointS
 
     The rest, random numbers, schedules and names, is small.
     """
-    each = sum(bytes_a_parameter(config))
+    each = sum(bytes_per_parameter(config))
     size, source = each * parameters, f"{each} bytes a parameter"
     newest = next((counted.commit for counted in Lineage(run).backwards() if counted.commit.files), None)
     if newest is not None:
@@ -99,7 +99,7 @@ def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointS
 
 def save_interval(config: RunConfig, run: Run) -> SaveInterval | None:
     """Return what the formula needs; None where a save was never measured, or nothing is known of failures."""
-    saves = Lineage(run).newest_saves(SAVES)
+    saves = Lineage(run).newest_saves(GRACE_SAVES)
     if not saves:
         return None
     failed, seconds = 0, 0.0
@@ -109,10 +109,10 @@ def save_interval(config: RunConfig, run: Run) -> SaveInterval | None:
             failed += end.cause == "failed"
             seconds += max(0.0, end.end_time - begin.start_time)
     if failed:
-        mtbf, source = seconds / failed, f"{failed} failed attempts in {seconds / HOUR:.1f} h of this run"
+        mtbf, source = seconds / failed, f"{failed} failed attempts in {seconds / SECONDS_PER_HOUR:.1f} h of this run"
     elif config.cluster.node_mtbf_hours is not None:
         hours, nodes = config.cluster.node_mtbf_hours, config.job.nodes
-        mtbf, source = hours * HOUR / nodes, f"cluster.node_mtbf_hours {hours:g} over {nodes} nodes"
+        mtbf, source = hours * SECONDS_PER_HOUR / nodes, f"cluster.node_mtbf_hours {hours:g} over {nodes} nodes"
     else:
         return None
     return SaveInterval(

@@ -21,37 +21,37 @@ from pathlib import Path
 from relayrun import places
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
-from relayrun.config.compose.yamlfile import LocatedSettings
-from relayrun.control.chain import fallback, render, successor
-from relayrun.control.chain.campaign import readiness
+from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.control.chain import fallback, job_script, successor
+from relayrun.control.chain.campaign import condition_readiness
 from relayrun.control.notify import notices
 from relayrun.control.rundir import campaign, mirror, triggers
-from relayrun.control.rundir.campaign import Campaign, Membership
-from relayrun.control.rundir.lineage import BEGINNING, Durable, durable, line
+from relayrun.control.rundir.campaign import Campaign, CampaignMembership
+from relayrun.control.rundir.lineage import BEGINNING, ResumePoint, lineage_commits, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import history
-from relayrun.control.scheduler.base import PATIENCE, Scheduler
-from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_atomic
 from relayrun.submit import code_snapshot, evaluation_job, initial_checkpoint, mirror_policy, notice_policy
 from relayrun.submit.check import owner, state
-from relayrun.submit.check.report import Report, report
-from relayrun.submit.check.state import Intent
+from relayrun.submit.check.report import CheckReport, check_run
+from relayrun.submit.check.state import SubmitIntent
 from relayrun.submit.run_plan import log_folder, make_plan
-from relayrun.tokens.mixture.evolution import weights_of
+from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-SECONDS_OF_A_PERSON = 20.0
+INTERACTIVE_SECONDS = 20.0
 """For how long a controller that does not answer is asked again while a person waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted:
+class SubmittedRun:
     """The run directory and the job that a submit made."""
 
     run: Run
@@ -59,27 +59,27 @@ class Submitted:
     job_id: str
 
 
-def submit(
+def submit_run(
     config: CommonConfig,
     *,
     resume: bool = False,
     accept_data_change: bool = False,
     take_over: bool = False,
     given: LocatedSettings | None = None,
-) -> Submitted:
+) -> SubmittedRun:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
 
     `resume`: also where the chain has ended. `take_over`: also where the run is another user's, whose jobs have ended.
     `given`: where the settings were written, for errors.
     """
-    intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-    with prepared(config, intent, given) as (run, plan):
-        return Submitted(run=run, plan=plan, job_id=queue_first(run, plan))
+    intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
+    with prepared_run(config, intent, given) as (run, plan):
+        return SubmittedRun(run=run, plan=plan, job_id=queue_first_job(run, plan))
 
 
-def queue_first(run: Run, plan: Plan) -> str:
+def queue_first_job(run: Run, plan: Plan) -> str:
     """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    return successor.queue_first(run, plan, _scheduler(plan, run))
+    return successor.queue_first_job(run, plan, _scheduler(plan, run))
 
 
 def adopt_job(
@@ -110,33 +110,33 @@ def adopt_job(
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
-    intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-    with prepared(config, intent, adopted=job.options) as (run, plan):
+    intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
+    with prepared_run(config, intent, adopted=job.options) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
-        fallback.put_behind(run, plan, job.id, options=job.options)
+        fallback.queue_fallback_job(run, plan, job.id, options=job.options)
         return run
 
 
-def report_on(
-    config: CommonConfig, *, given: LocatedSettings | None = None, intent: Intent, launcher: Path | None = None
-) -> Report:
+def check_submission(
+    config: CommonConfig, *, given: LocatedSettings | None = None, intent: SubmitIntent, launcher: Path | None = None
+) -> CheckReport:
     """Look at all that a submit would look at, and at what Slurm says; nothing is written or queued.
 
     `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
     """
     run = Run(Path(config.run_dir or ""))
-    plan = make_plan(config, run, places.CODE, revision=max(run.revisions(), default=0) + 1)
-    script = launcher or render.job_script(plan, run)
-    return report(config, plan, run, log_folder=log_folder(run), given=given, intent=intent, script=script)
+    plan = make_plan(config, run, places.CODE_ROOT, revision=max(run.revisions(), default=0) + 1)
+    script = launcher or job_script.job_script(plan, run)
+    return check_run(config, plan, run, log_folder=log_folder(run), given=given, intent=intent, script=script)
 
 
 @contextmanager
-def prepared(
+def prepared_run(
     config: CommonConfig,
-    intent: Intent,
+    intent: SubmitIntent,
     given: LocatedSettings | None = None,
     *,
-    membership: Membership | None = None,
+    membership: CampaignMembership | None = None,
     awaited: bool = False,
     adopted: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Run, Plan]]:
@@ -147,19 +147,19 @@ def prepared(
     """
     run = Run(Path(config.run_dir or ""))
     # the run's state is looked at under the lock, and Slurm by the scheduler
-    plan = make_plan(config, run, places.CODE, revision=0)
-    found = report(config, plan, run, log_folder=log_folder(run), given=given, adopted=adopted)
+    plan = make_plan(config, run, places.CODE_ROOT, revision=0)
+    found = check_run(config, plan, run, log_folder=log_folder(run), given=given, adopted=adopted)
     found.findings.raise_errors()
     for finding in found.findings.warnings:
         log.warning("%s", finding.line)
     log_folder(run).mkdir(parents=True, exist_ok=True)
-    with _locked(run) as made, _undone_on_error(run, made):
+    with _submit_lock(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
-        owner.refuse_another(run, take_over=intent.take_over, now=time.time())
-        mirror_policy.refuse_another(config, run, take_over=intent.take_over)
+        owner.refuse_other_owner(run, take_over=intent.take_over, now=time.time())
+        mirror_policy.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
         state.refuse_after_end(run, resume=intent.resume)
         state.check_stop_after(config, run)
-        state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
+        state.check_time_limit(config, make_plan(config, run, places.CODE_ROOT, revision=0), run)
         state.refuse_other_trainer(config, run)
         if isinstance(config, RunConfig):
             assert found.manifest is not None  # without data there is an error
@@ -167,11 +167,11 @@ def prepared(
         if membership is not None:  # before the plan, which makes it a run
             membership.write(campaign.membership_path(run))
         base = BEGINNING if awaited else _initial_checkpoint(config, run, found.manifest, new=membership is not None)
-        root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
+        root = code_snapshot.snapshot_code(run, places.CODE_ROOT) if _takes_snapshot(config) else places.CODE_ROOT
         revision = _add_revision(run, config)
         plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
-        triggers.create_folder(run, config.chain.triggers_group)
-        if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
+        triggers.create_trigger_folder(run, config.chain.triggers_group)
+        if config.chain.triggers_group is not None and (barrier := triggers.first_closed_folder(run)) is not None:
             log.warning(
                 "members of chain.triggers_group %s cannot reach the triggers: "
                 "%s is closed to them; open it with chmod g+x",
@@ -179,28 +179,28 @@ def prepared(
                 barrier,
             )
         _acknowledge_stale(run)
-        owner.claim(run, plan, take_over=intent.take_over, now=time.time())  # a queued job may have begun meanwhile
-        write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
+        owner.claim_run(run, plan, take_over=intent.take_over, now=time.time())  # a queued job may have begun meanwhile
+        write_atomic(run.job_script, job_script.job_script(plan, run), mode=0o777)
         if plan.fallback_job:
-            write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
-        evaluation_job.prepare(config, plan, run)
-        mirror_policy.prepare(config, run, take_over=intent.take_over)
+            write_atomic(run.fallback_script, job_script.fallback_script(plan, run), mode=0o777)
+        evaluation_job.write_evaluation_policy(config, plan, run)
+        mirror_policy.write_mirror_policy(config, run, take_over=intent.take_over)
         run.stop.unlink(missing_ok=True)
-        notice_policy.prepare(config, run)  # behind STOP, which would be told once more
+        notice_policy.write_notice_policy(config, run)  # behind STOP, which would be told once more
         yield run, plan
 
 
-def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | None, *, new: bool) -> Durable:
+def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | None, *, new: bool) -> ResumePoint:
     """What a run without checkpoints of its own begins with. Raises RelayrunError where that is not there.
 
     `new`: its campaign is being made.
     """
     membership = None if new else campaign.read_membership(run)
-    if not isinstance(config, CommandConfig) or membership is None or durable(run).path is not None:
+    if not isinstance(config, CommandConfig) or membership is None or resume_point(run).path is not None:
         return initial_checkpoint.find_initial_checkpoint(config, run, manifest, tell=log.warning)
     whole = Campaign.load(Path(membership.folder))  # its config has no setting for a checkpoint to begin with
     member = whole.member(membership.member)
-    ready = readiness(whole, member)
+    ready = condition_readiness(whole, member)
     if ready.base is None:
         raise RunDirError(f"this stage {ready.why}", where=run.path, hint="it begins by itself")
     return replace(ready.base, iteration=0) if member.counts_from_zero else ready.base
@@ -214,11 +214,23 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    policies = (run.evaluation_policy, notices.policy_path(run), mirror.policy_path(run), mirror.folder(run) / "id")
+    policies = (
+        run.evaluation_policy,
+        notices.notice_policy_path(run),
+        mirror.mirror_policy_path(run),
+        mirror.mirror_folder(run) / "id",
+    )
     paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
-    folders = [run.config, run.code, run.evaluations, run.triggers, notices.folder(run), mirror.folder(run)]
+    folders = [
+        run.config,
+        run.code,
+        run.evaluations,
+        run.triggers,
+        notices.notices_folder(run),
+        mirror.mirror_folder(run),
+    ]
     kept = {folder for folder in folders if folder.exists()} | set(run.code.glob("*"))
     try:
         yield
@@ -246,9 +258,11 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
 
 def _acknowledge_stale(run: Run) -> None:
     """A trigger that is older than an explicit submit was not meant for it."""
-    for name in triggers.NAMES:
-        if (old := triggers.look(run, name)) is not None:
-            triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")
+    for name in triggers.TRIGGER_NAMES:
+        if (old := triggers.read_trigger(run, name)) is not None:
+            triggers.acknowledge_trigger(
+                run, old, iteration=resume_point(run).iteration, result="stale: touched before this submit"
+            )
 
 
 def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
@@ -268,13 +282,15 @@ def _takes_snapshot(config: CommonConfig) -> bool:
 def dry_run(config: CommonConfig) -> str:
     """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
     run = Run(Path(config.run_dir or ""))
-    root = run.code / "0001" if _takes_snapshot(config) else places.CODE
-    return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
+    root = run.code / "0001" if _takes_snapshot(config) else places.CODE_ROOT
+    return job_script.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
 
 def _scheduler(plan: Plan, run: Run) -> Scheduler:
     """The plan's scheduler, asked for long only inside a job: elsewhere a person waits for the answer."""
-    return for_plan(plan, run, patience=PATIENCE if "SLURM_JOB_ID" in os.environ else SECONDS_OF_A_PERSON)
+    return scheduler_for_plan(
+        plan, run, patience=CONTROLLER_PATIENCE if "SLURM_JOB_ID" in os.environ else INTERACTIVE_SECONDS
+    )
 
 
 def _refuse_while_live(run: Run) -> None:
@@ -282,7 +298,7 @@ def _refuse_while_live(run: Run) -> None:
         return
     plan = Plan.load(run)
     scheduler = _scheduler(plan, run)
-    for job_id in history.abandoned(plan, run):
+    for job_id in history.abandoned_local_jobs(plan, run):
         scheduler.cancel(job_id)
         log.info("job %s of this run is cancelled: the terminal that would have started it has gone", job_id)
     state.refuse_while_live(run, plan, scheduler)
@@ -293,7 +309,7 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
 
     Data sets that stand in the manifest are never changed, so attempts of older revisions keep theirs.
     """
-    evolved = state.evolved(config, run, found, accept=accept)
+    evolved = state.evolved_data(config, run, found, accept=accept)
     if evolved is None:
         found.write(run.manifest)
         return config
@@ -301,11 +317,13 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
         log.info("accepted: %s", note)
     if evolved.manifest != Manifest.read(run.manifest):
         evolved.manifest.write(run.manifest)
-    before = compose.read_resolved(run.config_revision(run.revisions()[-1]))
+    before = compose.read_resolved_config(run.config_revision(run.revisions()[-1]))
     if not isinstance(before, RunConfig):  # it was another trainer's, before the first checkpoint
         return evolved.config
-    if durable(run).path is not None and weights_of(evolved.config) != weights_of(before):
-        consumed = line(run)[-1].consumed_samples
+    if resume_point(run).path is not None and integer_mixture_weights(evolved.config) != integer_mixture_weights(
+        before
+    ):
+        consumed = lineage_commits(run)[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
 
@@ -315,7 +333,7 @@ def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:
     training, revisions = config.training, run.revisions()
     mean = training.resolved_loss_mean
     if revisions:
-        former = compose.read_resolved(run.config_revision(revisions[-1]))
+        former = compose.read_resolved_config(run.config_revision(revisions[-1]))
         before = former.training.resolved_loss_mean if isinstance(former, RunConfig) else mean
         mean = training.loss_mean or before
         if mean != before and config.data.masks_loss:
@@ -327,15 +345,15 @@ def _add_revision(run: Run, config: CommonConfig) -> int:
     """Write the config as a new revision, unless it is the newest one already."""
     run.config.mkdir(exist_ok=True)
     revisions = run.revisions()
-    if revisions and compose.read_resolved(run.config_revision(revisions[-1])) == config:
+    if revisions and compose.read_resolved_config(run.config_revision(revisions[-1])) == config:
         return revisions[-1]
     number = max(revisions, default=0) + 1
-    write_atomic(run.config_revision(number), compose.dump(config))
+    write_atomic(run.config_revision(number), compose.dump_run_config(config))
     return number
 
 
 @contextmanager
-def _locked(run: Run) -> Iterator[list[Path]]:
+def _submit_lock(run: Run) -> Iterator[list[Path]]:
     """One submit at a time; gives the folders that this one made, the innermost first."""
     made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     for folder in reversed(made):

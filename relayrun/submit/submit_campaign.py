@@ -12,26 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.compose import compose
-from relayrun.config.compose.campaign import Described, DescribedRun
+from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.control.rundir import campaign
-from relayrun.control.rundir.campaign import Campaign, Member, Membership
+from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError, RunDirError
 from relayrun.submit import submission
-from relayrun.submit.check.state import Intent
-from relayrun.submit.initial_checkpoint import same_model
+from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.initial_checkpoint import refuse_other_model
 
 
-def submit(described: Described) -> bool:
+def submit_campaign(described: CampaignDescription) -> bool:
     """Make the run directories and the campaign; return whether it is new. Nothing is queued by it.
 
     A campaign that is there already, with the same runs, is left as it is. Raises RelayrunError; then there is none.
     """
-    whole, folder = campaign_of(described), described.folder
-    check(described)
+    whole, folder = make_campaign(described), described.folder
+    check_stages(described)
     if campaign.is_campaign(folder):
-        _refuse_another(described, whole)
+        _refuse_changed_campaign(described, whole)
         return False
     if (folder / "plan.json").exists():
         hint = "give this config another name"
@@ -41,12 +41,12 @@ def submit(described: Described) -> bool:
     try:
         with ExitStack() as stack:
             for run in described.runs:
-                _refuse_strange(Run(Path(run.config.run_dir or "")), folder)
-                membership = Membership(folder=str(folder), member=run.member)
+                _refuse_foreign_run(Run(Path(run.config.run_dir or "")), folder)
+                membership = CampaignMembership(folder=str(folder), member=run.member)
                 stack.enter_context(
-                    submission.prepared(
+                    submission.prepared_run(
                         run.config,
-                        Intent(),
+                        SubmitIntent(),
                         run.given,
                         membership=membership,
                         awaited=run.source is not None,
@@ -55,12 +55,12 @@ def submit(described: Described) -> bool:
             whole.save(folder)
     except BaseException:
         if made:
-            _remove(folder)
+            _remove_folder(folder)
         raise
     return True
 
 
-def campaign_of(described: Described) -> Campaign:
+def make_campaign(described: CampaignDescription) -> Campaign:
     """What is written of a described campaign."""
     return Campaign(
         kind=described.kind,
@@ -69,7 +69,7 @@ def campaign_of(described: Described) -> Campaign:
         scheduler=described.runs[0].config.cluster.scheduler,
         at_once=described.at_once,
         members=[
-            Member(
+            CampaignMember(
                 name=run.member,
                 run_dir=run.config.run_dir or "",
                 settings=run.settings,
@@ -84,7 +84,7 @@ def campaign_of(described: Described) -> Campaign:
     )
 
 
-def check(described: Described) -> None:
+def check_stages(described: CampaignDescription) -> None:
     """Look at what a stage is handed by the one before it. Raises ConfigError."""
     by_name = {run.member: run for run in described.runs}
     for run in described.runs:
@@ -92,18 +92,18 @@ def check(described: Described) -> None:
             _check_model(by_name[run.source], run)
 
 
-def _check_model(before: DescribedRun, run: DescribedRun) -> None:
+def _check_model(before: CampaignRunDescription, run: CampaignRunDescription) -> None:
     """Raise ConfigError unless the weights of the stage before are those of this one's model."""
     if isinstance(before.config, RunConfig) and isinstance(run.config, RunConfig):
         try:
-            same_model(before.config.model, run.config, Path(before.config.run_dir or ""))
+            refuse_other_model(before.config.model, run.config, Path(before.config.run_dir or ""))
         except ConfigError as error:
             where = run.given.place(("checkpoint", "load")) or run.member
             hint = "let both stages have one model"
             raise ConfigError(f"stage {run.member}: {error.message}", where=where, hint=hint) from None
 
 
-def _refuse_strange(run: Run, folder: Path) -> None:
+def _refuse_foreign_run(run: Run, folder: Path) -> None:
     """Raise RunDirError where a run lies in the place of a member, and is none of this campaign's."""
     membership = campaign.read_membership(run)
     strange = run.plan.exists() and (membership is None or membership.folder != str(folder))
@@ -111,7 +111,7 @@ def _refuse_strange(run: Run, folder: Path) -> None:
         raise RunDirError("a run lies there already", where=run.path, hint="give this config another name")
 
 
-def _refuse_another(described: Described, whole: Campaign) -> None:
+def _refuse_changed_campaign(described: CampaignDescription, whole: Campaign) -> None:
     """Raise ConfigError unless the campaign that is there has these runs, with these settings."""
     there, folder = Campaign.load(described.folder), described.folder
     if there.owner != whole.owner:
@@ -124,9 +124,9 @@ def _refuse_another(described: Described, whole: Campaign) -> None:
         own = Run(Path(run.config.run_dir or ""))
         revision = min(own.revisions(), default=None)
         try:
-            same = revision is not None and _comparable(compose.read_resolved(own.config_revision(revision))) == (
-                _comparable(run.config)
-            )
+            same = revision is not None and _comparable_settings(
+                compose.read_resolved_config(own.config_revision(revision))
+            ) == (_comparable_settings(run.config))
         except RelayrunError:
             same = False
         if not same:
@@ -134,7 +134,7 @@ def _refuse_another(described: Described, whole: Campaign) -> None:
             raise ConfigError(f"this {word} was submitted with other settings", where=own.path, hint=hint)
 
 
-def _comparable(config: CommonConfig) -> dict[str, Any]:
+def _comparable_settings(config: CommonConfig) -> dict[str, Any]:
     """The settings that a config gave: a submit adds the editions of data sets and the mean of the loss."""
     values: dict[str, Any] = config.model_dump(mode="json")
     if isinstance(values.get("training"), dict):
@@ -144,7 +144,7 @@ def _comparable(config: CommonConfig) -> dict[str, Any]:
     return values
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     """Remove what this submit made of a campaign that it could not make."""
     for path in (folder / "campaign.json", folder / "lock"):
         path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.command_trainer import CommandSettings
+from relayrun.control.trainers.command import CommandSettings
 from relayrun.submit.megatron_lm.command_line import command_line
 
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.plan import read_format
-from relayrun.control.rundir.records import Failure, Outcome
+from relayrun.control.rundir.plan import read_plan_format
+from relayrun.control.rundir.records import AttemptOutcome, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
-from relayrun.train import megatron_core, own_node
+from relayrun.train import megatron_versions, own_node
 from relayrun.train.reporting import agent_link
-from relayrun.train.reporting.heartbeat import Pulse, is_first_of_node, node_name
+from relayrun.train.reporting.heartbeat import HeartbeatWriter, is_first_of_node, node_name
 from relayrun.train.reporting.timings import Timings
 from relayrun.train.signals import SignalFlag, dump_stacks_on_request
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # it takes long to import
 
 log = logging.getLogger(__name__)
 
-FATAL = 3
+FATAL_EXIT_CODE = 3
 
-OF_THE_PROGRAM = (
+PROGRAM_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -55,15 +55,15 @@ OF_THE_PROGRAM = (
 
 Not among them: what a node, a device, a file system or another rank can cause (OSError, ImportError, RuntimeError).
 """
-OF_THE_NODE = re.compile(r"\bdevice|\bcuda\b", re.I)
+DEVICE_ASSERTION = re.compile(r"\bdevice|\bcuda\b", re.I)
 """What torch asserts of the GPUs of a node."""
-TORN = (UnicodeError, json.JSONDecodeError)
+TORN_FILE_ERRORS = (UnicodeError, json.JSONDecodeError)
 """Kinds of ValueError that a file system which is away for a while causes, too."""
 
-PROGRAM = ("relayrun.config.compose.compose", "relayrun.train.loop", "relayrun.train.reporting.debugging")
+PROGRAM_MODULES = ("relayrun.config.compose.compose", "relayrun.train.loop", "relayrun.train.reporting.debugging")
 """What `main` imports after its first sign of life."""
 
-WORDS = 2000
+FAILURE_TEXT_LIMIT = 2000
 """Characters of an error that a failure record keeps."""
 
 
@@ -85,7 +85,7 @@ def main(flag: SignalFlag) -> int:
     rank, node = int(os.environ["RANK"]), node_name(os.environ)
     dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
-    pulse: Pulse | None = None
+    pulse: HeartbeatWriter | None = None
     try:
         begin = attempt.read_begin()
         if begin is None:
@@ -94,9 +94,9 @@ def main(flag: SignalFlag) -> int:
             begin = replace(begin, base_iteration=arguments.base_iteration, base_path=arguments.base_path)
         base = begin.base_iteration
         if rank == 0:
-            read_format(run)  # refuses a directory that a newer version wrote
+            read_plan_format(run)  # refuses a directory that a newer version wrote
         timings = Timings(begin)
-        pulse = Pulse(
+        pulse = HeartbeatWriter(
             attempt.heartbeats,
             node=node,
             active=is_first_of_node(),
@@ -106,43 +106,45 @@ def main(flag: SignalFlag) -> int:
         )
         pulse.beat()
         if is_first_of_node() and not agent_link.has_agent():
-            own_node.look(run, attempt, node)
+            own_node.check_node_at_start(run, attempt, node)
         quiet_libraries()
-        megatron_core.check()
+        megatron_versions.check_version()
         # from here on imports that take long; nsys must be around the process before torch is there
         from relayrun.train.reporting import debugging
 
-        config = config_of(run.config_revision(begin.config_revision))
+        config = read_attempt_config(run.config_revision(begin.config_revision))
         debug = run.debug_of(attempt.number)
         debugging.enter_nsys(config.debug, debug / "profile", rank)
         if config.debug.log_nccl:
             debugging.log_nccl(debug / "nccl", node=node, rank=rank)
-        from relayrun.train.loop import train
+        from relayrun.train.loop import train_attempt
 
         debugging.write_surroundings(run, begin, config, rank=rank, node=node, first_of_node=is_first_of_node())
-        train(run, begin, config, flag, timings, pulse, process_began=began)
+        train_attempt(run, begin, config, flag, timings, pulse, process_began=began)
     except BaseException as error:
         if isinstance(error, RelayrunError):
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-        fatal = would_come_again(error, before_first_step=pulse is None or pulse.phase == "start")
+        fatal = fails_on_every_attempt(error, before_first_step=pulse is None or pulse.phase == "start")
         record_failure(attempt, rank, node, error, repeats=fatal)
         if fatal and rank == 0:
             reason = str(error) if isinstance(error, RelayrunError) else f"{type(error).__name__}: {error}"
             saved = [commit.iteration for commit in attempt.read_commits()]
-            outcome = Outcome(outcome="fatal", reason=reason, iteration=max(saved, default=base), time=time.time())
+            outcome = AttemptOutcome(
+                outcome="fatal", reason=reason, iteration=max(saved, default=base), time=time.time()
+            )
             outcome.write(attempt.outcome)
-        return FATAL if fatal else 1
+        return FATAL_EXIT_CODE if fatal else 1
     return 0
 
 
 @functools.cache
-def config_of(revision: Path) -> RunConfig:
+def read_attempt_config(revision: Path) -> RunConfig:
     """Read a revision of a run's config, which never changes; a process that forks ranks has read it for them."""
     from relayrun.config.compose import compose
 
-    return compose.native(compose.read_resolved(revision))
+    return compose.require_native(compose.read_resolved_config(revision))
 
 
 def quiet_libraries() -> None:
@@ -155,29 +157,31 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 
-def import_quietly() -> None:
+def import_program_modules() -> None:
     """Import PROGRAM, for a process that forks ranks. Computes nothing."""
     quiet_libraries()
-    megatron_core.check()
-    for module in PROGRAM:
+    megatron_versions.check_version()
+    for module in PROGRAM_MODULES:
         importlib.import_module(module)
 
 
-def would_come_again(error: BaseException, *, before_first_step: bool) -> bool:
+def fails_on_every_attempt(error: BaseException, *, before_first_step: bool) -> bool:
     """Whether every attempt would meet this error, whatever its nodes."""
     if isinstance(error, (FatalTrainingError, ConfigError)):
         return True
     if isinstance(error, RelayrunError) and error.__cause__ is not None:  # a user's hook failed in this way
-        return would_come_again(error.__cause__, before_first_step=before_first_step)
-    node = isinstance(error, TORN) or (isinstance(error, AssertionError) and OF_THE_NODE.search(str(error)))
-    return before_first_step and isinstance(error, OF_THE_PROGRAM) and not node
+        return fails_on_every_attempt(error.__cause__, before_first_step=before_first_step)
+    node = isinstance(error, TORN_FILE_ERRORS) or (
+        isinstance(error, AssertionError) and DEVICE_ASSERTION.search(str(error))
+    )
+    return before_first_step and isinstance(error, PROGRAM_ERRORS) and not node
 
 
 def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException, *, repeats: bool = False) -> None:
     """Leave this rank's own words on its end. Its first line is the cause only if its time is the first of all:
     the other ranks then fail in their collectives."""
-    words = f"{type(error).__name__}: {error}"[:WORDS]
-    failure = Failure(rank=rank, node=node, error=words, time=time.time(), repeats=repeats)
+    words = f"{type(error).__name__}: {error}"[:FAILURE_TEXT_LIMIT]
+    failure = RankFailure(rank=rank, node=node, error=words, time=time.time(), repeats=repeats)
     try:
         attempt.failures.mkdir(exist_ok=True)
         failure.write(attempt.failures / f"rank-{rank:04}.json")

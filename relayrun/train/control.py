@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from relayrun.control.agent import requests
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.records import AttemptStart, OutcomeName
+from relayrun.control.rundir.records import AttemptOutcomeName, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.train.signals import SignalFlag
@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class AgreedRequests:
     """What all ranks agreed on."""
 
-    leave: OutcomeName | None = None
+    leave: AttemptOutcomeName | None = None
     save: bool = False
     """Somebody touched triggers/save."""
     saving: bool = False
@@ -50,7 +50,7 @@ class Agreement:
     """Why to leave, in words; complete on rank 0 alone."""
 
 
-class Control:
+class RequestPoller:
     """Looks for reasons to save or to leave.
 
     `agent`: the folder in memory in which the agent of this node leaves its word; None: nobody looks for this rank.
@@ -74,7 +74,7 @@ class Control:
         self._save: Trigger | None = None
         self._taken: set[Trigger] = set()
 
-    def look(self, *, saving: bool = False) -> Agreement:
+    def look(self, *, saving: bool = False) -> AgreedRequests:
         """Agree with the other ranks. Called by all of them, as often on each.
 
         `saving`: this rank's part of a save is not over.
@@ -91,11 +91,13 @@ class Control:
         )
         if exit_now:
             reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
-            return Agreement(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
+            return AgreedRequests(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
         if signalled or asked:
             words = [signal.Signals(signalled).name] if signalled else []
-            return Agreement(leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons))
-        return Agreement(save=bool(save_now), saving=bool(busy))
+            return AgreedRequests(
+                leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons)
+            )
+        return AgreedRequests(save=bool(save_now), saving=bool(busy))
 
     def take(self) -> tuple[Trigger, ...]:
         """The triggers that the last `look` saw, on rank 0; no `look` reports them again.
@@ -111,7 +113,7 @@ class Control:
         """Answer triggers that were taken."""
         for trigger in taken:
             try:
-                triggers.acknowledge(self._run, trigger, iteration=iteration, result=result)
+                triggers.acknowledge_trigger(self._run, trigger, iteration=iteration, result=result)
             except OSError as error:
                 log.warning("trigger %s not acknowledged: %s", trigger.name, error)
 
@@ -130,8 +132,8 @@ class Control:
         except OSError as error:  # a file system that fails for a moment is no reason to lose steps
             log.warning("could not look for stop and triggers: %s", error)
 
-    def _trigger(self, name: triggers.Name) -> Trigger | None:
-        trigger = triggers.look(self._run, name)
+    def _trigger(self, name: triggers.TriggerName) -> Trigger | None:
+        trigger = triggers.read_trigger(self._run, name)
         return None if trigger in self._taken else trigger
 
     def _stop_file(self) -> list[str]:

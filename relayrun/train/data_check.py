@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from relayrun.config.sections.data import Data
+from relayrun.config.sections.data import DataSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.shards.made_by import check_tokenizer
 from relayrun.tokens.shards.manifest import Manifest
 
 
-def check_data(manifest: Manifest, mixture: list[str], data: Data) -> None:
+def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:
     """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
 
     A missing file may be a file system that is away for a while: the next attempt may find it again. Nor may a shard

@@ -28,15 +28,15 @@ from relayrun.config.compose import determinism
 from relayrun.config.compose.schema import RunConfig
 
 
-def enter(config: RunConfig) -> None:
+def enable_determinism(config: RunConfig) -> None:
     """Turn it on in this process where the config asks for it. To be called before the first use of CUDA and NCCL.
 
     Raises ConfigError if the environment of this rank takes determinism away.
     """
     if not config.training.deterministic:
         return
-    determinism.check_environment(os.environ, where="environment of the rank")
-    for name, value in determinism.variables(config).items():
+    determinism.check_deterministic_environment(os.environ, where="environment of the rank")
+    for name, value in determinism.deterministic_variables(config).items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -11,20 +11,20 @@ import resource
 from relayrun.errors import RelayrunError
 
 
-class TooFewFiles(RelayrunError):
+class OpenFileLimitTooLow(RelayrunError):
     """This node does not let a rank open as many files as there are ranks; another node may."""
 
 
-def enter(rank: int, ranks: int) -> None:
+def raise_file_limit(rank: int, ranks: int) -> None:
     """Raise the limit of this rank and its children to the hard one. Called before the ranks find each other.
 
     Raises TooFewFiles where that cannot do for so many ranks.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = len(os.listdir("/proc/self/fd")) + sockets(rank, ranks)
+    needed = len(os.listdir("/proc/self/fd")) + sockets_of_rank(rank, ranks)
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise TooFewFiles(
+        raise OpenFileLimitTooLow(
             f"rank {rank} of {ranks} opens {needed} files at least, sockets to the other ranks among them, and this "
             f"node allows {hard}",
             hint="raise the hard limit of open files (`ulimit -Hn`) on the nodes: LimitNOFILE of slurmd, "
@@ -32,7 +32,7 @@ def enter(rank: int, ranks: int) -> None:
         )
 
 
-def sockets(rank: int, ranks: int) -> int:
+def sockets_of_rank(rank: int, ranks: int) -> int:
     """Return how many sockets a rank opens at least: one to every other rank, in the group over gloo.
 
     Rank 0 has the store, too, by which the ranks find each other, with one more to each of them.

@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from relayrun.control.agent.lines import Message
-from relayrun.control.agent.rank_server import Child, RankServer
-from relayrun.control.agent.sections import SET_UP, Page
-from relayrun.control.agent.server import IGNORED
+from relayrun.control.agent.rank_server import RankServer, StartedProcess
+from relayrun.control.agent.sections import SET_UP, ActivityPage
+from relayrun.control.agent.server import RANK_SIGNALS
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
 from relayrun.errors import RelayrunError, log_to_stderr
-from relayrun.train import node_probe
-from relayrun.train.reporting.agent_link import VARIABLE, memory_folder
+from relayrun.train import node_benchmark
+from relayrun.train.reporting.agent_link import AGENT_SOCKET_VARIABLE, memory_folder
 from relayrun.train.signals import SignalFlag
 
 log = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ log = logging.getLogger(__name__)
 PR_SET_NAME = 15
 
 
-class Server(RankServer):
+class TrainingForkServer(RankServer):
     """The ranks that it forked. `gpus`: how many this node has."""
 
     def __init__(self, agent: socket.socket, *, gpus: int = 0) -> None:
         super().__init__(agent)
         self._gpus = gpus
 
-    def start(self, order: Message) -> Child:
+    def start(self, order: Message) -> StartedProcess:
         """Fork a rank, or what measures this node."""
         server = os.getpid()
         pid = os.fork()
@@ -55,7 +55,7 @@ class Server(RankServer):
             self._measure(order)
         if pid == 0:
             self._be_rank(order, server)
-        return Child(pid, partial(_wait, pid))
+        return StartedProcess(pid, partial(_wait, pid))
 
     def _be_rank(self, order: Message, server: int) -> NoReturn:
         """In the child: become the training program, as if it had been started for this rank."""
@@ -70,10 +70,10 @@ class Server(RankServer):
                 os.close(fd)
             gc.enable()
             os.environ.update(order["environment"])
-            os.environ[VARIABLE] = str(self.agent.fileno())  # kept open: its end says that no rank lives
+            os.environ[AGENT_SOCKET_VARIABLE] = str(self.agent.fileno())  # kept open: its end says that no rank lives
             if (folder := memory_folder()) is not None:
                 with contextlib.suppress(OSError):  # the program says so itself
-                    Page(folder, order["rank"]).enter(SET_UP, 0, math.inf)
+                    ActivityPage(folder, order["rank"]).enter(SET_UP, 0, math.inf)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             flag = SignalFlag()
             flag.install()
@@ -95,7 +95,7 @@ class Server(RankServer):
             die_with_parent(signal.SIGKILL)
             self.agent.send("probing")
             where = {name: order[name] for name in ("place", "nodes", "address", "port")}
-            self.agent.send("probed", **node_probe.run(**where, gpus=self._gpus))
+            self.agent.send("probed", **node_benchmark.measure_node(**where, gpus=self._gpus))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -118,7 +118,7 @@ def import_program() -> None:
     """
     from relayrun.train import __main__ as program
 
-    program.import_quietly()
+    program.import_program_modules()
     import torch
 
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -157,7 +157,7 @@ def read_config(run: Run) -> None:
 
     with contextlib.suppress(Exception):
         if (attempt := run.newest_begun()) is not None and (begin := attempt.read_begin()) is not None:
-            program.config_of(run.config_revision(begin.config_revision))
+            program.read_attempt_config(run.config_revision(begin.config_revision))
 
 
 def main() -> int:
@@ -165,11 +165,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="relayrun.train.fork_server", description="Forks the ranks of a node.")
     parser.add_argument("--run-dir", type=Path, required=True)
     options = parser.parse_args()
-    for number in IGNORED:
+    for number in RANK_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    server = Server(agent, gpus=_gpus(Run(options.run_dir.absolute())))
+    server = TrainingForkServer(agent, gpus=_gpus(Run(options.run_dir.absolute())))
     try:
         import_program()
         read_config(Run(options.run_dir.absolute()))

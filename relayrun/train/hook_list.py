@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayrun.control.rundir.records import Commit, Outcome
-from relayrun.control.rundir.rewinds import Rewind
+from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
+from relayrun.control.rundir.rewinds import Rollback
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
 from relayrun.train import own_code
-from relayrun.train.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
-from relayrun.train.reporting.sections import Sections
+from relayrun.train.hooks import Action, Gradients, Hook, HookContext, Step, StepStart, UpdateVerdict, ValidationResult
+from relayrun.train.reporting.sections import SectionReporter
 
 if TYPE_CHECKING:  # they import torch and pydantic
     from relayrun.config.sections.training import HookEntry
@@ -35,7 +35,7 @@ def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, 
     """
     if not entries:
         return []
-    return own_code.agreed(
+    return own_code.agree_on_user_code(
         lambda: [(entry.hook, _make(entry)) for entry in entries],
         ranks,
         setting="training.hooks",
@@ -47,7 +47,7 @@ def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, 
 def _make(entry: HookEntry) -> Hook:
     path = entry.hook
     try:
-        found = own_code.find(path)
+        found = own_code.import_user_code(path)
     except ConfigError as error:
         raise ConfigError(f"hook {error.message}") from error
     if not (isinstance(found, type) and issubclass(found, Hook)):
@@ -56,7 +56,7 @@ def _make(entry: HookEntry) -> Hook:
         made = found(**entry.options)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"hook {path} cannot be made with the options {entry.options}: {own_code.words(error)}"
+            f"hook {path} cannot be made with the options {entry.options}: {own_code.describe_error(error)}"
         ) from error
     if _overrides(made, "state_dict") != _overrides(made, "load_state_dict"):
         raise ConfigError(f"hook {path} has one of state_dict and load_state_dict without the other")
@@ -71,7 +71,7 @@ class Hooks:
         own: Sequence[Hook],
         users: Sequence[tuple[str, Hook]],
         ranks: Ranks,
-        sections: Sections | None = None,
+        sections: SectionReporter | None = None,
     ) -> None:
         """`users`: what `import_hooks` gave. `sections`: where it is told that one of them runs."""
         self._ranks = ranks
@@ -95,7 +95,7 @@ class Hooks:
         self._say: Callable[[str], None] = lambda text: None
         self._may_differ = any(hook.may_differ for _, hook, _ in named if _overrides(hook, "before_update"))
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         """Set all hooks up. What each would save now is what it loads later from a checkpoint without a state of it."""
         self._say = context.say
         self._call("setup", context)
@@ -125,38 +125,38 @@ class Hooks:
     def before_step(self, start: StepStart) -> None:
         self._call("before_step", start)
 
-    def before_update(self, gradients: Gradients) -> Verdict:
+    def before_update(self, gradients: Gradients) -> UpdateVerdict:
         """What all hooks on all ranks make of an iteration."""
-        verdict = Verdict(Action.UPDATE)
+        verdict = UpdateVerdict(Action.UPDATE)
         for call in self._calls["before_update"]:
-            found: Verdict | None = call(gradients)
+            found: UpdateVerdict | None = call(gradients)
             if found is not None and found.action > verdict.action:
                 verdict = found
         if self._may_differ:
             action = Action(self._ranks.maximum([verdict.action])[0])
             if action is not verdict.action:
-                verdict = Verdict(action, "another rank saw trouble")
+                verdict = UpdateVerdict(action, "another rank saw trouble")
         return verdict
 
     def after_step(self, step: Step) -> None:
         self._call("after_step", step)
 
-    def at_rewind(self, rewind: Rewind) -> None:
+    def at_rewind(self, rewind: Rollback) -> None:
         self._call("at_rewind", rewind)
 
     def before_publish(self, iteration: int, folder: Path) -> None:
         self._call("before_publish", iteration, folder)
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         self._call("after_save", commit)
 
     def after_failed_save(self, iteration: int, error: str) -> None:
         self._call("after_failed_save", iteration, error)
 
-    def at_evaluation(self, result: Evaluated) -> None:
+    def at_evaluation(self, result: ValidationResult) -> None:
         self._call("at_evaluation", result)
 
-    def at_end(self, outcome: Outcome) -> None:
+    def at_end(self, outcome: AttemptOutcome) -> None:
         self._call("at_end", outcome)
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class Hooks:
             except FatalTrainingError as error:
                 raise FatalTrainingError(error.message, where=error.where or where, hint=error.hint) from error
             except (Exception, SystemExit) as error:
-                raise HookFailed(f"{where}: {own_code.words(error)}") from error
+                raise HookFailed(f"{where}: {own_code.describe_error(error)}") from error
             finally:
                 if name in BETWEEN_STEPS:
                     self._seconds += time.perf_counter() - began
@@ -205,9 +205,9 @@ def _checked(method: str, path: str, value: Any) -> Any:
             raise TypeError(f"returned {type(value).__name__} instead of a dict")
         _check_plain(value, "")
     if method == "before_update" and value is not None:
-        if not isinstance(value, Verdict):
+        if not isinstance(value, UpdateVerdict):
             raise TypeError(f"returned {type(value).__name__} instead of a Verdict or None")
-        return Verdict(value.action, f"{path}: {value.reason or value.action.name.lower()}")
+        return UpdateVerdict(value.action, f"{path}: {value.reason or value.action.name.lower()}")
     return value
 
 

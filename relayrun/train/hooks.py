@@ -53,18 +53,18 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relayrun.control.rundir.records import Commit, Outcome
-from relayrun.control.rundir.rewinds import Rewind
+from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
+from relayrun.control.rundir.rewinds import Rollback
 
 if TYPE_CHECKING:  # they import torch and pydantic
     from relayrun.config.compose.schema import RunConfig
-    from relayrun.train.model.gpt import Model
-    from relayrun.train.optimizer.optimizer import Optimizer
+    from relayrun.train.model.gpt import ModelStage
+    from relayrun.train.optimizer.optimizer import ScheduledOptimizer
     from relayrun.train.parallel import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class HookContext:
     """What a hook may see of an attempt."""
 
     run_dir: Path
@@ -72,9 +72,9 @@ class Context:
     config: RunConfig
     ranks: Ranks
     """This rank's place; `maximum` and `gather` are collectives over all ranks."""
-    model: Model
+    model: ModelStage
     """Its parts on this rank are `model.chunks`, which are torch modules."""
-    optimizer: Optimizer
+    optimizer: ScheduledOptimizer
     say: Callable[[str], None]
     """Write a line to the console, on rank 0."""
 
@@ -180,7 +180,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class ValidationResult:
     """What one evaluation gave."""
 
     iteration: int
@@ -200,7 +200,7 @@ class Action(IntEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class UpdateVerdict:
     """On one iteration."""
 
     action: Action
@@ -219,7 +219,7 @@ class Hook:
     """Whether `before_update` may decide otherwise on another rank. Then the ranks agree before each update, which
     costs one small all-reduce on the host."""
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         """The model and the optimizer are built, and no checkpoint is loaded yet. Keep `context` for later."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class Hook:
     def before_step(self, start: StepStart) -> None:
         """An iteration begins."""
 
-    def before_update(self, gradients: Gradients) -> Verdict | None:
+    def before_update(self, gradients: Gradients) -> UpdateVerdict | None:
         """Say what shall become of this iteration; None has no objection.
 
         The gravest verdict of all hooks and ranks counts, within `training.max_skips` and `max_rewinds`. Gradients lie
@@ -255,23 +255,23 @@ class Hook:
     def after_step(self, step: Step) -> None:
         """An iteration is done; `step.skipped` says if it had no update."""
 
-    def at_rewind(self, rewind: Rewind) -> None:
+    def at_rewind(self, rewind: Rollback) -> None:
         """Training went back to the checkpoint of `rewind.base_iteration` and passes over samples."""
 
     def before_publish(self, iteration: int, folder: Path) -> None:
         """The checkpoint of this iteration lies in `folder` and will count after this call, unless it raises."""
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         """A checkpoint is durable: `commit.path`, of iteration `commit.iteration`. With `checkpoint.async_save`
         training is some iterations further."""
 
     def after_failed_save(self, iteration: int, error: str) -> None:
         """The save of this iteration did not work."""
 
-    def at_evaluation(self, result: Evaluated) -> None:
+    def at_evaluation(self, result: ValidationResult) -> None:
         """An evaluation is over, and training goes on."""
 
-    def at_end(self, outcome: Outcome) -> None:
+    def at_end(self, outcome: AttemptOutcome) -> None:
         """The attempt leaves with its state durable; not called after a failure."""
 
     def close(self) -> None:

@@ -14,56 +14,56 @@ import torch
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir import rewinds, rounds
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lead import SAVES
-from relayrun.control.rundir.lineage import Durable, Lineage
-from relayrun.control.rundir.records import AttemptStart, Outcome, OutcomeName, Started
-from relayrun.control.rundir.rewinds import Rewind
+from relayrun.control.rundir.lead import GRACE_SAVES
+from relayrun.control.rundir.lineage import Lineage, ResumePoint
+from relayrun.control.rundir.records import AttemptOutcome, AttemptOutcomeName, AttemptStart, StartTimes
+from relayrun.control.rundir.rewinds import Rollback
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
-from relayrun.tokens.mixture.build import mixture_of, training_order, validation_orders
-from relayrun.tokens.mixture.stream_worker import Worker
+from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_order, validation_sets
+from relayrun.tokens.mixture.stream_worker import StreamWorker
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.rows import row_figures
+from relayrun.tokens.order.rows import row_statistics
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.streams.run_tokenizer import counted_tokens
+from relayrun.tokens.streams.run_tokenizer import loss_token_ids
 from relayrun.train import determinism, parallel
-from relayrun.train.anomaly import LossGuard
 from relayrun.train.checkpoint.memory import MemoryTier
-from relayrun.train.checkpoint.restore import Restore
-from relayrun.train.checkpoint.saver import LEAVE_TRIES, Saver
+from relayrun.train.checkpoint.restore import StateRestorer
+from relayrun.train.checkpoint.saver import FINAL_SAVE_TRIES, Saver
 from relayrun.train.checkpoint.state import Checkpointer
-from relayrun.train.control import Control
+from relayrun.train.control import RequestPoller
 from relayrun.train.data_check import check_data
-from relayrun.train.evaluation import Evaluation
-from relayrun.train.hooks import Action, Evaluated, Gradients, Step, StepStart, Verdict
-from relayrun.train.model import device_shim
-from relayrun.train.model.gpt import MicroBatch, Model
+from relayrun.train.hooks import Action, Gradients, Step, StepStart, UpdateVerdict, ValidationResult
+from relayrun.train.loss_guard import LossGuard
+from relayrun.train.model import cpu_patches
+from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.model.size import peak_flops
-from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer
 from relayrun.train.own_hooks import attempt_hooks
 from relayrun.train.parallel import Ranks
 from relayrun.train.reporting import agent_link
-from relayrun.train.reporting.heartbeat import Pulse
-from relayrun.train.reporting.measures import Measures
+from relayrun.train.reporting.heartbeat import HeartbeatWriter
+from relayrun.train.reporting.measures import IntervalMetrics
 from relayrun.train.reporting.metrics import Metrics
-from relayrun.train.reporting.sections import Sections
+from relayrun.train.reporting.sections import SectionReporter
 from relayrun.train.reporting.stragglers import Stragglers
 from relayrun.train.reporting.timings import Timings
 from relayrun.train.signals import SignalFlag
+from relayrun.train.validation import Validation
 
 log = logging.getLogger(__name__)
 
 
-class LeaveFailed(RelayrunError):
+class FinalSaveFailed(RelayrunError):
     """The state could not be saved when leaving; the attempt has failed."""
 
 
-class RewindFailed(RelayrunError):
+class RollbackFailed(RelayrunError):
     """The newest checkpoint cannot be taken up; the attempt has failed."""
 
 
-class Training:
+class TrainingLoop:
     """The state of one attempt on this rank."""
 
     def __init__(
@@ -74,41 +74,41 @@ class Training:
         ranks: Ranks,
         flag: SignalFlag,
         timings: Timings,
-        pulse: Pulse,
+        pulse: HeartbeatWriter,
     ) -> None:
         self.config = config
         self.ranks = ranks
         self.timings = timings
         self.pulse = pulse
-        self.sections = pulse.sections = Sections(
+        self.sections = pulse.sections = SectionReporter(
             agent_link.memory_folder(), ranks.rank, timings=timings, hang_timeout=config.chain.hang_timeout
         )
         manifest = Manifest.read(run.manifest)
-        ranks.on_first_rank(partial(check_data, manifest, mixture_of(config), config.data), InputError)
+        ranks.on_first_rank(partial(check_data, manifest, mixture_datasets(config), config.data), InputError)
         settings = config.training
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
         self.order = training_order(config, manifest, opening=opening, cache=run.data_cache)
         self.vocabulary_size = manifest.vocabulary_size
-        self.evaluation = Evaluation(
-            orders=validation_orders(config, manifest, opening=opening, cache=run.data_cache),
+        self.evaluation = Validation(
+            orders=validation_sets(config, manifest, opening=opening, cache=run.data_cache),
             training=settings,
             ranks=ranks,
             vocabulary_size=manifest.vocabulary_size,
         )
         timings.expect_evaluation(self.evaluation.samples)
-        self.control = Control(run, begin, ranks, flag, agent=agent_link.memory_folder())
+        self.control = RequestPoller(run, begin, ranks, flag, agent=agent_link.memory_folder())
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
-        self.model = Model(
+        self.model = ModelStage(
             config,
             ranks,
             manifest.vocabulary_size,
             eod=manifest.eod,
-            counted=counted_tokens(config.data, manifest),
+            counted=loss_token_ids(config.data, manifest),
             progress=pulse.beat,
         )
-        self.optimizer = Optimizer(config, self.model)
-        self.measures = Measures(config, self.model, self.optimizer, ranks)
+        self.optimizer = ScheduledOptimizer(config, self.model)
+        self.measures = IntervalMetrics(config, self.model, self.optimizer, ranks)
         self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=pulse.node, say=self.metrics.say)
         self.guard = LossGuard(settings)
         self.hooks = attempt_hooks(
@@ -142,7 +142,7 @@ class Training:
         self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
         self.initialised = time.time()
         self.memory = self._memory_tier()
-        self.restore = Restore(
+        self.restore = StateRestorer(
             run=run,
             attempt=self.attempt,
             config=config,
@@ -152,7 +152,7 @@ class Training:
             memory=self.memory,
             say=self.metrics.say,
         )
-        restored = self.restore.first(Durable(iteration=begin.base_iteration, path=begin.base_path))
+        restored = self.restore.first(ResumePoint(iteration=begin.base_iteration, path=begin.base_path))
         self.position, self.source = restored.position, restored.source
         self.saver = Saver(
             self.checkpointer,
@@ -193,7 +193,7 @@ class Training:
             replica, replicas = ranks.data_parallel_rank, ranks.data_parallel_size
             streams = None
             if self.config.data.num_workers:
-                worker = Worker(
+                worker = StreamWorker(
                     self.config,
                     self.run_dir.manifest,
                     self.order,
@@ -214,7 +214,7 @@ class Training:
             vocabulary_size=self.vocabulary_size,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> AttemptOutcome:
         """Train until done or asked to leave; return how it ended. The state is durable then.
 
         Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
@@ -314,13 +314,13 @@ class Training:
                 model_tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak is None else flops / self.peak,
                 memory_bytes=parallel.peak_memory(self.ranks),
-                **parallel.memory(self.ranks),
+                **parallel.gpu_memory_fields(self.ranks),
                 **measured,
                 time=time.time(),
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
                 auxiliary_losses=auxiliary or None,
-                **row_figures(counts, tokens=tokens, samples=size),
+                **row_statistics(counts, tokens=tokens, samples=size),
             )
         )
         self.saver.stall_seconds = 0.0
@@ -341,7 +341,7 @@ class Training:
             self._rewind(verdict.reason or "")
         return verdict.action is not Action.REWIND
 
-    def _judge(self, gradients: Gradients) -> Verdict:
+    def _judge(self, gradients: Gradients) -> UpdateVerdict:
         """What all ranks do with this iteration."""
         verdict = self.hooks.before_update(gradients)
         return self.guard.limited(verdict.action, verdict.reason)  # those of a user's hooks, too
@@ -358,16 +358,16 @@ class Training:
             self.memory.void()
             self.ranks.maximum([0])  # on every rank, before the rewind is on record
         self.pulse.enter("start", base)
-        rewind = Rewind(
+        rewind = Rollback(
             iteration=at,
             reason=reason,
             base_iteration=base,
             next_sample=self.position.consumed_samples,
             time=time.time(),
         )
-        path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
+        path = self.ranks.on_first_rank(partial(record_rollback, self.run_dir, self.attempt, rewind), RollbackFailed)
         self.reader.close()
-        self.position, taken = self.restore.newest_whole(Durable(iteration=base, path=path))
+        self.position, taken = self.restore.newest_whole(ResumePoint(iteration=base, path=path))
         if taken.iteration != base:  # what led to trouble is trained on again, and passed over when it comes again
             self.metrics.at_rewind(rewind)
             rewind = replace(
@@ -377,7 +377,7 @@ class Training:
                 next_sample=self.position.consumed_samples,
                 time=time.time(),
             )
-            self.ranks.on_first_rank(partial(rewinds.append, self.attempt, rewind), RewindFailed)
+            self.ranks.on_first_rank(partial(rewinds.record_rollback, self.attempt, rewind), RollbackFailed)
             self.saver.saved_iteration = taken.iteration
         self.hooks.at_rewind(rewind)
         self.reader = self._set_out()
@@ -388,17 +388,19 @@ class Training:
             started = time.perf_counter()
             losses = self.evaluation.run(self.model)
             seconds = time.perf_counter() - started
-            self.hooks.at_evaluation(Evaluated(iteration=self.position.iteration, losses=losses, seconds=seconds))
+            self.hooks.at_evaluation(
+                ValidationResult(iteration=self.position.iteration, losses=losses, seconds=seconds)
+            )
             self.saver.move_deadline()
 
-    def _leave(self, name: OutcomeName, reason: str) -> Outcome:
+    def _leave(self, name: AttemptOutcomeName, reason: str) -> AttemptOutcome:
         at = self.position.iteration
         asked = self.control.take()
         result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
         failure = self.saver.last(self.position)
         if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
-            raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
-        outcome = Outcome(outcome=name, reason=reason, iteration=at, time=time.time())
+            raise FinalSaveFailed(f"iteration {at} could not be saved ({FINAL_SAVE_TRIES} tries): {failure}")
+        outcome = AttemptOutcome(outcome=name, reason=reason, iteration=at, time=time.time())
         self.hooks.at_end(outcome)  # what a hook raises fails the attempt, and an exit asked for must reach the next
         self.ranks.maximum([0])  # on every rank
         if self.ranks.rank == 0:
@@ -407,13 +409,13 @@ class Training:
         return outcome
 
 
-def train(
+def train_attempt(
     run: Run,
     begin: AttemptStart,
     config: RunConfig,
     flag: SignalFlag,
     timings: Timings,
-    pulse: Pulse,
+    pulse: HeartbeatWriter,
     *,
     process_began: float,
 ) -> None:
@@ -423,19 +425,21 @@ def train(
     `process_began`: seconds since 1970, for the record.
     """
     imported = time.time()
-    device_shim.install()
+    cpu_patches.patch_for_cpu()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
-    determinism.enter(config)
+    determinism.enable_determinism(config)
     parallel.require_gpu(config)
-    ranks = parallel.start(config)
-    for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(SAVES), InputError):
+    ranks = parallel.start_process_groups(config)
+    for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(GRACE_SAVES), InputError):
         timings.save(seconds)
-    training = Training(run, begin, config, ranks, flag, timings, pulse)
+    training = TrainingLoop(run, begin, config, ranks, flag, timings, pulse)
     if ranks.rank == 0:
-        times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
-        source = training.source if training.source in rounds.PLACES else "disk"
-        agent_link.tell("started", **asdict(times), source=source, iteration=training.position.iteration)
+        times = StartTimes(
+            process=process_began, imported=imported, initialised=training.initialised, loaded=time.time()
+        )
+        source = training.source if training.source in rounds.STATE_SOURCES else "disk"
+        agent_link.tell_agent("started", **asdict(times), source=source, iteration=training.position.iteration)
         if not run.attempt(begin.attempt).started.exists():  # of later rounds, rounds.jsonl has the times
             record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
@@ -444,11 +448,11 @@ def train(
         training.memory.finish()
     training.reader.close()
     training.metrics.say(f"leaving at iteration {outcome.iteration}: {outcome.outcome} ({outcome.reason})")
-    parallel.stop()
+    parallel.stop_process_groups()
     training.hooks.close()
 
 
-def record_rewind(run: Run, attempt: Attempt, rewind: Rewind) -> str:
+def record_rollback(run: Run, attempt: Attempt, rewind: Rollback) -> str:
     """Put a rewind on record; return the path of its checkpoint. Raises RelayrunError if that is not the newest."""
     newest = next(Lineage(run).backwards(), None)
     if newest is None or newest.commit.iteration != rewind.base_iteration:
@@ -457,11 +461,11 @@ def record_rewind(run: Run, attempt: Attempt, rewind: Rewind) -> str:
             f"{rewind.base_iteration}, to go back to, is not the newest of this run",
             where=run.checkpoints,
         )
-    rewinds.append(attempt, rewind)
+    rewinds.record_rollback(attempt, rewind)
     return newest.commit.path
 
 
-def record_start(attempt: Attempt, started: Started) -> None:
+def record_start(attempt: Attempt, started: StartTimes) -> None:
     """Leave started.json. On a full disk training goes on without it."""
     try:
         started.write(attempt.started)

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 
 from relayrun.config.sections.training import LossMean
 
-Result = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LossResult = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What megatron-core's schedules take: the loss to differentiate, the number of tokens that it is still to be divided
 by where it is a sum, and the report."""
 
@@ -39,7 +39,7 @@ class LossSum:
 
 def loss_function(
     mean: LossMean, *, mask: torch.Tensor | None, weights: torch.Tensor | None, context_size: int = 1
-) -> Callable[[torch.Tensor], Result]:
+) -> Callable[[torch.Tensor], LossResult]:
     """Return the function of one micro-batch's losses, [batch, sequence] in nats, that megatron-core's schedules call.
 
     `mask`: 1 where a token counts, [batch, sequence]; None: everywhere. `weights`: of the samples in the report, which
@@ -52,7 +52,7 @@ def loss_function(
             torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
         return values
 
-    def by_sample(losses: torch.Tensor) -> Result:
+    def by_sample(losses: torch.Tensor) -> LossResult:
         # the part that this rank has in each sample's mean
         if mask is None:
             samples = losses.float().mean(dim=1) / context_size
@@ -63,7 +63,7 @@ def loss_function(
         # megatron-core multiplies by the size of the context, and takes the mean over micro-batches
         return samples.mean(), torch.stack([total, count])
 
-    def by_token(losses: torch.Tensor) -> Result:
+    def by_token(losses: torch.Tensor) -> LossResult:
         assert mask is not None
         counted = mask if weights is None else mask * weights[:, None]
         report = over_context(torch.stack([(losses.detach().double() * counted).sum(), counted.double().sum()]))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 
-class Messages:
+class RankMessages:
     """Called by all ranks in the same order, by one thread at a time on each. Values are pickled: for rare use."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -76,7 +76,7 @@ class Messages:
             work.wait()
 
 
-def portable(error: Exception) -> Exception:
+def portable_error(error: Exception) -> Exception:
     """Return an error that other ranks can be sent: itself, or its words where it cannot be pickled and read again."""
     try:
         pickle.loads(pickle.dumps(error))

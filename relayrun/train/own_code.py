@@ -15,16 +15,16 @@ if TYPE_CHECKING:  # it imports torch
 T = TypeVar("T")
 
 
-def find(path: str) -> Any:
+def import_user_code(path: str) -> Any:
     """Return what `module:name` names. Raises ConfigError in words if it cannot be imported."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} cannot be imported: {words(error)}") from error
+        raise ConfigError(f"{path} cannot be imported: {describe_error(error)}") from error
 
 
-def agreed(make: Callable[[], T], ranks: Ranks, *, setting: str, hint: str) -> T:
+def agree_on_user_code(make: Callable[[], T], ranks: Ranks, *, setting: str, hint: str) -> T:
     """Return what `make` does on this rank; called by all ranks together.
 
     Raises ConfigError, naming the setting, on all ranks alike if `make` raised one on one of them.
@@ -40,7 +40,7 @@ def agreed(make: Callable[[], T], ranks: Ranks, *, setting: str, hint: str) -> T
     return made  # type: ignore[return-value]  # what raised nothing has made it
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type, message, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.train.anomaly import LossGuard
 from relayrun.train.hook_list import Hooks, import_hooks
-from relayrun.train.hooks import Context, Hook
-from relayrun.train.model.gpt import Model
-from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.train.hooks import Hook, HookContext
+from relayrun.train.loss_guard import LossGuard
+from relayrun.train.model.gpt import ModelStage
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer
 from relayrun.train.parallel import Ranks
-from relayrun.train.reporting.agent_link import FirstStep, has_agent
+from relayrun.train.reporting.agent_link import FirstStepNotice, has_agent
 from relayrun.train.reporting.debugging import Profiler
 from relayrun.train.reporting.metrics import Metrics
 from relayrun.train.reporting.progress_log import ProgressLog
-from relayrun.train.reporting.sections import Sections
+from relayrun.train.reporting.sections import SectionReporter
 from relayrun.train.reporting.timings import Timings
-from relayrun.train.trackers import Trackers
+from relayrun.train.trackers import TrackerProcesses
 
 
 def attempt_hooks(
@@ -27,13 +27,13 @@ def attempt_hooks(
     begin: AttemptStart,
     config: RunConfig,
     ranks: Ranks,
-    model: Model,
-    optimizer: Optimizer,
+    model: ModelStage,
+    optimizer: ScheduledOptimizer,
     *,
     timings: Timings,
     guard: LossGuard,
     metrics: Metrics,
-    sections: Sections,
+    sections: SectionReporter,
 ) -> Hooks:
     """Make and set up the hooks of an attempt on this rank; called by all ranks together.
 
@@ -41,7 +41,7 @@ def attempt_hooks(
     """
     own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
     hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
-    context = Context(
+    context = HookContext(
         run_dir=run.path,
         attempt=begin.attempt,
         config=config,
@@ -55,7 +55,7 @@ def attempt_hooks(
 
 
 def _reports(
-    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: Model, metrics: Metrics
+    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: ModelStage, metrics: Metrics
 ) -> Iterator[Hook]:
     """What this rank writes for people and other programs, besides the metrics."""
     if ranks.rank == 0:
@@ -70,6 +70,6 @@ def _reports(
         folder = run.debug_of(begin.attempt) / "profile"
         yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
     if ranks.rank == 0 and has_agent():
-        yield FirstStep()
+        yield FirstStepNotice()
     if ranks.rank == 0:
-        yield Trackers(run, begin.attempt, config, metrics.say)
+        yield TrackerProcesses(run, begin.attempt, config, metrics.say)

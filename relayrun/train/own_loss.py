@@ -11,20 +11,20 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from relayrun.errors import ConfigError
 from relayrun.train import own_code
 
-KNOWN = ("logits", "losses", "labels", "mask")
+LOSS_ARGUMENTS = ("logits", "losses", "labels", "mask")
 
 
-class OwnLoss:
+class UserLoss:
     """Calls a user's function with what it names of `logits`, `losses`, `labels` and `mask`."""
 
     def __init__(self, path: str) -> None:
         """Import it. Raises ConfigError in words if it is no function of these."""
         self._path = path
-        self._function: Callable[..., torch.Tensor] = own_code.find(path)
+        self._function: Callable[..., torch.Tensor] = own_code.import_user_code(path)
         if not callable(self._function):
             raise ConfigError(f"{path} is no function")
         self._names = tuple(inspect.signature(self._function).parameters)
-        if set(self._names) - set(KNOWN) or ("logits" in self._names) == ("losses" in self._names):
+        if set(self._names) - set(LOSS_ARGUMENTS) or ("logits" in self._names) == ("losses" in self._names):
             raise ConfigError(
                 f"{path} takes {', '.join(self._names) or 'nothing'}; a loss takes either logits or losses, and labels "
                 "and mask, by these names"

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.sbatch import script_options
+from relayrun.config.sections.sbatch import sbatch_script_options
 from relayrun.control.scheduler.gres import asks_for_gpus
 from relayrun.errors import FatalTrainingError, RelayrunError
 from relayrun.train import file_limit
 from relayrun.train.loss import LossSum
-from relayrun.train.messages import Messages
+from relayrun.train.messages import RankMessages
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=30)
+GROUP_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective before it gives up."""
-SAVES = 1
+SAVE_TAG = 1
 """Tag of the messages between the threads of saves."""
 
 
@@ -58,7 +58,7 @@ class Ranks:
     """Parts of the model on each pipeline stage."""
     is_last_stage: bool
     """Whether this rank computes the loss."""
-    messages: Messages | None = None
+    messages: RankMessages | None = None
     """What agreements go by in the threads of saves, where `cpu_group` has its collectives in other threads."""
 
     @property
@@ -78,7 +78,7 @@ class Ranks:
 
     def in_save_thread(self) -> Ranks:
         """The same, for agreements between the threads that save."""
-        return replace(self, messages=Messages(self.cpu_group, tag=SAVES))
+        return replace(self, messages=RankMessages(self.cpu_group, tag=SAVE_TAG))
 
     def maximum(self, flags: list[int]) -> list[int]:
         """Element-wise maximum of `flags` over all ranks, the same on each of them."""
@@ -145,13 +145,13 @@ class Ranks:
         return total / max(count, 1.0), [int(value) for value in sums]
 
 
-def stop() -> None:
+def stop_process_groups() -> None:
     """Leave the process groups, all ranks together."""
     dist.barrier()
     dist.destroy_process_group()
 
 
-def start(config: RunConfig) -> Ranks:
+def start_process_groups(config: RunConfig) -> Ranks:
     """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
 
     nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
@@ -167,16 +167,16 @@ def start(config: RunConfig) -> Ranks:
             f"{parallel.context_parallel_size}",
             hint="change job.nodes, job.ntasks_per_node or the parallel section",
         )
-    file_limit.enter(int(os.environ["RANK"]), world_size)
+    file_limit.raise_file_limit(int(os.environ["RANK"]), world_size)
     if torch.cuda.is_available():
         config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
-        cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        dist.init_process_group("nccl", timeout=GROUP_TIMEOUT, device_id=device)
+        cpu_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
         cpu_group = dist.group.WORLD
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -186,7 +186,7 @@ def start(config: RunConfig) -> Ranks:
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=int(GROUP_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
     return Ranks(
@@ -209,19 +209,19 @@ def start(config: RunConfig) -> Ranks:
     )
 
 
-class NoGpu(RelayrunError):
+class NoGpuFound(RelayrunError):
     """This node has no GPU that torch can use; another node may."""
 
 
 def require_gpu(config: RunConfig) -> None:
     """Raise NoGpu where the job asks for GPUs and torch finds none: the ranks of this node would train on its CPUs."""
     job, srun = config.job, dict(word.removeprefix("--").partition("=")[::2] for word in config.cluster.srun_options)
-    asks = asks_for_gpus(script_options(job.sbatch)) or asks_for_gpus(srun) or "gpus-per-node" in srun
+    asks = asks_for_gpus(sbatch_script_options(job.sbatch)) or asks_for_gpus(srun) or "gpus-per-node" in srun
     if torch.cuda.is_available() or not (job.gpus_per_node or asks):
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     build = "CPUs alone" if torch.version.cuda is None and torch.version.hip is None else build
-    raise NoGpu(
+    raise NoGpuFound(
         f"the job asks for GPUs, and torch {torch.__version__}, built for {build}, finds none on node "
         f"{socket.gethostname()}",
         hint="`nvidia-smi` there says whether it has a driver; a job without GPUs sets job.gpus_per_node=0",
@@ -241,7 +241,7 @@ def peak_memory(ranks: Ranks) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def memory(ranks: Ranks) -> dict[str, Any]:
+def gpu_memory_fields(ranks: Ranks) -> dict[str, Any]:
     """Bytes of the GPU's allocator, as fields of `Step`; none where there is no GPU. The device is not waited for."""
     if ranks.device.type != "cuda":
         return {}

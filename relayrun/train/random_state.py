@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
-def capture() -> dict[str, Any]:
+def capture_random_state() -> dict[str, Any]:
     """A copy of all states."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -27,7 +27,7 @@ def capture() -> dict[str, Any]:
     }
 
 
-def restore(states: dict[str, Any]) -> None:
+def restore_random_state(states: dict[str, Any]) -> None:
     """Put back what `capture` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():

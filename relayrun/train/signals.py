@@ -18,7 +18,7 @@ from typing import TextIO
 
 log = logging.getLogger(__name__)
 
-LEAVE = (signal.SIGUSR2, signal.SIGTERM)
+LEAVE_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
 
 class SignalFlag:
@@ -30,7 +30,7 @@ class SignalFlag:
 
     def install(self) -> None:
         """Catch the signals of LEAVE in this process; a forked child keeps the handler, but it does nothing there."""
-        for number in LEAVE:
+        for number in LEAVE_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

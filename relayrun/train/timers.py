@@ -18,10 +18,10 @@ LEVELS = 2
 class Timer:
     """The time between starts and stops of one name."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: DeviceTimestamps) -> None:
         self._marks = marks
-        self._begun: Mark | None = None
-        self._pairs: list[tuple[Mark, Mark]] = []
+        self._begun: Timestamp | None = None
+        self._pairs: list[tuple[Timestamp, Timestamp]] = []
         self.milliseconds = 0.0
         """Collected since the last `Timers.take`."""
 
@@ -52,17 +52,17 @@ class _Nothing(Timer):
         pass
 
 
-Mark = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 
 
-class Marks:
+class DeviceTimestamps:
     """Points in time: events in the stream of a GPU, which are used again, or seconds of the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._unused: list[torch.cuda.Event] = []
 
-    def now(self) -> Mark:
+    def now(self) -> Timestamp:
         """When the device comes to this point."""
         if not self._on_gpu:
             return time.perf_counter()
@@ -70,7 +70,7 @@ class Marks:
         event.record()
         return event
 
-    def between(self, first: Mark, second: Mark) -> float:
+    def between(self, first: Timestamp, second: Timestamp) -> float:
         """Milliseconds. Both marks may be used again afterwards."""
         if isinstance(first, float):
             assert isinstance(second, float)
@@ -87,7 +87,7 @@ class Timers:
     def __init__(self, level: int, device: torch.device) -> None:
         """`level`: `tracking.timing_log_level`."""
         self.level = level
-        self._marks = Marks(device)
+        self._marks = DeviceTimestamps(device)
         self._timers: dict[str, Timer] = {}
         self._iterations = 0
 
@@ -115,7 +115,7 @@ class Timers:
         return found
 
 
-def over_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def range_over_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """What `take` gave on each rank, as the least and the most by name, among the ranks that have the name."""
     names = sorted({name for each in found for name in each})
     values = {name: [each[name] for each in found if name in each] for name in names}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import record_streams
+from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.control.trainers.wandb import wandb_mode
 from relayrun.errors import RelayrunError
 from relayrun.train.hooks import Hook
@@ -25,7 +25,7 @@ LEAVE_SECONDS = 5.0
 the lead (`rundir.lead.MARGIN`); what is not handed on by then, the next attempt's feed hands on."""
 
 
-class Trackers(Hook):
+class TrackerProcesses(Hook):
     """The feeds of one attempt."""
 
     def __init__(self, run: Run, attempt: int, config: RunConfig, say: Callable[[str], None]) -> None:
@@ -37,7 +37,7 @@ class Trackers(Hook):
         mode = wandb_mode(os.environ)
         names = (["wandb"] if mode else []) + (["tensorboard"] if config.tracking.tensorboard else [])
         try:
-            stream = record_streams(run)[-1] if names else None
+            stream = update_tracker_runs(run)[-1] if names else None
             for name in names:
                 self._feeds.append(_start(name, run, self._attempt))
         except (OSError, RelayrunError) as error:
@@ -68,7 +68,7 @@ def _start(name: str, run: Run, attempt: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "relayrun.train.reporting.feed",
+        "relayrun.train.reporting.tracker_feed",
         name,
         f"--run-dir={run.path}",
         f"--attempt={attempt}",

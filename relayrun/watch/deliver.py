@@ -19,62 +19,62 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.notify import notices
-from relayrun.control.notify.notices import Delivery, Message, Notice, NoticePolicy
+from relayrun.control.notify.notices import Notice, NoticeDelivery, NoticeMessage, NoticePolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.watch import channels, notification
-from relayrun.watch.channels import NotSent
+from relayrun.watch import notice_channels, notification
+from relayrun.watch.notice_channels import NotSent
 
-SECONDS = 60.0
+SEND_SECONDS = 60.0
 """That the whole may take; much less than the seconds after which another process takes its turn."""
-BACKSTOP = 90
+KILL_SECONDS = 90
 """After so many seconds the kernel ends the process."""
 
 
 @dataclass(frozen=True)
-class _Result:
-    message: Message
+class _SendResult:
+    message: NoticeMessage
     error: str | None
 
 
-Results = queue.SimpleQueue["_Result | None"]
+SendResults = queue.SimpleQueue["_Result | None"]
 """What comes back of messages; None asks to come to an end."""
 
 
-def deliver(
+def send_due_notices(
     run: Run,
     *,
     job: bool,
     environment: Mapping[str, str],
-    results: Results | None = None,
+    results: SendResults | None = None,
 ) -> list[str]:
     """Send what is due; return what could not be sent, in words. `job`: leave alone what failed a moment ago.
 
     Raises RelayrunError for a damaged run directory, OSError where what becomes of messages cannot be recorded.
     """
-    plan, policy = Plan.load(run), notices.read_own_policy(run)
+    plan, policy = Plan.load(run), notices.read_trusted_notice_policy(run)
     if policy is None or plan.owner not in (None, os.geteuid()):
         return []
-    turn = notices.take_turn(run, now=time.time())
+    turn = notices.take_sender_lock(run, now=time.time())
     if turn is None:
         return []
     try:
-        return _deliver(run, policy, job=job, environment=environment, results=results or queue.SimpleQueue())
+        return _send_due_notices(run, policy, job=job, environment=environment, results=results or queue.SimpleQueue())
     finally:
-        notices.end_turn(turn)
+        notices.release_sender_lock(turn)
 
 
-def _deliver(
-    run: Run, policy: NoticePolicy, *, job: bool, environment: Mapping[str, str], results: Results
+def _send_due_notices(
+    run: Run, policy: NoticePolicy, *, job: bool, environment: Mapping[str, str], results: SendResults
 ) -> list[str]:
     now = time.time()
     targets = policy.every_target()
-    waiting = notices.pending(run)
+    waiting = notices.pending_notices(run)
     book = {notice.id: (notice, delivery) for notice, delivery in waiting}
-    messages = notices.due(targets, waiting, notices.last_told(run, waiting, now=now), now=now)
+    messages = notices.due_messages(targets, waiting, notices.last_sent_times(run, waiting, now=now), now=now)
     if job:
-        messages = [message for message in messages if not notices.try_later(message, waiting, now=now)]
+        messages = [message for message in messages if not notices.must_wait_for_retry(message, waiting, now=now)]
     for message in messages:
         delivery = book[message.notice.id][1]
         delivery.note(message.target.name, "waits", now=now, reason="it was being sent and was cut short", tried=True)
@@ -82,19 +82,21 @@ def _deliver(
         for target in targets:
             if now - notice.time > notices.KEEP_SECONDS and delivery.state(target.name) == "waits":
                 delivery.note(target.name, "old", now=now, reason=delivery.reason(target.name))
-        notices.record(run, notice, delivery, targets)  # before anything is sent, or a full disk would repeat it
+        notices.record_delivery(
+            run, notice, delivery, targets
+        )  # before anything is sent, or a full disk would repeat it
     failed = []
     for result in _send_all(policy, messages, environment, results):
-        _note(book, result)
+        _record_result(book, result)
         for name in result.message.settles:
-            notices.record(run, *book[name], targets)
+            notices.record_delivery(run, *book[name], targets)
         if result.error is not None:
             failed.append(f"{result.message.target.name}: {result.error}")
-    notices.tidy(run)
+    notices.remove_old_notices(run)
     return failed
 
 
-def _note(book: Mapping[str, tuple[Notice, Delivery]], result: _Result) -> None:
+def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _SendResult) -> None:
     """Put down what became of a message, and of the notices that it speaks for."""
     message, now = result.message, time.time()
     name = message.target.name
@@ -102,20 +104,20 @@ def _note(book: Mapping[str, tuple[Notice, Delivery]], result: _Result) -> None:
         book[message.notice.id][1].note(name, "waits", now=now, reason=result.error)
         return
     for each in message.settles:
-        state: notices.Told = "sent" if each == message.notice.id else "counted"
+        state: notices.DeliveryState = "sent" if each == message.notice.id else "counted"
         book[each][1].note(name, state, now=now)
 
 
 def _send_all(
-    policy: NoticePolicy, messages: list[Message], environment: Mapping[str, str], results: Results
-) -> Iterator[_Result]:
+    policy: NoticePolicy, messages: list[NoticeMessage], environment: Mapping[str, str], results: SendResults
+) -> Iterator[_SendResult]:
     """Send the messages, those of each target in order, and give what becomes of each as soon as it is known."""
     left = {id(message): message for message in messages}
     for name in {message.target.name for message in messages}:
         own = [message for message in messages if message.target.name == name]
         threading.Thread(target=_send_to_one, args=(policy, own, environment, results), daemon=True).start()
-    until = time.monotonic() + SECONDS
-    why = f"no answer within {SECONDS:.0f} s"
+    until = time.monotonic() + SEND_SECONDS
+    why = f"no answer within {SEND_SECONDS:.0f} s"
     while left:
         try:
             result = results.get(timeout=max(0.0, until - time.monotonic()))
@@ -126,27 +128,29 @@ def _send_all(
             break
         del left[id(result.message)]
         yield result
-    yield from [_Result(message, why) for message in left.values()]
+    yield from [_SendResult(message, why) for message in left.values()]
 
 
 def _send_to_one(
     policy: NoticePolicy,
-    messages: list[Message],
+    messages: list[NoticeMessage],
     environment: Mapping[str, str],
-    results: Results,
+    results: SendResults,
 ) -> None:
     error: str | None = None
     for message in messages:
         if error is None:
-            error = attempt(policy, message, environment)
-        results.put(_Result(message, error))
+            error = send_message(policy, message, environment)
+        results.put(_SendResult(message, error))
 
 
-def attempt(policy: NoticePolicy, message: Message, environment: Mapping[str, str]) -> str | None:
+def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapping[str, str]) -> str | None:
     """Send one message; return why it was not sent, None where it was."""
-    subject, body = notification.subject(policy, message), notification.body(policy, message)
+    subject, body = notification.message_subject(policy, message), notification.message_body(policy, message)
     try:
-        channels.send(message.target, subject, body, event=message.notice.event, environment=environment)
+        notice_channels.send_to_target(
+            message.target, subject, body, event=message.notice.event, environment=environment
+        )
     except NotSent as error:
         return str(error)
     return None
@@ -159,11 +163,11 @@ def main() -> int:
     parser.add_argument("--job", action="store_true", help="from a job: what failed a moment ago is left alone")
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(BACKSTOP)
-    results: Results = queue.SimpleQueue()
+    signal.alarm(KILL_SECONDS)
+    results: SendResults = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda _number, _frame: results.put(None))
     try:
-        failed = deliver(Run(options.run), job=options.job, environment=os.environ, results=results)
+        failed = send_due_notices(Run(options.run), job=options.job, environment=os.environ, results=results)
     except (RelayrunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -175,5 +179,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    channels.end_commands()
+    notice_channels.end_commands()
     os._exit(code)  # a thread may still wait for who does not answer

@@ -11,7 +11,7 @@ from typing import Any
 from relayrun.control.rundir.run import Run
 
 
-class Follower:
+class ProgressFollower:
     """Prints where a run stands. `poll` may be called as often as one likes."""
 
     def __init__(self, run: Run, *, total_steps: int | None, seconds: float = 10.0) -> None:

@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.control.chain import evidence
+from relayrun.control.chain import failure_reason
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 
 
-def files(run: Run, attempt: int | None = None) -> list[Path]:
+def job_log_files(run: Run, attempt: int | None = None) -> list[Path]:
     """The standard output and standard error of the job of an attempt, the newest one by default.
 
     Where no attempt has begun, those of the newest job that wrote any. Raises RunDirError where there is none.
@@ -24,23 +24,23 @@ def files(run: Run, attempt: int | None = None) -> list[Path]:
     for number in [attempt] if attempt is not None else numbers[:-3:-1]:  # the last one may be about to begin
         begin = run.attempt(number).read_begin()
         if begin is not None and begin.log is not None:
-            return _both(Path(begin.log))
+            return _log_pair(Path(begin.log))
     plan = Plan.load(run)
     found = [
         path for folder in (Path(plan.log_folder), run.path) for path in folder.glob(f"{plan.job_name}-[0-9]*.err")
     ]
     if attempt is None and found:
-        return _both(max(found, key=lambda path: path.stat().st_mtime))
+        return _log_pair(max(found, key=lambda path: path.stat().st_mtime))
     what = "no job of this run has written a log" if attempt is None else f"attempt {attempt} has no log on record"
     raise RunDirError(what, where=plan.log_folder, hint="`relayrun status` says what its jobs do")
 
 
-def of_rank(run: Run, attempt: int, rank: int) -> str:
+def rank_messages(run: Run, attempt: int, rank: int) -> str:
     """What one rank of an attempt left behind: its last words, and its stacks where they were asked for.
 
     Raises RunDirError where it left nothing.
     """
-    said = [f"{failure.node}: {failure.error}" for failure in evidence.failures(run.attempt(attempt), rank)]
+    said = [f"{failure.node}: {failure.error}" for failure in failure_reason.read_failures(run.attempt(attempt), rank)]
     stacks = run.stacks(attempt) / f"rank-{rank:04}.txt"
     if stacks.exists() and stacks.stat().st_size:
         said.append(f"{stacks}:\n{stacks.read_text(encoding='utf-8', errors='replace')}")
@@ -51,7 +51,7 @@ def of_rank(run: Run, attempt: int, rank: int) -> str:
 
 
 @dataclass
-class Following:
+class LogFollower:
     """Goes along with the logs of a chain: `poll` gives what is new, of each job that comes."""
 
     run: Run
@@ -61,7 +61,7 @@ class Following:
     def poll(self) -> list[tuple[Path, bytes]]:
         """What was added since the last call, by file; of a file that was cut off, all of it again."""
         try:
-            current = files(self.run)
+            current = job_log_files(self.run)
         except RunDirError:
             return []
         found = []
@@ -82,5 +82,5 @@ class Following:
         return found
 
 
-def _both(err: Path) -> list[Path]:
+def _log_pair(err: Path) -> list[Path]:
     return [err.with_suffix(".out"), err]

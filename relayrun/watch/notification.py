@@ -6,14 +6,14 @@ import re
 import time
 import unicodedata
 
-from relayrun.control.notify.notices import WORDS, Message, NoticePolicy
-from relayrun.masking import masked
+from relayrun.control.notify.notices import MAX_WORDS, NoticeMessage, NoticePolicy
+from relayrun.masking import mask_tokens
 
-SUBJECT = 160
+SUBJECT_LENGTH = 160
 """Characters of a subject at most."""
-BODY = 1800
+BODY_LENGTH = 1800
 """Characters of a body at most: with its subject it is below what Discord takes (2000), and all others take more."""
-TITLES = {
+EVENT_TITLES = {
     "stopped": "the chain has stopped",
     "failed": "attempts fail",
     "hang": "an attempt hung",
@@ -33,12 +33,12 @@ _ACTIVE = str.maketrans({"<": "‹", ">": "›", "`": "'", "@": "(at)", "*": "�
 """What a chat takes for a mention, a link or a form of text."""
 
 
-def plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """A text from a rank or a log so that it does nothing where it is shown: no controls, mentions, links or markup.
 
     Lines stay lines; known forms of tokens are replaced by what they are.
     """
-    text, _ = masked(text)
+    text, _ = mask_tokens(text)
     lines = re.split(r"\r\n|[\n\r\v\f\x85\u2028\u2029]", text)
     seen = ["".join(" " if unicodedata.category(c) in _INVISIBLE else c for c in line).rstrip() for line in lines]
     text = "\n".join(seen).translate(_ACTIVE)
@@ -47,18 +47,18 @@ def plain(text: str) -> str:
 
 def one_line(text: str, most: int) -> str:
     """A text in one line of at most so many characters."""
-    text = " ".join(plain(text).split())
+    text = " ".join(plain_text(text).split())
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def subject(policy: NoticePolicy, message: Message) -> str:
+def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
     """Which run, on which cluster, and what happened."""
     notice = message.notice
-    what = f"{policy.run} on {policy.cluster}: {TITLES.get(notice.event, notice.event)}"
-    return one_line(f"[relayrun] {what}: {notice.reason}", SUBJECT)
+    what = f"{policy.run} on {policy.cluster}: {EVENT_TITLES.get(notice.event, notice.event)}"
+    return one_line(f"[relayrun] {what}: {notice.reason}", SUBJECT_LENGTH)
 
 
-def body(policy: NoticePolicy, message: Message) -> str:
+def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
     """What happened, where the run stands, and what to do."""
     notice = message.notice
     facts = [
@@ -75,8 +75,8 @@ def body(policy: NoticePolicy, message: Message) -> str:
     lines = [f"{name + ':':<11}{one_line(text, 700)}" for name, text in facts if text]
     text = "\n".join(lines)
     if notice.words:
-        text += "\n\n" + plain(notice.words[:WORDS])
-    return text if len(text) <= BODY else text[: BODY - 4].rstrip() + "\n..."
+        text += "\n\n" + plain_text(notice.words[:MAX_WORDS])
+    return text if len(text) <= BODY_LENGTH else text[: BODY_LENGTH - 4].rstrip() + "\n..."
 
 
 def _joined(*parts: object) -> str:

@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Literal
 
 from relayrun.control.chain.watch import stall_limit
-from relayrun.control.notify.chain_notices import little_room, quota_notice, stalled
+from relayrun.control.notify.events import low_disk_text, quota_notice_id, stalled_notice
 from relayrun.control.notify.notices import NoticePolicy
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.lineage import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import DAY, Purge
+from relayrun.control.rundir.purge import DAY_SECONDS, PurgeForecast
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import history
@@ -51,17 +51,17 @@ SAVES = 3
 """Training that is so many saves beyond the newest checkpoint has lost its saves; one is under way at most."""
 ENDING_SECONDS = 300.0
 """What a supervisor that lives needs to end ranks that hang, or to write down how they ended."""
-BEGIN_SECONDS = 600.0
+START_SECONDS = 600.0
 """What a job needs to begin, beyond the time that its ranks have to start: its supervisor waits so long for Slurm."""
-CLOCKS_SECONDS = 60.0
+CLOCK_TOLERANCE_SECONDS = 60.0
 """How much the clocks of nodes may differ."""
 CHECKPOINTS = 2
 """The disk should have room for so many more checkpoints, where a run has no `notify` that says it."""
 NOT_COPIED_SECONDS = 21600.0
 """For so long may a checkpoint wait for its copy while a job is at work that could make it."""
-BETWEEN_SECONDS = 3600.0
+TRANSIENT_SECONDS = 3600.0
 """For so long may a job neither run nor end: nodes are cleaned up within minutes."""
-BETWEEN = ("COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
+TRANSIENT_STATES = ("COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
 """States in which a job has its nodes, and nothing of it runs."""
 NO_PROGRESS_SECONDS = 21600.0
 """For so long may jobs run without a new checkpoint, where a run has no `notify` that says it."""
@@ -85,7 +85,7 @@ class Symptom:
     """Seconds for which it must be seen before it counts, where that is longer than who asks waits anyway."""
 
 
-def symptoms(
+def find_symptoms(
     run: Run, plan: Plan, status: RunStatus, *, now: float, running_since: float | None, policy: NoticePolicy | None
 ) -> list[Symptom]:
     """Return what is wrong with a chain that has not ended.
@@ -95,15 +95,20 @@ def symptoms(
         running_since: from when on the job that runs now was seen running at each look; None where none does.
         policy: who is told of what; what a job at work tells is left to the notices that it writes. None: nobody.
     """
-    found = [*_gone(run, status), *_waiting(status), *_between(status), *purged_soon(status.purges, now=now)]
+    found = [
+        *_gone(run, status),
+        *_waiting(status),
+        *_stuck_in_transient_state(status),
+        *purged_soon(status.purges, now=now),
+    ]
     found += _full_soon(status, now)
-    full = _unwritable(run, status)
+    full = _write_errors(run, status)
     found += full
     at_work = is_at_work(run, status, running_since)
     if status.state in ("running", "queued") and (policy is None or not at_work):
         found += _room(run, status, CHECKPOINTS if policy is None else policy.disk_checkpoints)
     if running_since is not None and not full:  # where nothing can be written, silence says little
-        found += _at_work(run, plan, now) if at_work else _unbegun(run, plan, status, now, running_since)
+        found += _at_work(run, plan, now) if at_work else _not_started(run, plan, status, now, running_since)
         if at_work and policy is None:
             found += _stalled(run, now)
         if at_work:
@@ -120,7 +125,7 @@ def is_at_work(run: Run, status: RunStatus, running_since: float | None) -> bool
     begin = None if attempt is None else attempt.read_begin()
     if job is None or running_since is None or attempt is None or begin is None or begin.job_id != job.id:
         return False
-    return _last_sign(attempt, begin) >= running_since - CLOCKS_SECONDS and attempt.read_end() is None
+    return _last_sign(attempt, begin) >= running_since - CLOCK_TOLERANCE_SECONDS and attempt.read_end() is None
 
 
 def _last_sign(attempt: Attempt, begin: AttemptStart) -> float:
@@ -135,16 +140,16 @@ def running_job(status: RunStatus) -> Job | None:
     return next((job for job in status.jobs if job.state == "RUNNING"), None)
 
 
-def purged_soon(purges: Sequence[Purge], *, now: float) -> Iterator[Symptom]:
+def purged_soon(purges: Sequence[PurgeForecast], *, now: float) -> Iterator[Symptom]:
     """Yield what the site would remove within a week."""
     for purge in purges:
         if purge.is_soon(now):
-            cause = f"purge-{purge.what}-{int(purge.time // DAY)}"
+            cause = f"purge-{purge.what}-{int(purge.time // DAY_SECONDS)}"
             words = f"{purge.words(now)}: read it, or copy it elsewhere (checkpoint.mirror, relayrun runs archive)"
             yield Symptom(event="disk", cause=cause, reason=words)
 
 
-def never_begins(run: Run, why: str, *, whole: bool, others: int) -> Symptom:
+def never_starts(run: Run, why: str, *, whole: bool, others: int) -> Symptom:
     """What holds up a run of a campaign for good. `whole`: all that wait; `others`: so many besides, by the same."""
     words = f"nothing more of its campaign begins: {why}" if whole else f"it does not begin: {why}"
     words += f" ({others} more of its campaign do not either)" if others else ""
@@ -156,7 +161,7 @@ def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:
     for each in status.quotas:
         if status.state in ("running", "queued") and each.is_soon(now):
             words = f"{each.words(now)}: free some space, or lower checkpoint.keep_last"
-            notice = quota_notice(each, now)
+            notice = quota_notice_id(each, now)
             yield Symptom(event="disk", cause=f"quota-{each.name}", reason=words, notice=notice)
 
 
@@ -172,36 +177,36 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
         reason = status.pending.get(job.id)
         if not job.waits or reason is None:
             continue
-        if history.for_ever(reason):
+        if history.never_starts(reason):
             held = "hel" in reason.lower() or "hold" in reason.lower()
             words = f"job {job.id} waits, and never starts unless a person changes something: {reason}"
             go_on = f"scontrol release {job.id}" if held else f"scontrol show job {job.id}"
             yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=go_on)
-        elif history.out_of_budget(reason):
+        elif history.waits_for_budget(reason):
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
             yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=f"scontrol show job {job.id}")
 
 
-def _between(status: RunStatus) -> Iterator[Symptom]:
+def _stuck_in_transient_state(status: RunStatus) -> Iterator[Symptom]:
     for job in status.jobs:
-        if job.state in BETWEEN:
+        if job.state in TRANSIENT_STATES:
             words = f"job {job.id} has been {job.state} for more than an hour, and nothing goes on with the chain"
             cause, go_on = f"{job.state.lower()}-{job.id}", f"scontrol show job {job.id}"
-            yield Symptom(event="hang", cause=cause, reason=words, go_on=go_on, patience=BETWEEN_SECONDS)
+            yield Symptom(event="hang", cause=cause, reason=words, go_on=go_on, patience=TRANSIENT_SECONDS)
 
 
-def _unwritable(run: Run, status: RunStatus) -> list[Symptom]:
+def _write_errors(run: Run, status: RunStatus) -> list[Symptom]:
     if status.state not in ("running", "queued"):
         return []
     folder = run.checkpoints if run.checkpoints.is_dir() else run.path
-    error = unwritable(folder)
+    error = write_error(folder)
     if error is None:
         return []
     words = f"nothing can be written to {folder}: {os.strerror(error.errno) if error.errno else error}"
     return [Symptom(event="disk", cause="unwritable", reason=words)]
 
 
-def unwritable(folder: Path) -> OSError | None:
+def write_error(folder: Path) -> OSError | None:
     """Return why no small file can be written into a folder; None where one can: `statvfs` knows no quota."""
     try:
         fd, name = tempfile.mkstemp(dir=folder, prefix=temporary_prefix())
@@ -220,19 +225,19 @@ def unwritable(folder: Path) -> OSError | None:
 
 
 def _room(run: Run, status: RunStatus, checkpoints: int) -> Iterator[Symptom]:
-    reason = little_room(run, checkpoints=checkpoints)
+    reason = low_disk_text(run, checkpoints=checkpoints)
     if reason is not None:
         attempt = status.attempt or 0
         yield Symptom(event="disk", cause="room", reason=reason, notice=f"disk-{attempt:04}")
 
 
-def _unbegun(run: Run, plan: Plan, status: RunStatus, now: float, running_since: float) -> Iterator[Symptom]:
+def _not_started(run: Run, plan: Plan, status: RunStatus, now: float, running_since: float) -> Iterator[Symptom]:
     job, attempt = running_job(status), run.newest_begun()
     begin = None if attempt is None else attempt.read_begin()
     since = running_since
     if job is not None and attempt is not None and begin is not None and begin.job_id == job.id:
         since = max(since, _last_sign(attempt, begin))  # it has ended, and its job is about to
-    if job is not None and now - since > max(plan.start_timeout, plan.hang_timeout) + BEGIN_SECONDS:
+    if job is not None and now - since > max(plan.start_timeout, plan.hang_timeout) + START_SECONDS:
         words = f"job {job.id} has run for {_minutes(now - since)} without a sign of life"
         yield Symptom(event="hang", cause=f"unbegun-{job.id}", reason=words)
 
@@ -265,9 +270,9 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
 def _not_copied(run: Run, now: float) -> Iterator[Symptom]:
     attempt = run.newest_begun()
     begin = None if attempt is None else attempt.read_begin()
-    if begin is None or mirror.read_policy(run) is None:
+    if begin is None or mirror.read_mirror_policy(run) is None:
         return
-    last = mirror.read_last(run)
+    last = mirror.read_last_pass(run)
     copied = 0 if last is None or last.iteration is None else last.iteration
     newer = takewhile(lambda counted: counted.commit.iteration > copied, Lineage(run).backwards())
     waiting = [counted.commit.time for counted in newer if counted.published]
@@ -281,7 +286,7 @@ def _not_copied(run: Run, now: float) -> Iterator[Symptom]:
 
 
 def _stalled(run: Run, now: float) -> Iterator[Symptom]:
-    found = stalled(run, since=run.plan.stat().st_mtime, patience=NO_PROGRESS_SECONDS, now=now)
+    found = stalled_notice(run, since=run.plan.stat().st_mtime, patience=NO_PROGRESS_SECONDS, now=now)
     if found is not None:
         yield Symptom(event="stalled", cause=found[0], reason=found[1])
 

@@ -26,7 +26,7 @@ outside="${PYTHON:-${root}/.venv/bin/python}"
 command -v "${outside}" >/dev/null || outside=python3 # the run's own Python may be one of a container
 run_command=() run_python=()
 surroundings="$(mktemp)"
-"${outside}" -m relayrun.train.export.surroundings "${run}" >"${surroundings}"
+"${outside}" -m relayrun.train.export.job_environment "${run}" >"${surroundings}"
 # shellcheck source=/dev/null
 source "${surroundings}"
 rm -f "${surroundings}"

@@ -4,7 +4,7 @@
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.tokenize import add_arguments
+from relayrun.cli.data.tokenize import add_tokenize_arguments
 
 if __name__ == "__main__":
-    sys.exit(as_program(add_arguments, __doc__))
+    sys.exit(as_program(add_tokenize_arguments, __doc__))

@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from relayrun.errors import InputError, run_main
-from relayrun.train.reporting.wandb_copy import Project, copy_project
+from relayrun.train.reporting.wandb_copy import WandbProject, copy_project
 
 
 def main() -> None:
@@ -34,8 +34,8 @@ def main() -> None:
     try:
         for line in copy_project(
             wandb.Api(),
-            Project(options.src_entity, options.src_project),
-            Project(options.dst_entity, options.dst_project),
+            WandbProject(options.src_entity, options.src_project),
+            WandbProject(options.dst_entity, options.dst_project),
             run_ids=options.runs,
             names=options.names,
         ):

@@ -11,8 +11,8 @@ import os
 import sys
 
 from relayrun.config.compose import compose
-from relayrun.control.rundir import find
-from relayrun.control.rundir.streams import record_streams
+from relayrun.control.rundir import find_runs
+from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.errors import InputError, RunDirError, run_main
 from relayrun.train.reporting import wandb_evaluations
 from relayrun.train.reporting.points import PointReader
@@ -26,11 +26,11 @@ def main() -> int:
     if not os.environ.get("WANDB_API_KEY"):
         raise InputError("WANDB_API_KEY is not in the environment", hint="export it; it is written nowhere")
     for name in options.runs:
-        run = find.find_run(name)
+        run = find_runs.find_run(name)
         if not run.attempt_numbers():
             raise RunDirError("this run has not begun", where=run.path)
-        config = compose.read_resolved(run.config_revision(run.revisions()[-1]))
-        streams = record_streams(run)
+        config = compose.read_resolved_config(run.config_revision(run.revisions()[-1]))
+        streams = update_tracker_runs(run)
         for number, stream in enumerate(streams):
             sink = WandB(run, stream, config, "online")
             before = sink.mark
@@ -43,7 +43,7 @@ def main() -> int:
                 f"{config.project}/{config.name}: id {stream.id}: the service had iteration {before}, "
                 f"sent up to {sink.mark}"
             )
-        wandb_evaluations.tell(run, config, "online")
+        wandb_evaluations.send_evaluations(run, config, "online")
     return 0
 
 

@@ -42,7 +42,7 @@ def test_setup_environment_prefix_container_and_python_are_the_runs(tmp_path: Pa
     run = make_history(tmp_path / "a run", lines=6, attempts=1)
     script = program(
         tmp_path / "its python",
-        "if [[ $2 == relayrun.train.export.surroundings ]]; then exec " + sys.executable + ' "$@"; fi\n'
+        "if [[ $2 == relayrun.train.export.job_environment ]]; then exec " + sys.executable + ' "$@"; fi\n'
         'printf "%s\\n" "SITE=$SITE MINE=$MINE" "$@"',
     )
     program(tmp_path / "boxed", 'echo "in a box: $1"\nshift\nexec "$@"')

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.places import CODE as ROOT
+from relayrun.places import CODE_ROOT as ROOT
 
 PYTHON = """#!/usr/bin/env bash
 case "$*" in

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.tokens.shards import merges
+from relayrun.tokens.shards import pending_merges
 from relayrun.tokens.shards.indexed import Shard, ShardWriter
-from relayrun.tokens.shards.merges import pending
+from relayrun.tokens.shards.pending_merges import unmerged_dumps
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/tokenization/submit_merge.sh"
 
@@ -67,18 +67,18 @@ def test_every_dump_is_merged_by_a_job_of_its_own_and_once(tmp_path: Path) -> No
 def test_dumps_that_cannot_be_merged_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = tmp_path / "text"
     with pytest.raises(InputError, match="there is no dump in this folder"):
-        pending(dataset)
+        unmerged_dumps(dataset)
     for dump, kinds in enumerate([(np.uint16, np.int32), (np.uint16, np.uint16), (np.int32, np.uint16)]):
         for shard, kind in enumerate(kinds):
             writer = ShardWriter(dataset / f"dump-{dump}" / f"{shard}", kind)
             writer.add([1, 2], [2])
             writer.finish()
     with pytest.raises(InputError, match=r"2 dumps cannot be merged:(?s:.*)dump-0/1: (?s:.*)dump-2/1: token types"):
-        pending(dataset)
+        unmerged_dumps(dataset)
     for dump in (0, 2):
         for file in (dataset / f"dump-{dump}").glob("1.*"):
             file.unlink()
-    assert pending(dataset) == ["dump-0", "dump-1", "dump-2"]
-    monkeypatch.setattr(merges, "free_space", lambda _: 100)
+    assert unmerged_dumps(dataset) == ["dump-0", "dump-1", "dump-2"]
+    monkeypatch.setattr(pending_merges, "free_space", lambda _: 100)
     with pytest.raises(InputError, match=r"text-merge: the merged shards take 0\.0 GB, and 0\.0 GB are free"):
-        pending(dataset)
+        unmerged_dumps(dataset)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import render
+from relayrun.control.chain import job_script
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.plan import Plan, job_name
+from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from tests.history import make_history, queue_is_run
@@ -26,10 +26,10 @@ def make_run(tmp_path: Path) -> MakeRun:
     def make(*arguments: str, folder: str = "run", **changes: object) -> tuple[Run, Plan]:
         run = Run(tmp_path / folder)
         run.path.mkdir(parents=True, exist_ok=True)
-        triggers.create_folder(run)
+        triggers.create_trigger_folder(run)
         values: dict[str, object] = {
             "run": "test/chain",
-            "job_name": job_name("test", "chain", run.path),
+            "job_name": chain_job_name("test", "chain", run.path),
             "scheduler": "local",
             "total_steps": 20,
             "config_revision": 1,
@@ -61,8 +61,8 @@ def make_run(tmp_path: Path) -> MakeRun:
             values |= {"lead_floor": changes["lead"], "lead_ceiling": changes["lead"]}
         plan = Plan.of(values | changes)
         plan.write(run.plan)
-        run.job_script.write_text(render.job_script(plan, run))
-        run.fallback_script.write_text(render.fallback_script(plan, run))
+        run.job_script.write_text(job_script.job_script(plan, run))
+        run.fallback_script.write_text(job_script.fallback_script(plan, run))
         return run, plan
 
     return make

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.records import Commit, Failure, Heartbeat, Outcome
+from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.errors import log_to_stderr
 from relayrun.files import append_line
@@ -45,19 +45,19 @@ def rank_main(flag: SignalFlag) -> int:
     attempt = run.attempt(options.attempt)
     begin = attempt.read_begin()
     assert begin is not None
-    rank, number, world = int(os.environ["RANK"]), agent_link.round_number(), int(os.environ["WORLD_SIZE"])
+    rank, number, world = int(os.environ["RANK"]), agent_link.restart_number(), int(os.environ["WORLD_SIZE"])
     assert (os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]) == (str(rank), str(world))
     dump_stacks_on_request(run.stacks(options.attempt) / f"rank-{rank:04}.txt")
     base = begin.base_iteration if options.base_iteration is None else options.base_iteration
     append_line(attempt.path / f"starts-{rank}.jsonl", {"round": number, "base": base, "pid": os.getpid()})
     now = time.time()
     if rank == 0:
-        agent_link.tell("started", process=now, imported=now, initialised=now, loaded=now)
+        agent_link.tell_agent("started", process=now, imported=now, initialised=now, loaded=now)
     at = base
     while True:
         fault(number, rank, at, run, options.attempt)
         reason = flag.received.name if flag.received else "stop file" if attempt.stop.exists() else ""
-        trigger = triggers.look(run, "exit")
+        trigger = triggers.read_trigger(run, "exit")
         if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.lead:
             reason = reason or "time limit near"
         done = at >= STEPS
@@ -69,15 +69,15 @@ def rank_main(flag: SignalFlag) -> int:
                 run.checkpoint(at).mkdir(parents=True, exist_ok=True)
                 path = str(run.checkpoint(at))
                 attempt.append_commit(
-                    Commit(iteration=at, path=path, consumed_samples=at, time=time.time(), seconds=0.0)
+                    CheckpointCommit(iteration=at, path=path, consumed_samples=at, time=time.time(), seconds=0.0)
                 )
             if leaves:
                 words = "exit trigger" if trigger else reason or "last step"
                 name = "exit" if trigger else "done" if done else "saved"
-                outcome = Outcome(outcome=name, reason=words, iteration=at, time=time.time())  # type: ignore[arg-type]
+                outcome = AttemptOutcome(outcome=name, reason=words, iteration=at, time=time.time())  # type: ignore[arg-type]
                 outcome.write(attempt.outcome)
                 if trigger:
-                    triggers.acknowledge(run, trigger, iteration=at, result="saved")
+                    triggers.acknowledge_trigger(run, trigger, iteration=at, result="saved")
                 return 0
         time.sleep(STEP_SECONDS)
         if rank == 0 or not done:
@@ -87,7 +87,7 @@ def rank_main(flag: SignalFlag) -> int:
             beat = Heartbeat(node="n", iteration=at, phase="step", time=time.time(), step_p95=None, save_p95=None)
             beat.write(attempt.heartbeats / "n.json")
             if at == base + 1:
-                agent_link.tell("stepped", time=time.time())
+                agent_link.tell_agent("stepped", time=time.time())
 
 
 def fault(number: int, rank: int, at: int, run: Run, attempt: int) -> None:
@@ -114,7 +114,9 @@ def fault(number: int, rank: int, at: int, run: Run, attempt: int) -> None:
             elif what == "exit3":
                 os._exit(3)
             elif what != "told":
-                error = Failure(rank=rank, node="n", error=what, time=time.time(), repeats=what.startswith("repeats"))
+                error = RankFailure(
+                    rank=rank, node="n", error=what, time=time.time(), repeats=what.startswith("repeats")
+                )
                 error.write(run.attempt(attempt).failures / f"rank-{rank:04}.json")
                 os._exit(1)
         while what != "told" or not run.attempt(attempt).stop.exists():

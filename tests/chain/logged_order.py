@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.order.samples import WindowOrder
 from relayrun.tokens.order.spec import DatasetSpec
 
 
@@ -17,7 +17,7 @@ class Logged:
     """Reads are logged as `attempt position` lines, a file for each data set and process."""
 
     def __init__(self, source: DatasetSpec) -> None:
-        self._inner = SampleOrder(source.manifest, seq_length=source.seq_length, seed=source.seed, name=source.name)
+        self._inner = WindowOrder(source.manifest, seq_length=source.seq_length, seed=source.seed, name=source.name)
         attempt = re.search(r"--attempt[ =](\d+)", " ".join(sys.argv))
         self._attempt = attempt[1] if attempt else None
         self._path = Path(source.options["log"]) / f"{source.name}-{os.getpid()}"

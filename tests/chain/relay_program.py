@@ -14,7 +14,14 @@ import time
 from pathlib import Path
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome, Started
+from relayrun.control.rundir.records import (
+    AttemptOutcome,
+    AttemptStart,
+    CheckpointCommit,
+    Heartbeat,
+    RankFailure,
+    StartTimes,
+)
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
 
@@ -57,7 +64,7 @@ def leave(outcome: str, reason: str) -> None:
         if iteration > begin.base_iteration:
             time.sleep(options.save_seconds)
             path.mkdir(parents=True, exist_ok=True)
-            commit = Commit(
+            commit = CheckpointCommit(
                 iteration=iteration,
                 path=str(path),
                 consumed_samples=iteration,
@@ -65,7 +72,7 @@ def leave(outcome: str, reason: str) -> None:
                 seconds=options.save_seconds,
             )
             attempt.append_commit(commit)
-        Outcome(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
+        AttemptOutcome(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
     sys.exit(0)
 
 
@@ -73,7 +80,7 @@ if options.start_seconds:
     time.sleep(options.start_seconds)
     now = time.time()
     if rank == 0:
-        Started(process=began, imported=began, initialised=now, loaded=now).write(attempt.started)
+        StartTimes(process=began, imported=began, initialised=now, loaded=now).write(attempt.started)
 
 if options.killed >= 0:
     node, started = os.environ.get("SLURMD_NODENAME", "n"), attempt.path / "killed"
@@ -82,7 +89,7 @@ if options.killed >= 0:
         os.kill(os.getpid(), signal.SIGKILL)
     while not started.exists():
         time.sleep(0.01)
-    Failure(
+    RankFailure(
         rank=rank, node=node, error="RuntimeError: Connection closed by peer [10.0.0.2]:26077", time=time.time()
     ).write(attempt.failures / f"rank-{rank:04}.json")
     sys.exit(1)
@@ -90,7 +97,7 @@ if options.killed >= 0:
 if options.repeats_on >= 0:
     mine = rank == options.repeats_on
     error = "KeyError: 'layout'" if mine else "RuntimeError: Connection closed by peer [127.0.0.1]:26077"
-    Failure(rank=rank, node="n", error=error, time=time.time(), repeats=mine).write(
+    RankFailure(rank=rank, node="n", error=error, time=time.time(), repeats=mine).write(
         attempt.failures / f"rank-{rank:04}.json"
     )
     while len(list(attempt.failures.glob("rank-*.json"))) < int(os.environ["WORLD_SIZE"]):
@@ -103,11 +110,11 @@ while True:
         leave("saved", asked[0])
     if attempt.stop.exists():
         leave("saved", "stop file")
-    if rank == 0 and (trigger := triggers.look(run, "exit")):
+    if rank == 0 and (trigger := triggers.read_trigger(run, "exit")):
         try:
             leave("exit", "exit trigger")
         finally:
-            triggers.acknowledge(run, trigger, iteration=iteration, result="saved")
+            triggers.acknowledge_trigger(run, trigger, iteration=iteration, result="saved")
     if rank and attempt.outcome.exists():  # rank 0 looks, the others follow
         sys.exit(0)
     if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.lead:
@@ -126,7 +133,9 @@ while True:
         sys.exit(7)
     if iteration == options.fatal_at:
         if rank == 0:
-            Outcome(outcome="fatal", reason="loss is NaN", iteration=iteration, time=time.time()).write(attempt.outcome)
+            AttemptOutcome(outcome="fatal", reason="loss is NaN", iteration=iteration, time=time.time()).write(
+                attempt.outcome
+            )
         while not attempt.outcome.exists():  # rank 0 may be slower, and the first that leaves ends the others
             time.sleep(0.05)
         sys.exit(3)

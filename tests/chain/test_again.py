@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import render
+from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
@@ -314,7 +314,7 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     tried_before = what.startswith("tried-before")
     if what in ("spare", "spare-is-down", "too-few") or tried_before:  # of three nodes and a spare one, two tasks each
         plan = replace(plan, nodes=3, spare_nodes=1, ntasks_per_node=2)
-        run.job_script.write_text(render.job_script(plan, run))
+        run.job_script.write_text(job_script.job_script(plan, run))
     folder = tmp_path / "slurm"
     folder.mkdir()
     for name in ("squeue", "scontrol", "sbatch", "sleep"):

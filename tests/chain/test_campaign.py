@@ -17,17 +17,17 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.chain import campaign as supervisor
-from relayrun.control.chain.campaign import Look, begin_due, readiness
-from relayrun.control.chain.evaluations import attend as attend_evaluations
-from relayrun.control.chain.evaluations import attend_awaited
+from relayrun.control.chain.campaign import CampaignPass, condition_readiness, start_due_in_campaign
+from relayrun.control.chain.evaluation_jobs import submit_awaited_evaluation
+from relayrun.control.chain.evaluation_jobs import submit_due_evaluations as attend_evaluations
 from relayrun.control.rundir import campaign, evaluations
-from relayrun.control.rundir.campaign import Begun, Campaign, Member, Membership
-from relayrun.control.rundir.evaluations import Policy, Result, Submitted
-from relayrun.control.rundir.plan import Plan, job_name
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
+from relayrun.control.rundir.evaluations import EvaluationPolicy, EvaluationResult, SubmittedEvaluation
+from relayrun.control.rundir.plan import Plan, chain_job_name
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason, write_stop
-from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_command import TooManyJobsError
 from tests.campaigns import ROOT
 from tests.history import began
@@ -56,11 +56,11 @@ def make(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 folder=f"work/campaign-{name}",
                 scheduler="slurm",
                 fallback_job=True,
-                job_name=job_name("tests", name, at),
+                job_name=chain_job_name("tests", name, at),
                 owner=os.geteuid(),
             )
-            Membership(folder=str(folder), member=name).write(campaign.membership_path(run))
-            found.append(Member(name=name, run_dir=str(run.path), **fields))
+            CampaignMembership(folder=str(folder), member=name).write(campaign.membership_path(run))
+            found.append(CampaignMember(name=name, run_dir=str(run.path), **fields))
         Campaign(
             kind="sweep", name="tests/c", owner=os.geteuid(), scheduler="slurm", at_once=at_once, members=found
         ).save(folder)
@@ -88,17 +88,17 @@ def jobs(folder: Path, slurm: FakeSlurm) -> dict[str, list[str]]:
 
 def test_no_more_than_the_limit_and_the_next_one_when_a_chain_ends(make: Make) -> None:
     folder, slurm = make({}, {}, {}, {}, at_once=2)
-    assert len(begin_due(folder).begun) == 2
+    assert len(start_due_in_campaign(folder).begun) == 2
     assert sorted(jobs(folder, slurm)) == ["01", "02"]
-    assert begin_due(folder).begun == []
+    assert start_due_in_campaign(folder).begun == []
     write_stop(member_run(folder, "02"), "the last iteration, 20, is durable")
-    supervisor.attend(member_run(folder, "02"))
+    supervisor.start_due_members_of(member_run(folder, "02"))
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
     slurm.set(jobs(folder, slurm)["01"][0], state="FAILED")  # its fallback job goes on with it
-    assert begin_due(folder).begun == []
+    assert start_due_in_campaign(folder).begun == []
     for job_id in slurm.fallback_jobs():
         slurm.set(job_id, state="CANCELLED")  # nobody does: a broken chain holds up no other
-    assert len(begin_due(folder).begun) == 1
+    assert len(start_due_in_campaign(folder).begun) == 1
     assert {name: len(found) for name, found in jobs(folder, slurm).items()} == dict.fromkeys(
         ["01", "02", "03", "04"], 1
     )
@@ -110,17 +110,17 @@ def test_nothing_begins_without_its_record_behind_a_stop_and_for_another_user(
     folder, slurm = make({}, {})
     record = folder / "campaign.json"
     record.rename(folder / "aside")
-    assert begin_due(folder).begun == []  # the submit was killed
-    assert campaign.waits(Run(folder.with_name("campaign-01")))
+    assert start_due_in_campaign(folder).begun == []  # the submit was killed
+    assert campaign.waits_for_campaign(Run(folder.with_name("campaign-01")))
     (folder / "aside").rename(record)
-    campaign.write_stop(folder, "stopped by ada")
-    assert begin_due(folder).begun == []
-    campaign.stop_path(folder).unlink()
+    campaign.write_campaign_stop(folder, "stopped by ada")
+    assert start_due_in_campaign(folder).begun == []
+    campaign.campaign_stop_path(folder).unlink()
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
-        assert begin_due(folder).begun == []
+        assert start_due_in_campaign(folder).begun == []
     assert not slurm.jobs()
-    assert len(begin_due(folder).begun) == 2
+    assert len(start_due_in_campaign(folder).begun) == 2
 
 
 def test_nothing_of_another_users_campaign_or_run_begins_whatever_the_records_say(
@@ -131,16 +131,16 @@ def test_nothing_of_another_users_campaign_or_run_begins_whatever_the_records_sa
     for path in (folder, folder / "campaign.json"):
         with monkeypatch.context() as patch:
             give_away(patch, path)
-            assert begin_due(folder).begun == []
+            assert start_due_in_campaign(folder).begun == []
     for path in (folder.with_name("campaign-01"), folder.with_name("campaign-01") / "plan.json"):
         with monkeypatch.context() as patch:
             give_away(patch, path, folder.with_name("campaign-02"))
-            look = begin_due(folder)
+            look = start_due_in_campaign(folder)
             assert look.begun == []
             assert set(look.stuck) == {"01", "02"}
             assert "its directory or its plan belongs to another user" in look.stuck["01"]
     assert not slurm.jobs()
-    assert len(begin_due(folder).begun) == 2
+    assert len(start_due_in_campaign(folder).begun) == 2
 
 
 def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for_it(
@@ -149,9 +149,9 @@ def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for
     folder, slurm = make({})
     run = member_run(folder, "01")
     run.evaluations.mkdir()
-    evaluation = evaluations.directory(run, 10, 1)
+    evaluation = evaluations.evaluation_dir(run, 10, 1)
     give_away(monkeypatch, run.path)
-    attend_awaited(run, evaluation)
+    submit_awaited_evaluation(run, evaluation)
     assert "belongs to another user" in capfd.readouterr().err
     assert not evaluation.path.exists()
     assert not slurm.jobs()
@@ -159,16 +159,16 @@ def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for
 
 def test_who_cannot_ask_for_jobs_begins_none_beyond_the_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, slurm = make({}, {}, at_once=1)
-    begin_due(folder)
+    start_due_in_campaign(folder)
     slurm.set("1", state="FAILED")
     down = subprocess.CompletedProcess([], 1, "", "slurm_load_jobs error: Unable to contact slurm controller")
     monkeypatch.setattr(slurm, "run", lambda *_: down)
-    assert begin_due(folder, patience=0).begun == []
+    assert start_due_in_campaign(folder, patience=0).begun == []
 
 
 def test_eight_who_look_at_once_begin_each_run_once(make: Make) -> None:
     folder, slurm = make(*({} for _ in range(6)))
-    threads = [threading.Thread(target=begin_due, args=(folder,)) for _ in range(8)]
+    threads = [threading.Thread(target=start_due_in_campaign, args=(folder,)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -217,7 +217,7 @@ def test_killed_or_failing_at_any_call_each_run_begins_once(make: Make, tmp_path
     shutil.copytree(work, template)
 
     def look() -> int:
-        begin_due(folder)
+        start_due_in_campaign(folder)
         return 0
 
     undisturbed = run_child(look, work, slurm)
@@ -225,7 +225,7 @@ def test_killed_or_failing_at_any_call_each_run_begins_once(make: Make, tmp_path
 
     def judge(fault: Fault, done: Reached) -> str:
         found = jobs(folder, slurm)
-        records = {name: Begun.read(campaign.begun_path(folder, name)) for name in ("01", "02", "03")}
+        records = {name: MemberStarted.read(campaign.member_started_path(folder, name)) for name in ("01", "02", "03")}
         told = {name: [record.job_id] for name, record in records.items() if record is not None}
         # after an error who could not be read was passed over, and waits for its turn
         right = sorted(found) == ["01", "02"] or (fault is not KILL and len(found) == 2)
@@ -241,7 +241,7 @@ def saved(run: Run, iteration: int) -> None:
         run.attempt(1).path.mkdir(parents=True)
         began(run, 1).write(run.attempt(1).begin)
     run.checkpoint(iteration).mkdir(parents=True)
-    commit = Commit(
+    commit = CheckpointCommit(
         iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=iteration, time=0.0, seconds=1.0
     )
     run.attempt(1).append_commit(commit)
@@ -249,28 +249,28 @@ def saved(run: Run, iteration: int) -> None:
 
 def test_a_stage_begins_when_its_iteration_is_durable_and_that_checkpoint_stays_until_then(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, {"name": "decay", "source": "stable", "iteration": 8})
-    begin_due(folder)
+    start_due_in_campaign(folder)
     stable, decay = member_run(folder, "stable"), member_run(folder, "decay")
     saved(stable, 4)
-    assert begin_due(folder).begun == []
+    assert start_due_in_campaign(folder).begun == []
     whole = Campaign.load(folder)
-    assert readiness(whole, whole.member("decay")).why == "waits for iteration 8 of stable"
-    assert campaign.held(stable) == {8}
+    assert condition_readiness(whole, whole.member("decay")).why == "waits for iteration 8 of stable"
+    assert campaign.iterations_held_by_campaign(stable) == {8}
     saved(stable, 8)
     saved(stable, 12)
-    supervisor.attend(stable)  # as its watch does
+    supervisor.start_due_members_of(stable)  # as its watch does
     assert sorted(jobs(folder, slurm)) == ["decay", "stable"]
     plan = Plan.load(decay)
     assert (plan.load_iteration, plan.load_path) == (8, str(stable.checkpoint(8)))
-    assert campaign.held(stable) == {8}
+    assert campaign.iterations_held_by_campaign(stable) == {8}
     saved(decay, 10)
-    assert campaign.held(stable) == set()
+    assert campaign.iterations_held_by_campaign(stable) == set()
 
 
 def evaluates(run: Run) -> None:
     """Let the run evaluate its last iteration, which its program alone knows."""
     run.evaluations.mkdir()
-    Policy(interval=1000, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
+    EvaluationPolicy(interval=1000, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
     run.evaluation_script.write_text("#!/bin/bash\n")
 
 
@@ -285,16 +285,16 @@ AFTER = {"name": "long", "source": "stable", "evaluated": True, "counts_from_zer
 
 def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER), {"name": "last", "after": "long"})
-    begin_due(folder)
+    start_due_in_campaign(folder)
     stable, whole = member_run(folder, "stable"), Campaign.load(folder)
     saved(stable, 20)
     evaluates(stable)
 
     def why(name: str = "long", *, stuck: bool = False) -> str:
-        look = begin_due(folder)
+        look = start_due_in_campaign(folder)
         assert look.begun == []
         assert (name in look.stuck) == stuck
-        return readiness(whole, whole.member(name)).why
+        return condition_readiness(whole, whole.member(name)).why
 
     assert why() == "waits for the end of stable"
     write_stop(stable, "stopped by ada")
@@ -302,26 +302,26 @@ def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make
     stable.stop.unlink()
     write_stop(stable, "the last iteration, 20, is durable")
     assert why() == "waits for the evaluation of stable:20, which has no result yet"
-    evaluations.finish(stable, Result(iteration=20, attempt=1, status="failed", time=0.0, error="no"))
+    evaluations.record_result(stable, EvaluationResult(iteration=20, attempt=1, status="failed", time=0.0, error="no"))
     at = stable.evaluations / "iter_0000020-0001"
     failed = f"waits for the evaluation of stable:20, which failed: no; to have it tried again, remove {at}"
     assert why(stuck=True) == failed
     shutil.rmtree(at)
     assert why() == "waits for the evaluation of stable:20, which has no result yet"
-    evaluations.finish(stable, Result(iteration=20, attempt=1, status="done", time=0.0))
-    assert len(begin_due(folder).begun) == 1
+    evaluations.record_result(stable, EvaluationResult(iteration=20, attempt=1, status="done", time=0.0))
+    assert len(start_due_in_campaign(folder).begun) == 1
     assert why("last") == "waits for the end of long"
     plan = Plan.load(member_run(folder, "long"))
     assert (plan.load_iteration, plan.load_path) == (0, str(stable.checkpoint(20)))
     assert sorted(jobs(folder, slurm)) == ["long", "stable"]
     write_stop(member_run(folder, "long"), "the last iteration, 40, is durable")
-    assert len(begin_due(folder).begun) == 1
+    assert len(start_due_in_campaign(folder).begun) == 1
     assert Plan.load(member_run(folder, "last")).load_path is None
 
 
 def ended_unevaluated(folder: Path, *, ended: str) -> Run:
     """The chain of the first stage has ended, and nobody of it queued the evaluation."""
-    begin_due(folder)
+    start_due_in_campaign(folder)
     stable = member_run(folder, "stable")
     saved(stable, 20)
     evaluates(stable)
@@ -342,25 +342,25 @@ def test_an_evaluation_that_a_stage_waits_for_is_attended_when_the_chain_is_over
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended=ended)
     for _ in range(3):
-        assert begin_due(folder) == Look()
+        assert start_due_in_campaign(folder) == CampaignPass()
     (job,) = evaluation_jobs(stable, slurm)
-    assert [commit.iteration for _, commit in evaluations.due(stable)] == [20]  # its job will find it so
+    assert [commit.iteration for _, commit in evaluations.due_checkpoints(stable)] == [20]  # its job will find it so
     slurm.set(job, state="COMPLETED")
-    evaluations.finish(stable, Result(iteration=20, attempt=1, status="done", time=0.0))
-    assert len(begin_due(folder).begun) == 1
+    evaluations.record_result(stable, EvaluationResult(iteration=20, attempt=1, status="done", time=0.0))
+    assert len(start_due_in_campaign(folder).begun) == 1
 
 
 def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
     for number in (1, 2, 3):
-        assert begin_due(folder) == Look()
+        assert start_due_in_campaign(folder) == CampaignPass()
         found = evaluation_jobs(stable, slurm)
         assert len(found) == number
-        evaluations.claim(evaluations.directory(stable, 20, 1), found[-1], "n1")
+        evaluations.claim_evaluation(evaluations.evaluation_dir(stable, 20, 1), found[-1], "n1")
         slurm.set(found[-1], state="NODE_FAIL")
     for _ in range(3):
-        look = begin_due(folder)
+        look = start_due_in_campaign(folder)
     assert len(evaluation_jobs(stable, slurm)) == 3
     assert look.stuck["long"].startswith("waits for the evaluation of stable:20, which failed: job ")
 
@@ -368,22 +368,22 @@ def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make
 def test_an_evaluation_whose_job_never_starts_is_told(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    begin_due(folder)
+    start_due_in_campaign(folder)
     (job,) = evaluation_jobs(stable, slurm)
     slurm.set(job, reason="Priority")
-    assert begin_due(folder) == Look()
+    assert start_due_in_campaign(folder) == CampaignPass()
     slurm.set(job, reason="QOSMaxCpuPerJobLimit")
     words = f"waits for the evaluation of stable:20, whose job {job} never starts: QOSMaxCpuPerJobLimit"
-    assert begin_due(folder).stuck == {"long": words}
+    assert start_due_in_campaign(folder).stuck == {"long": words}
 
 
 def test_an_evaluation_that_a_person_cancelled_is_not_replaced(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    begin_due(folder)
+    start_due_in_campaign(folder)
     slurm.set(evaluation_jobs(stable, slurm)[0], state="CANCELLED")
     for _ in range(2):
-        look = begin_due(folder)
+        look = start_due_in_campaign(folder)
     assert len(evaluation_jobs(stable, slurm)) == 1
     assert "which failed: job" in look.stuck["long"]
 
@@ -395,7 +395,7 @@ def test_a_member_that_cannot_be_read_holds_its_own_checkpoint_alone(make: Make)
     began(torn, 1)
     torn.attempt(1).begin.write_text("{")
     saved(member_run(folder, "b12"), 14)
-    assert campaign.held(member_run(folder, "stable")) == {8}
+    assert campaign.iterations_held_by_campaign(member_run(folder, "stable")) == {8}
 
 
 def test_a_log_folder_that_cannot_be_made_holds_up_no_other(make: Make) -> None:
@@ -403,7 +403,7 @@ def test_a_log_folder_that_cannot_be_made_holds_up_no_other(make: Make) -> None:
     run = member_run(folder, "01")
     (run.path / "file").touch()
     replace(Plan.load(run), log_folder=str(run.path / "file/logs")).write(run.plan)
-    look = begin_due(folder)
+    look = start_due_in_campaign(folder)
     assert jobs_by_name(slurm) == ["02"]
     assert look.stuck["01"].startswith("01 cannot begin: ")
 
@@ -421,7 +421,7 @@ def test_an_evaluation_that_cannot_come_is_told(make: Make, trouble: str) -> Non
         other = stable.path.with_name("other") / "checkpoints/iter_0000020"
         other.mkdir(parents=True)
         began(stable, 1, base=20, base_path=str(other))
-    assert begin_due(folder).stuck == {"long": f"waits for the evaluation of stable:20, which {words}"}
+    assert start_due_in_campaign(folder).stuck == {"long": f"waits for the evaluation of stable:20, which {words}"}
     assert evaluation_jobs(stable, slurm) == []
 
 
@@ -429,11 +429,11 @@ def test_two_who_attend_at_once_queue_one_evaluation(make: Make) -> None:
     """The chain of a run, and whoever looks after the stage that waits: a second job would end without a result."""
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    threads = [threading.Thread(target=begin_due, args=(folder,)) for _ in range(4)]
-    evaluations.want(stable, evaluations.directory(stable, 20, 1))
+    threads = [threading.Thread(target=start_due_in_campaign, args=(folder,)) for _ in range(4)]
+    evaluations.request_evaluation(stable, evaluations.evaluation_dir(stable, 20, 1))
     plan = Plan.load(stable)
     threads += [
-        threading.Thread(target=attend_evaluations, args=(stable, plan, for_plan(plan, stable, patience=0)))
+        threading.Thread(target=attend_evaluations, args=(stable, plan, scheduler_for_plan(plan, stable, patience=0)))
         for _ in range(4)
     ]
     for thread in threads:
@@ -455,7 +455,7 @@ def test_killed_or_failing_at_any_call_an_evaluation_is_queued_once(
     shutil.copytree(work, template)
 
     def look() -> int:
-        begin_due(folder)
+        start_due_in_campaign(folder)
         return 0
 
     undisturbed = run_child(look, work, slurm)
@@ -464,7 +464,7 @@ def test_killed_or_failing_at_any_call_an_evaluation_is_queued_once(
 
     def judge(_: Fault, done: Reached) -> str:
         found = evaluation_jobs(stable, slurm)
-        record = Submitted.read(evaluations.directory(stable, 20, 1).submitted)
+        record = SubmittedEvaluation.read(evaluations.evaluation_dir(stable, 20, 1).submitted)
         right = not done.code and len(found) == 1 and record is not None and [record.job_id] == found
         return "" if right else f"{found}, on record {record}"
 
@@ -501,12 +501,12 @@ def test_a_member_that_cannot_be_read_holds_up_no_other(make: Make, damage: str)
     else:
         began(run, 1)
         run.attempt(1).begin.write_text("{")
-    look = begin_due(folder)
+    look = start_due_in_campaign(folder)
     assert sorted(jobs_by_name(slurm)) == ["01", "03"]
     assert len(look.begun) == 2
     assert list(look.stuck) == ["02"]
     assert look.stuck["02"].startswith("the plan of 02 cannot be read: ")
-    assert begin_due(folder).stuck == look.stuck
+    assert start_due_in_campaign(folder).stuck == look.stuck
 
 
 def jobs_by_name(slurm: FakeSlurm) -> list[str]:
@@ -517,8 +517,8 @@ def jobs_by_name(slurm: FakeSlurm) -> list[str]:
 @pytest.mark.parametrize("damage", ["moved", "torn commits", "torn stop"])
 def test_a_source_that_cannot_be_read_is_told_and_holds_up_no_other(make: Make, damage: str) -> None:
     folder, slurm = make({"name": "a"}, {"name": "b"}, {"name": "c", "source": "a", "iteration": 8}, {"name": "d"})
-    begin_due(folder)
-    campaign.begun_path(folder, "d").unlink()  # as if it had to begin yet
+    start_due_in_campaign(folder)
+    campaign.member_started_path(folder, "d").unlink()  # as if it had to begin yet
     slurm.write({})
     source = member_run(folder, "a")
     saved(source, 8)
@@ -531,7 +531,7 @@ def test_a_source_that_cannot_be_read_is_told_and_holds_up_no_other(make: Make, 
     else:
         source.stop.write_bytes(b"\xff\xfe")
         words = "waits for a, whose records cannot be read: "
-    look = begin_due(folder)
+    look = start_due_in_campaign(folder)
     assert jobs_by_name(slurm) == ["d"]
     assert look.stuck["c"].startswith(words)
 
@@ -541,36 +541,36 @@ def test_a_member_that_slurm_refuses_holds_up_no_other_and_is_tried_again_later(
 ) -> None:
     folder, slurm = make({}, {}, {}, at_once=1)
     refused = refuse(monkeypatch, slurm, "campaign-01", "Batch job submission failed: Invalid partition")
-    look = begin_due(folder)
+    look = start_due_in_campaign(folder)
     assert jobs_by_name(slurm) == ["02"]
     words = "its first job is refused: sbatch: sbatch: error: Batch job submission failed: Invalid partition"
     assert look.stuck == {"01": words}
     write_stop(member_run(folder, "02"), "the last iteration, 20, is durable")
     slurm.write({})
-    assert len(begin_due(folder).begun) == 1
+    assert len(start_due_in_campaign(folder).begun) == 1
     assert jobs_by_name(slurm) == ["03"]
     assert len(refused) == 1  # an order to Slurm is not given at every look
     monkeypatch.setattr(supervisor.time, "time", lambda: 4e9)
     monkeypatch.setattr("subprocess.run", lambda command, **more: slurm.run(command, more.get("input") or ""))
     slurm.write({})
-    assert begin_due(folder).stuck == {}
+    assert start_due_in_campaign(folder).stuck == {}
     assert jobs_by_name(slurm) == ["01"]
 
 
 def test_a_refusal_that_passes_by_stops_no_sweep(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a restart of the controller nodes are not back yet. The last chain that ends tries at once."""
     folder, slurm = make({}, {}, {}, at_once=2)
-    begin_due(folder)
+    start_due_in_campaign(folder)
     refuse(monkeypatch, slurm, "campaign-03", "Requested node configuration is not available")
     first, second = member_run(folder, "01"), member_run(folder, "02")
     write_stop(first, "the last iteration, 20, is durable")
-    supervisor.attend(first, leaves=True)
+    supervisor.start_due_members_of(first, leaves=True)
     monkeypatch.setattr("subprocess.run", lambda command, **more: slurm.run(command, more.get("input") or ""))
-    assert begin_due(folder).stuck == {"03": REFUSED}
+    assert start_due_in_campaign(folder).stuck == {"03": REFUSED}
     write_stop(second, "the last iteration, 20, is durable")
-    supervisor.attend(second)
+    supervisor.start_due_members_of(second)
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
-    assert begin_due(folder) == Look()
+    assert start_due_in_campaign(folder) == CampaignPass()
 
 
 REFUSED = "its first job is refused: sbatch: sbatch: error: Requested node configuration is not available"
@@ -582,7 +582,7 @@ def test_who_is_refused_is_tried_later_each_time(make: Make, monkeypatch: pytest
     tried = []
     for now in range(0, 4000, 10):
         monkeypatch.setattr(supervisor.time, "time", lambda now=now: 1e9 + now)
-        begin_due(folder)
+        start_due_in_campaign(folder)
         tried += [now] * (len(refused) - len(tried))
     assert tried == [0, 30, 90, 210, 450, 930, 1530, 2130, 2730, 3330, 3930]
 
@@ -591,48 +591,48 @@ def test_where_slurm_takes_no_more_jobs_nobody_is_stuck(make: Make) -> None:
     folder, slurm = make({}, {}, {})
     slurm.limit = 2  # the first one and its fallback job
     with pytest.raises(TooManyJobsError):
-        begin_due(folder)
-    assert supervisor.mend([folder]) == {folder: Look()}
+        start_due_in_campaign(folder)
+    assert supervisor.start_due_members([folder]) == {folder: CampaignPass()}
     slurm.limit = 99
-    assert len(begin_due(folder).begun) == 2
+    assert len(start_due_in_campaign(folder).begun) == 2
 
 
 def test_a_member_that_has_begun_and_cannot_be_read_counts_as_long_as_its_jobs_are_there(make: Make) -> None:
     folder, slurm = make({}, {}, {}, at_once=1)
     run = member_run(folder, "01")
     plan = Plan.load(run)
-    named = job_name("tests", "c-01", run.path)
+    named = chain_job_name("tests", "c-01", run.path)
     replace(plan, job_name=named).write(run.plan)
-    assert len(begin_due(folder).begun) == 1
+    assert len(start_due_in_campaign(folder).begun) == 1
     run.plan.write_text("{")
-    assert begin_due(folder).begun == []
+    assert start_due_in_campaign(folder).begun == []
     for job_id in slurm.jobs():
         slurm.set(job_id, state="FAILED")
-    assert len(begin_due(folder).begun) == 1
+    assert len(start_due_in_campaign(folder).begun) == 1
 
 
 def test_a_begun_member_that_was_moved_holds_up_no_other(make: Make) -> None:
     folder, slurm = make({}, {}, at_once=1)
-    assert len(begin_due(folder).begun) == 1
+    assert len(start_due_in_campaign(folder).begun) == 1
     run = member_run(folder, "01")
     slurm.write({})
     run.path.rename(run.path.with_name("moved"))
-    assert len(begin_due(folder).begun) == 1
+    assert len(start_due_in_campaign(folder).begun) == 1
 
 
 def test_what_no_look_can_mend_is_returned_by_folder(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = make({})
     text = (folder / "campaign.json").read_text()
     (folder / "campaign.json").write_text("{")
-    (look,) = supervisor.mend([folder]).values()
+    (look,) = supervisor.start_due_members([folder]).values()
     assert look.stuck[""].startswith(f"{folder}/campaign.json: unreadable record: ")
     assert "is left for later" in capsys.readouterr().err
     (folder / "campaign.json").write_text(text)
-    campaign.stop_path(folder).write_bytes(b"\xff")  # a torn file
-    (look,) = supervisor.mend([folder]).values()
+    campaign.campaign_stop_path(folder).write_bytes(b"\xff")  # a torn file
+    (look,) = supervisor.start_due_members([folder]).values()
     assert "UnicodeDecodeError" in look.stuck[""]
     (folder / "campaign.json").unlink()
-    (look,) = supervisor.mend([folder]).values()
+    (look,) = supervisor.start_due_members([folder]).values()
     assert look.stuck[""].startswith("there is no campaign.json")
 
 
@@ -640,7 +640,7 @@ def test_a_stop_passes_over_a_member_that_cannot_be_read_and_says_so(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = make({}, {}, {})
-    begin_due(folder)
+    start_due_in_campaign(folder)
     member_run(folder, "01").plan.write_text("{")
     assert main(["sweep", "stop", str(folder)]) == 1
     said = capsys.readouterr()
@@ -653,7 +653,7 @@ def test_a_stop_on_a_full_disk_stops_what_is_under_way(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, slurm = make({}, {})
-    begin_due(folder)
+    start_due_in_campaign(folder)
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -675,11 +675,11 @@ def test_a_stop_finds_the_job_of_who_was_killed_before_it_was_written_down(
     assert main(["sweep", "stop", str(folder)]) == 0
     assert slurm.jobs()[job]["state"] == "CANCELLED"
     assert stop_reason(member_run(folder, "01")) is not None
-    record = Begun.read(campaign.begun_path(folder, "01"))
+    record = MemberStarted.read(campaign.member_started_path(folder, "01"))
     assert record is not None
     assert record.job_id == job
     assert stop_reason(member_run(folder, "02")) is None  # it waits, for `resume`
-    assert not campaign.begun_path(folder, "02").exists()
+    assert not campaign.member_started_path(folder, "02").exists()
 
 
 def test_a_stop_that_cannot_ask_says_that_a_job_may_be_left(
@@ -691,7 +691,7 @@ def test_a_stop_that_cannot_ask_says_that_a_job_may_be_left(
     monkeypatch.setattr(supervisor, "PATIENCE", 0.0)
     assert main(["sweep", "stop", str(folder)]) == 1
     assert "it is not known whether a job was queued" in capsys.readouterr().err
-    assert campaign.stop_reason(folder) is not None
+    assert campaign.campaign_stop_reason(folder) is not None
 
 
 def test_what_slurm_refused_is_tried_at_once_where_a_person_asks(
@@ -699,7 +699,7 @@ def test_what_slurm_refused_is_tried_at_once_where_a_person_asks(
 ) -> None:
     folder, slurm = make({}, {})
     refused = refuse(monkeypatch, slurm, "campaign-01", "Batch job submission failed: Invalid account")
-    begin_due(folder)
+    start_due_in_campaign(folder)
     assert main(["sweep", "resume", str(folder)]) == 1
     assert len(refused) == 2
     assert "campaign: 01: its first job is refused: sbatch: sbatch: error: Batch job" in capsys.readouterr().err
@@ -722,12 +722,12 @@ def test_status_says_who_is_stuck_as_the_page_shows(
 
 def test_trouble_of_many_members_is_one_line() -> None:
     stuck = {"b": "waits for a, which ended: x", "c": "waits for a, which ended: x", "d": "no"}
-    assert supervisor.in_words(stuck) == ["b, c: waits for a, which ended: x", "d: no"]
+    assert supervisor.stuck_lines(stuck) == ["b, c: waits for a, which ended: x", "d: no"]
 
 
 def test_a_run_that_a_person_submitted_by_hand_is_not_begun_again(make: Make) -> None:
     folder, slurm = make({}, {})
     run = member_run(folder, "01")
     slurm.add(Plan.load(run).job_name)
-    assert begin_due(folder).begun[0].endswith("was queued, job 1")
+    assert start_due_in_campaign(folder).begun[0].endswith("was queued, job 1")
     assert {name: len(found) for name, found in jobs(folder, slurm).items()} == {"01": 1, "02": 1}

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from relayrun import cli
-from relayrun.cli.run import control
-from relayrun.control.rundir.lineage import durable
-from relayrun.control.rundir.records import End
+from relayrun.cli.run import stop
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import slurm_command
 from relayrun.control.scheduler.local import LocalScheduler
@@ -55,7 +55,7 @@ def test_a_job_that_starts_in_spite_of_a_stop_ends_at_once(make_run: MakeRun) ->
     """Between the look at the queue and the cancel a job may start: it finds STOP or the trigger."""
     run, plan = make_run()
     scheduler = LocalScheduler(run)
-    control.stop(run, scheduler, user="ann")
+    stop.request_stop(run, scheduler, user="ann")
     scheduler.submit(plan, run.job_script, options={})
     scheduler.run_queue(lambda _event: None)
     assert run.attempt_numbers() == []
@@ -72,8 +72,8 @@ def test_save_and_stop_of_a_running_attempt(make_run: MakeRun) -> None:
 
     def steer_it() -> None:
         wait_for(run.attempt(1).metrics.exists)
-        words.append(control.save(run, scheduler))
-        words.append(control.stop(run, scheduler, user="ann"))
+        words.append(stop.request_save(run, scheduler))
+        words.append(stop.request_stop(run, scheduler, user="ann"))
 
     thread = threading.Thread(target=steer_it)
     thread.start()
@@ -81,10 +81,10 @@ def test_save_and_stop_of_a_running_attempt(make_run: MakeRun) -> None:
     thread.join(300)
     assert words[0].startswith("job 1 saves after the step that is under way and goes on; the answer will lie in ")
     assert words[1] == "job 1 saves after the step that is under way, cancels what is queued and leaves"
-    record = End.read(run.attempt(1).end)
+    record = AttemptEnd.read(run.attempt(1).end)
     assert record is not None
-    assert (record.cause, record.durable_iteration) == ("exit", durable(run).iteration)
-    assert durable(run).iteration > 0
+    assert (record.cause, record.durable_iteration) == ("exit", resume_point(run).iteration)
+    assert resume_point(run).iteration > 0
     assert scheduler.jobs(plan) == []
     assert run.stop.exists()
 
@@ -93,10 +93,10 @@ def test_save_is_refused_where_no_job_will_do_it(make_run: MakeRun) -> None:
     run, plan = make_run()
     scheduler = LocalScheduler(run)
     with pytest.raises(RunDirError, match="no job of this run is running or queued"):
-        control.save(run, scheduler)
+        stop.request_save(run, scheduler)
     assert list(run.triggers.iterdir()) == []
     scheduler.submit(plan, run.job_script, options={})
-    assert control.save(run, scheduler).startswith("no job runs now; job 1 answers when it has started")
+    assert stop.request_save(run, scheduler).startswith("no job runs now; job 1 answers when it has started")
     assert (run.triggers / "save").exists()
 
 
@@ -225,7 +225,7 @@ def test_a_run_directory_that_cannot_be_read_any_more_keeps_no_job(
 
     for name in ("cancel.stop_reason", "cancel.write_stop", "cancel.Lineage"):
         monkeypatch.setattr(f"relayrun.control.chain.{name}", away)
-    monkeypatch.setattr("relayrun.cli.run.control.stop_reason", away)
+    monkeypatch.setattr("relayrun.cli.run.stop.stop_reason", away)
     assert cli.main([verb, str(run.path)]) == 0
     assert states(slurm) == ["CANCELLED" if verb == "cancel" else "RUNNING", "CANCELLED", "CANCELLED"]
     assert f"could not be written ({os.strerror(number)}, in {run.path})" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.config.compose import compose
-from relayrun.control.chain.copier import Copier
+from relayrun.control.chain.copier import CheckpointCopier
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.mirror import MirrorPolicy
 from relayrun.control.rundir.run import Run
@@ -23,9 +23,9 @@ PROGRAM = "import os, sys, time; open(sys.argv[1] + '/ran', 'a').write(str(os.ni
 
 
 def asked(run: Run, program: str) -> None:
-    mirror.folder(run).mkdir(exist_ok=True)
+    mirror.mirror_folder(run).mkdir(exist_ok=True)
     MirrorPolicy(folder="/nowhere", id="1", keep_last=1, program=[sys.executable, "-c", program]).write(
-        mirror.policy_path(run)
+        mirror.mirror_policy_path(run)
     )
 
 
@@ -39,7 +39,7 @@ def test_a_pass_begins_with_each_save_and_never_beside_another(
 ) -> None:
     run, plan = make_run()
     asked(run, PROGRAM.format(0))
-    made = Copier(run, plan)
+    made = CheckpointCopier(run, plan)
     made.look(0)
     wait_for(lambda: over(made))
     made.look(0)  # nothing was saved meanwhile
@@ -60,7 +60,7 @@ def test_a_pass_begins_with_each_save_and_never_beside_another(
     assert ran(run) == ["19"] * 4
 
 
-def over(made: Copier) -> bool:
+def over(made: CheckpointCopier) -> bool:
     """Whether the process that it has started last has ended."""
     return made._process is not None and made._process.poll() is not None
 
@@ -68,7 +68,7 @@ def over(made: Copier) -> bool:
 def test_a_pass_ends_with_the_job(make_run: MakeRun) -> None:
     run, plan = make_run()
     asked(run, PROGRAM.format(1000))
-    made = Copier(run, plan)
+    made = CheckpointCopier(run, plan)
     made.look(1)
     wait_for(lambda: ran(run) == ["19"])
     made.finish()
@@ -78,7 +78,7 @@ def test_a_pass_ends_with_the_job(make_run: MakeRun) -> None:
 
 def test_without_a_second_place_nothing_begins(make_run: MakeRun) -> None:
     run, plan = make_run()
-    made = Copier(run, plan)
+    made = CheckpointCopier(run, plan)
     made.look(1)
     assert made._process is None
     made.finish()
@@ -88,15 +88,17 @@ def test_a_submit_says_where_copies_go_and_keeps_their_name(tmp_path: Path) -> N
     workspace = Workspace.make(tmp_path)
     (tmp_path / "second").mkdir()
     place = {"path": str(tmp_path / "second"), "keep_every": 50}
-    plan = submission.submit(compose.load(workspace.config("run", checkpoint={"mirror": place})))
-    policy = mirror.read_policy(plan.run)
+    plan = submission.submit_run(compose.load_run_config(workspace.config("run", checkpoint={"mirror": place})))
+    policy = mirror.read_mirror_policy(plan.run)
     assert policy is not None
     assert policy.folder == f"{tmp_path}/second/tests/tiny"
     assert (policy.keep_last, policy.keep_every, policy.megabytes_per_second) == (2, 50, None)
-    submission.mirror_policy.prepare(compose.load(workspace.config("run", checkpoint={"mirror": place})), plan.run)
-    assert mirror.read_policy(plan.run) == policy
-    submission.mirror_policy.prepare(compose.load(workspace.config("run")), plan.run)
-    assert mirror.read_policy(plan.run) is None
+    submission.mirror_policy.prepare(
+        compose.load_run_config(workspace.config("run", checkpoint={"mirror": place})), plan.run
+    )
+    assert mirror.read_mirror_policy(plan.run) == policy
+    submission.mirror_policy.prepare(compose.load_run_config(workspace.config("run")), plan.run)
+    assert mirror.read_mirror_policy(plan.run) is None
 
 
 @pytest.mark.parametrize(
@@ -113,21 +115,21 @@ def test_a_submit_says_where_copies_go_and_keeps_their_name(tmp_path: Path) -> N
 def test_a_place_that_is_no_folder_or_store_is_refused(tmp_path: Path, path: str, words: str) -> None:
     workspace = Workspace.make(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        compose.load(workspace.config("run", checkpoint={"mirror": {"path": path}}))
+        compose.load_run_config(workspace.config("run", checkpoint={"mirror": {"path": path}}))
 
 
 def test_a_submit_tries_a_store_and_says_where_copies_go(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     (tmp_path / "second").mkdir()
     place = {"path": f"file://{tmp_path}/second/"}
-    plan = submission.submit(compose.load(workspace.config("run", checkpoint={"mirror": place})))
-    policy = mirror.read_policy(plan.run)
+    plan = submission.submit_run(compose.load_run_config(workspace.config("run", checkpoint={"mirror": place})))
+    policy = mirror.read_mirror_policy(plan.run)
     assert policy is not None
     assert policy.folder == f"file://{tmp_path}/second/tests/tiny"
     assert list((tmp_path / "second").iterdir()) == []
     nowhere = {"path": f"file://{tmp_path}/nowhere"}
     with pytest.raises(Exception, match="there is no such bucket or folder") as error:
-        submission.submit(compose.load(workspace.config("other", checkpoint={"mirror": nowhere})))
+        submission.submit_run(compose.load_run_config(workspace.config("other", checkpoint={"mirror": nowhere})))
     assert "checkpoint.mirror.path" in str(error.value)
     assert not (tmp_path / "other/plan.json").exists()
 
@@ -137,6 +139,8 @@ def test_a_place_that_is_not_there_or_in_the_run_is_refused_before_anything_is_q
     (tmp_path / "run/inside").mkdir(parents=True)
     for path, words in ((tmp_path / "nowhere", "there is no such folder"), (tmp_path / "run/inside", "lost with it")):
         with pytest.raises(Exception, match=words) as error:
-            submission.submit(compose.load(workspace.config("run", checkpoint={"mirror": {"path": str(path)}})))
+            submission.submit_run(
+                compose.load_run_config(workspace.config("run", checkpoint={"mirror": {"path": str(path)}}))
+            )
         assert "checkpoint.mirror.path" in str(error.value)
     assert not (tmp_path / "run/plan.json").exists()

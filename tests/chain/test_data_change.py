@@ -14,7 +14,7 @@ import pytest
 from relayrun.config.sections.rampup import BatchSizes
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.files import read_json, read_lines
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.tokens.order.schedule import Schedule
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
@@ -104,7 +104,7 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
     assert len(trained) == commits[-1]
     lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
     assert len(lines) == 90
-    progress = Progress.resume(state["progress"], BatchSizes(10, ramp))
+    progress = TrainingProgress.resume(state["progress"], BatchSizes(10, ramp))
     for line in lines:
         samples = range(line["consumed_samples"] - line["global_batch_size"], line["consumed_samples"])
         assert {progress.iteration_of(k) for k in samples} == {line["iteration"]}

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import evaluations as chain
+from relayrun.control.chain import evaluation_jobs as chain
 from relayrun.control.rundir import evaluations
-from relayrun.control.rundir.evaluations import Policy, Result
+from relayrun.control.rundir.evaluations import EvaluationPolicy, EvaluationResult
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import SchedulerError
 from relayrun.watch.status import queue as asked
-from relayrun.watch.status import run_status, run_status_view
+from relayrun.watch.status import run_status, run_status_text
 from tests.history import began
 
 from .conftest import MakeRun
@@ -59,7 +59,7 @@ def attempt(run: Run, number: int, *, base: int = 0, iterations: Sequence[int] =
     for iteration in iterations:
         path = str(run.checkpoint(iteration))
         folder.append_commit(
-            Commit(
+            CheckpointCommit(
                 iteration=iteration, path=path, consumed_samples=iteration, time=100.0 * number + iteration, seconds=1.0
             ),
         )
@@ -69,12 +69,12 @@ def attempt(run: Run, number: int, *, base: int = 0, iterations: Sequence[int] =
 def prepared(make_run: MakeRun) -> tuple[Run, Plan]:
     run, plan = make_run()
     run.evaluations.mkdir()
-    Policy(interval=4, total_steps=11, hold=3, time_limit=60).write(run.evaluation_policy)
+    EvaluationPolicy(interval=4, total_steps=11, hold=3, time_limit=60).write(run.evaluation_policy)
     return run, plan
 
 
 def attend(prepared: tuple[Run, Plan], queue: Queue) -> list[str]:
-    chain.attend(*prepared, queue)  # type: ignore[arg-type]
+    chain.submit_due_evaluations(*prepared, queue)  # type: ignore[arg-type]
     return [arguments for _, arguments in queue.submitted]
 
 
@@ -95,7 +95,7 @@ def test_multiples_of_the_interval_and_the_last_iteration_once_over_all_attempts
 def test_who_ends_a_chain_attends_also_behind_one_that_hangs(
     prepared: tuple[Run, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain, "PATIENCE", 0.2)
+    monkeypatch.setattr(chain, "LOCK_PATIENCE", 0.2)
     attempt(prepared[0], 1, iterations=[4])
     with open(prepared[0].evaluations / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -120,13 +120,13 @@ def test_a_supervisor_killed_behind_its_submit_does_not_make_a_second_job(prepar
         attend(prepared, queue)
     queue.killed_after_submit = False
     assert attend(prepared, queue) == ["--iteration=4 --attempt=1"]
-    assert json.loads(evaluations.directory(run, 4, 1).submitted.read_text())["job_id"] == "100"
+    assert json.loads(evaluations.evaluation_dir(run, 4, 1).submitted.read_text())["job_id"] == "100"
 
 
 def test_a_supervisor_killed_before_its_submit_is_made_up_for(prepared: tuple[Run, Plan]) -> None:
     run, _ = prepared
     attempt(run, 1, iterations=[4])
-    evaluations.directory(run, 4, 1).path.mkdir()
+    evaluations.evaluation_dir(run, 4, 1).path.mkdir()
     assert attend(prepared, Queue()) == ["--iteration=4 --attempt=1"]
 
 
@@ -148,8 +148,8 @@ def test_a_job_that_the_scheduler_refuses_is_told_by_status_until_it_is_queued(p
     attempt(run, 1, iterations=[4, 8])
 
     def told() -> str:
-        status = run_status.gather(run, asked.Queue(), now=0.0)
-        return dict(run_status_view._lines(status, 0.0))["evaluations"]
+        status = run_status.read_run_status(run, asked.QueueStatus(), now=0.0)
+        return dict(run_status_text._lines(status, 0.0))["evaluations"]
 
     assert told() == "2 wanted and not queued (iteration 4, 8)"
     queue = Queue()
@@ -178,7 +178,7 @@ def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
     queue = Queue()
     attend(prepared, queue)
     if claimed:
-        assert evaluations.claim(evaluations.directory(run, 4, 1), "100", "n1")
+        assert evaluations.claim_evaluation(evaluations.evaluation_dir(run, 4, 1), "100", "n1")
     if state is None:
         del queue.states["100"]
     else:
@@ -190,9 +190,9 @@ def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
 
 
 def test_only_the_first_of_two_jobs_gets_the_claim(prepared: tuple[Run, Plan]) -> None:
-    folder = evaluations.directory(prepared[0], 4, 1)
-    assert evaluations.claim(folder, "1", "n1")
-    assert not evaluations.claim(folder, "2", "n2")
+    folder = evaluations.evaluation_dir(prepared[0], 4, 1)
+    assert evaluations.claim_evaluation(folder, "1", "n1")
+    assert not evaluations.claim_evaluation(folder, "2", "n2")
     assert json.loads(folder.claim.read_text())["job_id"] == "1"
 
 
@@ -200,21 +200,21 @@ def test_an_older_view_that_is_written_last_is_mended(
     prepared: tuple[Run, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = prepared
-    first = Result(iteration=4, attempt=1, status="done", time=1.0, results={"task": {"acc": 0.5}})
+    first = EvaluationResult(iteration=4, attempt=1, status="done", time=1.0, results={"task": {"acc": 0.5}})
     for result in (first, replace(first, iteration=8)):
-        evaluations.directory(run, result.iteration, 1).path.mkdir()
-    evaluations.finish(run, first)
+        evaluations.evaluation_dir(run, result.iteration, 1).path.mkdir()
+    evaluations.record_result(run, first)
     write = evaluations.write_atomic
     others: list[Mapping[str, object]] = [{}]
 
     def overtaken(path: Path, text: str) -> None:
         if others:  # between this one's reading and its writing another job finishes
             others.pop()
-            replace(first, iteration=8).write(evaluations.directory(run, 8, 1).result)
+            replace(first, iteration=8).write(evaluations.evaluation_dir(run, 8, 1).result)
         write(path, text)
 
     monkeypatch.setattr(evaluations, "write_atomic", overtaken)
-    evaluations.write_view(run)
+    evaluations.write_evaluations_view(run)
     assert [json.loads(line)["iteration"] for line in run.evaluations_view.read_text().splitlines()] == [4, 8]
 
 
@@ -223,10 +223,10 @@ def test_what_has_results_is_not_looked_at_again_but_for_another_policy_or_line(
     queue = Queue()
 
     def waiting() -> list[int]:
-        return [commit.iteration for _, commit in evaluations.unsettled(run)]
+        return [commit.iteration for _, commit in evaluations.unsettled_checkpoints(run)]
 
     def give_result(iteration: int, number: int) -> None:
-        evaluations.finish(run, Result(iteration=iteration, attempt=number, status="done", time=0.0))
+        evaluations.record_result(run, EvaluationResult(iteration=iteration, attempt=number, status="done", time=0.0))
 
     attempt(run, 1, iterations=[4, 8, 12, 16])
     attend(prepared, queue)
@@ -242,7 +242,7 @@ def test_what_has_results_is_not_looked_at_again_but_for_another_policy_or_line(
     assert waiting() == [20]
     attempt(run, 3, base=4, iterations=[8])  # somebody went back to iteration 4
     assert waiting() == [4, 8]
-    policy = Policy.read(run.evaluation_policy)
+    policy = EvaluationPolicy.read(run.evaluation_policy)
     assert policy is not None
     replace(policy, interval=2).write(run.evaluation_policy)
     assert waiting() == [4, 8]
@@ -256,9 +256,9 @@ def test_an_evaluation_whose_folder_was_removed_is_tried_again(prepared: tuple[R
     attempt(run, 1, iterations=[4, 8])
     attend(prepared, queue)
     for iteration in (4, 8):
-        evaluations.finish(run, Result(iteration=iteration, attempt=1, status="failed", time=0.0))
+        evaluations.record_result(run, EvaluationResult(iteration=iteration, attempt=1, status="failed", time=0.0))
     attend(prepared, queue)
-    assert evaluations.unsettled(run) == []
-    shutil.rmtree(evaluations.directory(run, 4, 1).path)
+    assert evaluations.unsettled_checkpoints(run) == []
+    shutil.rmtree(evaluations.evaluation_dir(run, 4, 1).path)
     del queue.states["100"]
     assert attend(prepared, queue)[2:] == ["--iteration=4 --attempt=1"]

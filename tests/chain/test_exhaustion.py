@@ -22,9 +22,9 @@ import pytest
 from relayrun.control.chain import nodes, supervisor
 from relayrun.control.chain.watch import Watch
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import Commit, End, Outcome
+from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.train.checkpoint import publish
@@ -87,7 +87,9 @@ class Stage:
         assert newest is not None
         assert begin is not None
         ends = [
-            End.read(run.attempt(number).end) for number in run.attempt_numbers() if run.attempt(number).read_begin()
+            AttemptEnd.read(run.attempt(number).end)
+            for number in run.attempt_numbers()
+            if run.attempt(number).read_begin()
         ]
         owed = newest.retry_successor.exists() and jobs["1"]["state"] == "RUNNING" and jobs["1"]["requeue"] == 1
         return State(
@@ -162,11 +164,11 @@ EVERYTHING = pytest.mark.parametrize(
 
 
 def fresh_begin(stage: Stage, job: str = "1") -> Reached:
-    return run_child(lambda: supervisor.begin(stage.run), stage.run_path, stage.slurm, job=job)
+    return run_child(lambda: supervisor.begin_attempt(stage.run), stage.run_path, stage.slurm, job=job)
 
 
 def exit_trigger(stage: Stage) -> None:
-    triggers.touch(stage.run, "exit")
+    triggers.touch_trigger(stage.run, "exit")
 
 
 def killed_before_its_end(stage: Stage) -> None:
@@ -175,7 +177,7 @@ def killed_before_its_end(stage: Stage) -> None:
 
 def fatal_before_its_end(stage: Stage) -> None:
     stage.run.attempt(3).end.unlink()
-    Outcome(outcome="fatal", reason="nan", iteration=30, time=0.0).write(stage.run.attempt(3).outcome)
+    AttemptOutcome(outcome="fatal", reason="nan", iteration=30, time=0.0).write(stage.run.attempt(3).outcome)
 
 
 def with_successor(stage: Stage) -> None:
@@ -195,14 +197,14 @@ def test_begin(stage: Stage, before: Callable[[Stage], None], everything: bool) 
         done = stage.run.triggers / "exit.done"
         if done.exists() and stop_reason(stage.run) is None:
             return "the exit is acknowledged and the chain goes on"
-        if reached.code == supervisor.CHAIN_ENDS and stop_reason(stage.run) is None:
+        if reached.code == supervisor.EXIT_CHAIN_ENDS and stop_reason(stage.run) is None:
             return "no job, no STOP"
         waiting = stage.slurm.pending()
         if len(waiting) > 1:
             return f"{len(waiting)} successors"
         if reached.code not in (
             0,
-            supervisor.CHAIN_ENDS,
+            supervisor.EXIT_CHAIN_ENDS,
         ):  # the batch script queues the job again, or a successor waits
             if stop_reason(stage.run) is not None:
                 return "" if wanted[0].stop else f"STOP: {stop_reason(stage.run)}"
@@ -210,7 +212,7 @@ def test_begin(stage: Stage, before: Callable[[Stage], None], everything: bool) 
             stage.slurm.set("1", state="FAILED" if waiting else "RUNNING")
             stage.slurm.set(job, state="RUNNING")
             again = fresh_begin(stage, job)
-            if again.code not in (0, supervisor.CHAIN_ENDS):
+            if again.code not in (0, supervisor.EXIT_CHAIN_ENDS):
                 return f"nor does the next job begin: {again.output[-500:]}"
         found = stage.state()
         if found.stop != wanted[0].stop or found.base != wanted[0].base:
@@ -221,7 +223,7 @@ def test_begin(stage: Stage, before: Callable[[Stage], None], everything: bool) 
 
     exhaust(
         stage,
-        lambda: supervisor.begin(stage.run),
+        lambda: supervisor.begin_attempt(stage.run),
         check,
         everything=everything,
         after=lambda: wanted.append(stage.state()),
@@ -239,7 +241,9 @@ def failed(_stage: Stage) -> int:
 
 def exited(stage: Stage) -> int:
     trained(stage.run, 4, 30, 40)
-    Outcome(outcome="exit", reason="exit trigger by ann", iteration=40, time=0.0).write(stage.run.attempt(4).outcome)
+    AttemptOutcome(outcome="exit", reason="exit trigger by ann", iteration=40, time=0.0).write(
+        stage.run.attempt(4).outcome
+    )
     return 0
 
 
@@ -264,17 +268,17 @@ def test_end(stage: Stage, before: Callable[[Stage], int], everything: bool) -> 
     wanted: list[State] = []
 
     def end() -> int:
-        return supervisor.end(stage.run, 4, exit_code)
+        return supervisor.end_attempt(stage.run, 4, exit_code)
 
     def check(reached: Reached) -> str:
         if len(stage.slurm.pending()) > 1:
             return "two successors"
-        if reached.code not in (0, supervisor.FAILED):
+        if reached.code not in (0, supervisor.EXIT_ATTEMPT_FAILED):
             after_kill = successor_takes_over(stage, wanted[0])
             if after_kill:
                 return after_kill
             again = run_child(end, stage.run_path, stage.slurm)  # as the batch script does
-            if again.code not in (0, supervisor.FAILED):
+            if again.code not in (0, supervisor.EXIT_ATTEMPT_FAILED):
                 return f"nor can it be ended again: {again.output[-500:]}"
         found = stage.state()
         if (found.stop, found.ends) != (wanted[0].stop, wanted[0].ends):
@@ -302,7 +306,9 @@ def successor_takes_over(stage: Stage, wanted: State) -> str:
     complaint = ""
     if found != wanted.stop:
         complaint = f"the successor: STOP {found!r} instead of {wanted.stop!r}: {reached.output[-300:]}"
-    elif found is None and (reached.code != 0 or begin is None or begin.base_iteration != durable(stage.run).iteration):
+    elif found is None and (
+        reached.code != 0 or begin is None or begin.base_iteration != resume_point(stage.run).iteration
+    ):
         complaint = f"the successor: exit code {reached.code}: {reached.output[-300:]}"
     shutil.rmtree(stage.run_path)
     kept.rename(stage.run_path)
@@ -361,7 +367,7 @@ def test_a_successor_that_is_queued_late_leaves_out_the_bad_nodes_too(stage: Sta
     no_successor(stage)
     stage.run.attempt(4).retry_successor.touch()
     for attempt in (1, 2):
-        nodes.strike(stage.run, attempt, {"n1": "node failure"}, now=time.time())
+        nodes.record_node_failures(stage.run, attempt, {"n1": "node failure"}, now=time.time())
 
     def look() -> int:
         beside = Watch(stage.run, 4)
@@ -380,8 +386,8 @@ def test_a_successor_that_is_queued_late_leaves_out_the_bad_nodes_too(stage: Sta
 @pytest.mark.parametrize("name", ["saved", "exit"])
 def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
     """The training loop's own way out: the last save, the outcome, the answer to the trigger."""
-    from relayrun.train.control import Control
-    from relayrun.train.loop import Training
+    from relayrun.train.control import RequestPoller
+    from relayrun.train.loop import TrainingLoop
 
     assert fresh_begin(stage).code == 0
     if name == "exit":
@@ -389,7 +395,7 @@ def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
 
     def last(position: Any) -> str | None:
         run = stage.run
-        commit = Commit(
+        commit = CheckpointCommit(
             iteration=40,
             path=str(run.checkpoint(40)),
             consumed_samples=40,
@@ -400,9 +406,9 @@ def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
         failure = None
         for _ in range(3):
             try:
-                staged = publish.prepare(run, 4, 40)
+                staged = publish.prepare_staging(run, 4, 40)
                 (staged / "data").write_bytes(b"12345")
-                publish.publish(run, 4, commit, staged)
+                publish.publish_checkpoint(run, 4, commit, staged)
                 return None
             except OSError as error:
                 failure = str(error)
@@ -412,7 +418,7 @@ def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
         run = stage.run
         begin = run.attempt(4).read_begin()
         ranks = SimpleNamespace(rank=0, maximum=lambda values: values)
-        control = Control(run, begin, ranks, SimpleNamespace(received=None))  # type: ignore[arg-type]
+        control = RequestPoller(run, begin, ranks, SimpleNamespace(received=None))  # type: ignore[arg-type]
         control.look()
         loop = SimpleNamespace(
             position=SimpleNamespace(iteration=40),
@@ -422,24 +428,24 @@ def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
             ranks=ranks,
             attempt=run.attempt(4),
         )
-        Training._leave(loop, name, "words")  # type: ignore[arg-type]
+        TrainingLoop._leave(loop, name, "words")  # type: ignore[arg-type]
         return 0
 
     def check(reached: Reached) -> str:
         run = stage.run
-        outcome = Outcome.read(run.attempt(4).outcome)
+        outcome = AttemptOutcome.read(run.attempt(4).outcome)
         asked, answered = (run.triggers / "exit").exists(), (run.triggers / "exit.done").exists()
         if answered and (outcome is None or outcome.outcome != "exit"):
             return "the exit is acknowledged and nothing says so"
         if name == "exit" and not asked and not answered:
             return "the exit is lost"
-        now = durable(run)
+        now = resume_point(run)
         if now.iteration not in (30, 40):
             return f"durable {now}"
         if outcome is not None and now.iteration != 40:
             return "it left without its checkpoint"
-        ended = run_child(lambda: supervisor.end(run, 4, reached.code), stage.run_path, stage.slurm)
-        if ended.code not in (0, supervisor.FAILED):
+        ended = run_child(lambda: supervisor.end_attempt(run, 4, reached.code), stage.run_path, stage.slurm)
+        if ended.code not in (0, supervisor.EXIT_ATTEMPT_FAILED):
             return f"it cannot be ended: {ended.output[-500:]}"
         stop = stop_reason(stage.run)
         if (stop is not None) != (outcome is not None and outcome.outcome == "exit"):
@@ -453,23 +459,23 @@ def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
 def test_a_fault_is_met_and_the_next_case_begins_anew(stage: Stage) -> None:
     """The harness itself: it fails the call that it names, and finds a program that is silent."""
     stage.keep()
-    calls = run_child(lambda: supervisor.begin(stage.run), stage.run_path, stage.slurm).calls
+    calls = run_child(lambda: supervisor.begin_attempt(stage.run), stage.run_path, stage.slurm).calls
     assert len(calls) > 60
     assert any(call.startswith("run sbatch") for call in calls)
     stage.reset()
-    killed = run_child(lambda: supervisor.begin(stage.run), stage.run_path, stage.slurm, at=5, fault=KILL)
+    killed = run_child(lambda: supervisor.begin_attempt(stage.run), stage.run_path, stage.slurm, at=5, fault=KILL)
     assert killed.code == 137
     assert killed.calls == calls[:6]
 
     def silent() -> int:
         with contextlib.suppress(OSError):
             stage.run.plan.read_text()
-        return supervisor.CHAIN_ENDS
+        return supervisor.EXIT_CHAIN_ENDS
 
     with pytest.raises(AssertionError, match="no job, no STOP"):
         exhaust(
             stage,
             silent,
-            lambda reached: "no job, no STOP" if reached.code == supervisor.CHAIN_ENDS else "",
+            lambda reached: "no job, no STOP" if reached.code == supervisor.EXIT_CHAIN_ENDS else "",
             everything=True,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import fallback_job, render, supervisor
+from relayrun.control.chain import fallback_job, job_script, supervisor
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
@@ -24,7 +24,7 @@ from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, tod
 def run_fallback_job(stage: Stage) -> Reached | None:  # noqa: F811
     """Let Slurm start the fallback job, if it would; return how that ended."""
     for job_id in stage.slurm.start_fallback_jobs():
-        reached = run_child(lambda: fallback_job.look(stage.run), stage.run_path, stage.slurm, job=job_id)
+        reached = run_child(lambda: fallback_job.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=job_id)
         stage.slurm.set(job_id, state="FAILED" if reached.code else "COMPLETED")
         return reached
     return None
@@ -43,7 +43,7 @@ def test_the_batch_script_is_killed_inside_begin(stage: Stage, everything: bool)
             continue
         count += 1
         stage.reset()
-        run_child(lambda: supervisor.begin(stage.run), stage.run_path, stage.slurm, at=number, fault=KILL)
+        run_child(lambda: supervisor.begin_attempt(stage.run), stage.run_path, stage.slurm, at=number, fault=KILL)
         stage.slurm.set("1", state="FAILED")
         before = stage.slurm.pending()
         looked = run_fallback_job(stage)
@@ -77,7 +77,7 @@ def test_faults_of_the_fallback_job_itself(stage: Stage, everything: bool) -> No
     (own,) = stage.slurm.start_fallback_jobs()
 
     def look() -> int:
-        return fallback_job.look(stage.run)
+        return fallback_job.run_fallback_job(stage.run)
 
     def check(reached: Reached) -> str:
         if reached.code:
@@ -113,7 +113,7 @@ def test_a_person_who_ended_the_chain_stands_in_the_comment_of_the_job_that_fail
 def test_begin_finds_in_its_own_comment_that_a_person_ended_the_chain(stage: Stage) -> None:  # noqa: F811
     stage.slurm.set("1", comment="relayrun:stopped-by=ada")
     begun = fresh_begin(stage)
-    assert begun.code == supervisor.CHAIN_ENDS, begun.output
+    assert begun.code == supervisor.EXIT_CHAIN_ENDS, begun.output
     assert stop_reason(stage.run) == "stopped by ada"
     assert stage.slurm.pending() == []
 
@@ -146,7 +146,7 @@ def test_a_job_that_the_controller_has_forgotten(stage: Stage) -> None:  # noqa:
     stage.slurm.set(own, comment=f"relayrun:starts-only-if-job={job}-fails,failed-begins=3")
     assert stage.slurm.start_fallback_jobs() == [own]
     stage.slurm.write({key: fields for key, fields in stage.slurm.jobs().items() if key != job})
-    reached = run_child(lambda: fallback_job.look(stage.run), stage.run_path, stage.slurm, job=own)
+    reached = run_child(lambda: fallback_job.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=own)
     assert reached.code == 0, reached.output
     (following,) = stage.slurm.pending()
     assert stage.slurm.jobs()[following]["comment"] == "relayrun:begin-failed=4@"
@@ -219,7 +219,7 @@ def test_what_it_takes_over_from_the_jobs_of_the_chain(stage: Stage, small: bool
         stage.slurm.demanded = "gres"
     stage.slurm.set("1", state="FAILED")
     (old,) = stage.slurm.start_fallback_jobs()
-    reached = run_child(lambda: fallback_job.look(stage.run), stage.run_path, stage.slurm, job=old)
+    reached = run_child(lambda: fallback_job.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=old)
     assert reached.code == 0, reached.output
     (new,) = stage.slurm.fallback_jobs()
     asked = stage.slurm.jobs()[new]["options"]
@@ -241,7 +241,7 @@ def test_it_leaves_a_chain_alone_that_has_ended_or_changed_hands(stage: Stage) -
 
 def test_the_end_of_a_chain_leaves_none(stage: Stage) -> None:  # noqa: F811
     (stage.run.triggers / "exit").touch()
-    assert fresh_begin(stage).code == supervisor.CHAIN_ENDS
+    assert fresh_begin(stage).code == supervisor.EXIT_CHAIN_ENDS
     assert not stage.slurm.pending()
     assert not stage.slurm.fallback_jobs()
 
@@ -282,7 +282,7 @@ def test_its_script_ends_with_a_reason_where_nothing_works(
     """The last of its lines, with a Python that is away."""
     plan = replace(Plan.load(stage.run), host_python="/nowhere/python3", log_folder=str(tmp_path / "logs"))
     script = tmp_path / "fallback.sbatch"
-    script.write_text(render.fallback_script(plan, stage.run))
+    script.write_text(job_script.fallback_script(plan, stage.run))
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/said\n[[ $1 != show ]] || echo "JobId=7 {shown} x=y"\n')

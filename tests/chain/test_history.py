@@ -17,13 +17,13 @@ from relayrun import cli
 from relayrun.config.compose import compose
 from relayrun.control.chain import guard, supervisor
 from relayrun.control.chain.watch import Watch
-from relayrun.control.failed_attempts import failed_attempts
+from relayrun.control.failed_attempts import count_failed_attempts
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.plan import FORMAT, Plan
-from relayrun.control.rundir.records import AttemptStart, Commit, Outcome
+from relayrun.control.rundir.merged_metrics import MergedViews, valid_lines
+from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
+from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason, write_stop
-from relayrun.control.rundir.views import Views, lines_that_count
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RunDirError
@@ -36,7 +36,7 @@ HANDFUL = 5
 
 
 def assert_views_hold_what_counts(run: Run) -> None:
-    assert list(read_lines(run.metrics_view)) == list(lines_that_count(run))
+    assert list(read_lines(run.metrics_view)) == list(valid_lines(run))
     assert [row["attempt"] for row in read_lines(run.attempts_view)] == run.attempt_numbers()
 
 
@@ -57,10 +57,10 @@ def test_begin_and_end_open_no_record_twice_and_no_more_of_them_with_age(tmp_pat
     opened = {}
     for attempts in (20, 60):
         run = make_history(tmp_path / str(attempts) / "run", lines=100 * attempts, attempts=attempts)
-        Views(Run(run.path)).update()
+        MergedViews(Run(run.path)).update()
         begin = cost(run, "begin")
         trained(run, attempts + 1, 100 * attempts, 100 * attempts + 100)
-        watch = Views(Run(run.path))
+        watch = MergedViews(Run(run.path))
         watch.update(attempt=attempts + 1)
         watch.note()
         end = cost(run, "end", f"--attempt={attempts + 1}", "--exit-code=0")
@@ -78,21 +78,21 @@ def test_begin_and_end_open_no_record_twice_and_no_more_of_them_with_age(tmp_pat
 def test_a_view_that_cannot_be_written_does_not_keep_the_chain_from_going_on(
     run: Run, view: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Views(run).update()
-    assert supervisor.begin(run) == 0
+    MergedViews(run).update()
+    assert supervisor.begin_attempt(run) == 0
     for job in queued(run):  # the scheduler lost its queue: `end` must queue one
         LocalQueue(run.path / "local").path(job).unlink()
     trained(run, 4, 300, 400)
     path = getattr(run, view)
     path.unlink()
     path.mkdir()  # whoever writes the view fails, root too
-    assert supervisor.end(run, 4, 0) == 0
+    assert supervisor.end_attempt(run, 4, 0) == 0
     assert len(queued(run)) == 1
     assert run.attempt(4).end.exists()
     assert "the merged views are left for later" in capsys.readouterr().err
     path.rmdir()
     Watch(run, 4)._follow_to_the_end()  # the next job's
-    Views(run).update()
+    MergedViews(run).update()
     assert_views_hold_what_counts(run)
 
 
@@ -100,21 +100,21 @@ def test_a_view_that_cannot_be_written_does_not_keep_the_chain_from_going_on(
 def test_the_chain_is_seen_to_before_a_view_is_touched(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def look(self: Views, **_: object) -> None:
+    def look(self: MergedViews, **_: object) -> None:
         assert stop_reason(run) is not None if how != "saved" else len(queued(run)) == 1
         seen.append(how)
 
-    monkeypatch.setattr(Views, "update", look)
+    monkeypatch.setattr(MergedViews, "update", look)
     if how == "at begin":
-        triggers.touch(run, "exit")
-        assert supervisor.begin(run) == supervisor.CHAIN_ENDS
+        triggers.touch_trigger(run, "exit")
+        assert supervisor.begin_attempt(run) == supervisor.EXIT_CHAIN_ENDS
     else:
-        assert supervisor.begin(run) == 0
+        assert supervisor.begin_attempt(run) == 0
         assert seen == []
         trained(run, 4, 300, 400)
         if how == "fatal":
-            Outcome(outcome="fatal", reason="nan", iteration=400, time=0.0).write(run.attempt(4).outcome)
-        supervisor.end(run, 4, 0)
+            AttemptOutcome(outcome="fatal", reason="nan", iteration=400, time=0.0).write(run.attempt(4).outcome)
+        supervisor.end_attempt(run, 4, 0)
     assert seen == [how]
 
 
@@ -147,12 +147,12 @@ def test_the_lead_is_that_of_the_newest_steps_saves_and_evaluations_that_count(r
     folder = run.checkpoint(301)
     folder.mkdir()
     run.attempt(4).append_commit(
-        Commit(iteration=301, path=str(folder), consumed_samples=301, time=2e9, seconds=14.0, files={})
+        CheckpointCommit(iteration=301, path=str(folder), consumed_samples=301, time=2e9, seconds=14.0, files={})
     )
-    Views(run).update()
+    MergedViews(run).update()
     began(run, 5, base=301)  # iteration 302 and its evaluation count no more
-    Views(run).update()
-    assert supervisor.begin(run) == 0
+    MergedViews(run).update()
+    assert supervisor.begin_attempt(run) == 0
     begin = run.attempt(6).read_begin()
     assert begin is not None
     assert begin.evaluation_seconds == 7.0
@@ -163,10 +163,10 @@ def test_a_directory_without_a_format_is_migrated_when_its_chain_goes_on(run: Ru
     without_format(run)
     assert cli.main(["status", str(run.path)]) == 0
     assert "format" not in read_json(run.plan)
-    assert supervisor.begin(run) == 0
-    assert read_json(run.plan)["format"] == FORMAT
+    assert supervisor.begin_attempt(run) == 0
+    assert read_json(run.plan)["format"] == PLAN_FORMAT
     trained(run, 4, 300, 400)
-    assert supervisor.end(run, 4, 0) == 0
+    assert supervisor.end_attempt(run, 4, 0) == 0
     assert_views_hold_what_counts(run)
 
 
@@ -181,7 +181,7 @@ def test_an_old_job_script_calls_watch_and_end_of_this_version(run: Run) -> None
     watch._follow()
     trained(run, 4, 350, 400)
     watch._follow_to_the_end()
-    assert supervisor.end(Run(run.path), 4, 0) == 0
+    assert supervisor.end_attempt(Run(run.path), 4, 0) == 0
     assert "format" not in read_json(run.plan)
     assert_views_hold_what_counts(run)
     assert len(queued(run)) == 1
@@ -189,14 +189,14 @@ def test_an_old_job_script_calls_watch_and_end_of_this_version(run: Run) -> None
 
 @pytest.mark.slow
 def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    newer = read_json(run.plan) | {"format": FORMAT + 1}
+    newer = read_json(run.plan) | {"format": PLAN_FORMAT + 1}
     run.plan.write_text(json.dumps(newer))
     began(run, 4, base=300)
-    message = f"this run directory has format {FORMAT + 1}"
+    message = f"this run directory has format {PLAN_FORMAT + 1}"
     for entry in (
-        lambda: supervisor.watch(run, 4, batch_pid=1),
-        lambda: supervisor.end(run, 4, 0),
-        lambda: guard.guard(run, 4, batch_pid=1),
+        lambda: supervisor.watch_attempt(run, 4, batch_pid=1),
+        lambda: supervisor.end_attempt(run, 4, 0),
+        lambda: guard.run_guard(run, 4, batch_pid=1),
         lambda: Plan.load(run),
     ):
         with pytest.raises(RunDirError, match=message) as caught:
@@ -207,7 +207,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
         assert message in capsys.readouterr().err
     assert not run.stop.exists()
     with pytest.raises(RunDirError, match=message):
-        supervisor.begin(run)
+        supervisor.begin_attempt(run)
     assert (stop_reason(run) or "").startswith("this job could not begin: this run directory has format")
     rank = subprocess.run(
         [sys.executable, "-m", "relayrun.train", f"--run-dir={run.path}", "--attempt=4"],
@@ -219,9 +219,9 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
     assert rank.returncode == 1
     assert message in rank.stderr
     workspace = Workspace.make(tmp_path)
-    config = compose.load(workspace.config("run"), [])
+    config = compose.load_run_config(workspace.config("run"), [])
     with pytest.raises(RunDirError, match=message):
-        submission.submit(config, resume=True)
+        submission.submit_run(config, resume=True)
     assert read_json(run.plan) == newer
 
 
@@ -233,23 +233,23 @@ def iterations(path: Path) -> list[int]:
 def test_a_torn_line_that_is_completed_meanwhile_is_taken_once(
     run: Run, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Views(run).update()
+    MergedViews(run).update()
     began(run, 4, base=300)
     trained(run, 4, 300, 350)
     text = run.attempt(4).metrics.read_bytes()
     at = text.index(b"\n", len(text) // 3) + first  # inside of a line
     run.attempt(4).metrics.write_bytes(text[:at])
-    append = Views._append
+    append = MergedViews._append
 
-    def completed(self: Views, *arguments: Any) -> None:
+    def completed(self: MergedViews, *arguments: Any) -> None:
         append(self, *arguments)
         with open(run.attempt(4).metrics, "ab") as file:
             file.write(text[run.attempt(4).metrics.stat().st_size :])
 
-    monkeypatch.setattr(Views, "_append", completed)
-    Views(run).update()
+    monkeypatch.setattr(MergedViews, "_append", completed)
+    MergedViews(run).update()
     monkeypatch.undo()
-    Views(run).update()
+    MergedViews(run).update()
     assert_views_hold_what_counts(run)
     assert iterations(run.metrics_view) == list(range(1, 351))
 
@@ -257,25 +257,25 @@ def test_a_torn_line_that_is_completed_meanwhile_is_taken_once(
 def test_attempts_that_a_person_removed_leave_the_views(run: Run) -> None:
     began(run, 4, base=300)
     trained(run, 4, 300, 400)
-    Views(run).update()
+    MergedViews(run).update()
     for number in (3, 4):
         shutil.rmtree(run.attempt(number).path)
     again = Run(run.path)
     base = again.attempt(2).read_commits()[-1].iteration
     began(again, 3, base=base)
     trained(again, 3, base, base + 20)
-    Views(again).update()
+    MergedViews(again).update()
     assert_views_hold_what_counts(again)
     began(again, 4, base=base + 20)  # numbers come again
     trained(again, 4, base + 20, base + 30)
-    Views(Run(run.path)).update()
+    MergedViews(Run(run.path)).update()
     assert_views_hold_what_counts(Run(run.path))
 
 
 def test_a_view_that_cannot_be_read_keeps_nobody_from_beginning_or_watching(run: Run) -> None:
     run.views.unlink(missing_ok=True)
     run.views.mkdir()
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     Watch(Run(run.path), 4)._follow()
     assert len(queued(run)) == 1
 
@@ -286,9 +286,9 @@ def test_a_begin_that_meets_a_broken_disk_may_be_tried_again(run: Run, monkeypat
 
     monkeypatch.setattr(AttemptStart, "write", broken)
     with pytest.raises(OSError, match="Input/output error"):
-        supervisor.begin(run)
+        supervisor.begin_attempt(run)
     assert not run.stop.exists()
     monkeypatch.undo()
     monkeypatch.setenv(JOB_ID_VARIABLE, "1")
-    assert supervisor.begin(run) == 0
-    assert failed_attempts(run, Plan.load(run)) == 1  # the one that has begun now
+    assert supervisor.begin_attempt(run) == 0
+    assert count_failed_attempts(run, Plan.load(run)) == 1  # the one that has begun now

@@ -18,10 +18,10 @@ import pytest
 from relayrun.control import signs
 from relayrun.control.chain import supervisor, watch
 from relayrun.control.chain.watch import Watch
-from relayrun.control.failed_attempts import failed_attempts
+from relayrun.control.failed_attempts import count_failed_attempts
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import End, Hang, Heartbeat, Outcome, Successor
+from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, Hang, Heartbeat, SuccessorJob
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
@@ -47,14 +47,14 @@ def test_only_a_pending_job_is_a_successor(run: Run, monkeypatch: pytest.MonkeyP
     """A predecessor whose epilog takes long, or whose task cannot be killed, is still COMPLETING."""
     LocalScheduler(run).submit(Plan.load(run), run.job_script, options={})
     set_state(run, "2", "COMPLETING")
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     assert pending(run) == ["3"]
 
 
 def test_of_several_successors_one_is_left(run: Run) -> None:
     for _ in range(3):
         LocalScheduler(run).submit(Plan.load(run), run.job_script, options={})
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     assert len(pending(run)) == 1
 
 
@@ -66,60 +66,60 @@ def test_a_scheduler_that_does_not_answer_is_no_reason_to_end_the_chain(
 
     monkeypatch.setattr(LocalScheduler, "query", away)
     with pytest.raises(SchedulerError):
-        supervisor.begin(run)
+        supervisor.begin_attempt(run)
     assert stop_reason(run) is None
 
 
 def test_a_damaged_record_ends_the_chain_with_its_name(run: Run) -> None:
     run.attempt(3).begin.write_text("{}")
     with pytest.raises(RunDirError):
-        supervisor.begin(run)
+        supervisor.begin_attempt(run)
     assert "begin.json" in (stop_reason(run) or "") or "unreadable" in (stop_reason(run) or "")
 
 
 @pytest.mark.parametrize("cause", ["exit", "fatal"])
 def test_a_verdict_outlives_the_kill_before_stop(run: Run, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     trained(run, 4, 300, 400)
-    Outcome(outcome=cause, reason="words", iteration=400, time=0.0).write(run.attempt(4).outcome)  # type: ignore[arg-type]
+    AttemptOutcome(outcome=cause, reason="words", iteration=400, time=0.0).write(run.attempt(4).outcome)  # type: ignore[arg-type]
     monkeypatch.setattr(supervisor, "write_stop", broken)
     with pytest.raises(OSError, match="Input/output"):
-        supervisor.end(run, 4, 0)
+        supervisor.end_attempt(run, 4, 0)
     assert run.attempt(4).end.exists()
     assert len(pending(run)) == 1  # it begins, and decides the same
     monkeypatch.undo()
     monkeypatch.setenv(JOB_ID_VARIABLE, pending(run)[0])
     set_state(run, pending(run)[0], "RUNNING")
-    assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+    assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
     assert "words" in (stop_reason(run) or "")
     assert pending(run) == []
 
 
 def test_a_verdict_that_only_rank_0_recorded_is_found_by_the_successor(run: Run) -> None:
-    assert supervisor.begin(run) == 0
-    Outcome(outcome="fatal", reason="nan", iteration=300, time=0.0).write(run.attempt(4).outcome)
+    assert supervisor.begin_attempt(run) == 0
+    AttemptOutcome(outcome="fatal", reason="nan", iteration=300, time=0.0).write(run.attempt(4).outcome)
     set_state(run, "1", "NODE_FAIL")
     set_state(run, "2", "RUNNING")
     os.environ[JOB_ID_VARIABLE] = "2"
-    assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+    assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
     assert stop_reason(run) == "fatal: nan"
 
 
 def test_an_end_that_is_called_again_does_what_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     LocalQueue(run.path / "local").path("2").unlink()  # the scheduler lost its queue
     trained(run, 4, 300, 400)
     refuse = pytest.MonkeyPatch()
     refuse.setattr(LocalScheduler, "jobs", broken)
     with pytest.raises(OSError, match="Input/output"):
-        supervisor.end(run, 4, 0)
+        supervisor.end_attempt(run, 4, 0)
     refuse.undo()
-    record = End.read(run.attempt(4).end)
+    record = AttemptEnd.read(run.attempt(4).end)
     assert record is not None
     assert pending(run) == []
-    assert supervisor.end(Run(run.path), 4, 0) == 0
+    assert supervisor.end_attempt(Run(run.path), 4, 0) == 0
     assert len(pending(run)) == 1
-    assert End.read(run.attempt(4).end) == record
+    assert AttemptEnd.read(run.attempt(4).end) == record
 
 
 def test_an_attempt_that_never_began_hides_nobody(run: Run) -> None:
@@ -127,43 +127,43 @@ def test_an_attempt_that_never_began_hides_nobody(run: Run) -> None:
     began(run, 4, base=300)
     trained(run, 4, 300, 400)
     run.attempt(5).path.mkdir()
-    assert supervisor.begin(run) == 0
-    end = End.read(run.attempt(4).end)
+    assert supervisor.begin_attempt(run) == 0
+    end = AttemptEnd.read(run.attempt(4).end)
     assert end is not None
     assert end.progress
-    assert failed_attempts(Run(run.path), Plan.load(run)) == 1  # the new one
+    assert count_failed_attempts(Run(run.path), Plan.load(run)) == 1  # the new one
 
 
 def test_a_successor_that_somebody_cancelled_is_not_replaced(run: Run) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     (successor,) = pending(run)
     LocalScheduler(run).cancel(successor)
     trained(run, 4, 300, 400)
-    supervisor.end(run, 4, 0)
+    supervisor.end_attempt(run, 4, 0)
     assert stop_reason(run) == f"the successor, job {successor}, was cancelled"
     assert pending(run) == []
 
 
 def test_a_cancelled_successor_is_noted_before_the_scheduler_forgets_it(run: Run) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     (successor,) = pending(run)
     LocalScheduler(run).cancel(successor)
     beside = Watch(run, 4)
     beside._next_try = 0.0
     beside._look_after_successor()
     LocalQueue(run.path / "local").path(successor).unlink()
-    noted = Successor.read(run.attempt(4).successor)
+    noted = SuccessorJob.read(run.attempt(4).successor)
     assert noted is not None
     assert noted.cancelled
     trained(run, 4, 300, 400)
-    supervisor.end(run, 4, 0)
+    supervisor.end_attempt(run, 4, 0)
     assert "was cancelled" in (stop_reason(run) or "")
 
 
 def test_a_waiting_successor_is_postponed_after_a_failure_and_stays_the_same_job(run: Run) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     before = pending(run)
-    supervisor.end(run, 4, 1)
+    supervisor.end_attempt(run, 4, 1)
     assert pending(run) == before
     job = LocalQueue(run.path / "local").read_job(before[0])
     assert job.eligible_time > time.time() + 15
@@ -178,21 +178,21 @@ def test_a_job_behind_which_none_may_be_queued_is_queued_again_itself(
         raise SchedulerError("sbatch: QOSMaxSubmitJobPerUserLimit")
 
     monkeypatch.setattr(LocalScheduler, "submit", refused)
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     assert run.attempt(4).retry_successor.exists()
     beside = Watch(run, 4)
     beside._seen = [Heartbeat(node="n", iteration=301, phase="step", time=0.0, step_p95=None, save_p95=None)]
     beside._guard(1)  # for the case that the batch script is killed
     assert LocalQueue(run.path / "local").read_job("1").guarded
     trained(run, 4, 300, 400)
-    assert supervisor.end(run, 4, 0) == 0
+    assert supervisor.end_attempt(run, 4, 0) == 0
     assert LocalQueue(run.path / "local").read_job("1").requeue_delay == 0
     assert stop_reason(run) is None
 
 
 @pytest.mark.parametrize("what", ["views", "heartbeats", "evaluations", "successor"])
 def test_watch_does_all_its_duties_though_one_fails(run: Run, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     beside = Watch(run, 4)
     done: list[str] = []
     names = {
@@ -212,7 +212,7 @@ def test_watch_does_all_its_duties_though_one_fails(run: Run, what: str, monkeyp
 
 
 def test_a_heartbeat_that_cannot_be_read_is_no_sign_of_life(run: Run) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     beats = run.attempt(4).heartbeats
     (beats / "n0.json").write_text("torn")
     Heartbeat(node="n1", iteration=1, phase="step", time=0.0, step_p95=None, save_p95=None).write(beats / "n1.json")
@@ -223,21 +223,21 @@ def test_a_heartbeat_that_cannot_be_read_is_no_sign_of_life(run: Run) -> None:
 def test_an_attempt_whose_heartbeats_are_rare_lives_for_longer_after_the_last(
     run: Run, interval: float, lives: bool
 ) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     attempt, plan = run.attempt(4), Plan.load(run)
     last = time.time() + 1000
     beat = Heartbeat(node="n", iteration=1, phase="step", time=last, step_p95=None, save_p95=None, interval=interval)
     beat.write(attempt.heartbeats / "n.json")
-    found = signs.of_life(run, plan, now=last + plan.hang_timeout + 59)
+    found = signs.newest_life_sign(run, plan, now=last + plan.hang_timeout + 59)
     assert (found is not None) == lives
-    assert signs.of_life(run, plan, now=last + plan.hang_timeout + 61) is None
+    assert signs.newest_life_sign(run, plan, now=last + plan.hang_timeout + 61) is None
 
 
 @pytest.mark.parametrize(("interval", "reads"), [(0.0, 60), (60.0, 10)])
 def test_the_watch_reads_heartbeats_as_rarely_as_they_come(
     run: Run, monkeypatch: pytest.MonkeyPatch, interval: float, reads: int
 ) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     beat = Heartbeat(node="n", iteration=1, phase="step", time=0.0, step_p95=None, save_p95=None, interval=interval)
     clock, found = [time.monotonic()], [0]
 
@@ -255,7 +255,7 @@ def test_the_watch_reads_heartbeats_as_rarely_as_they_come(
 
 
 def test_ranks_that_hang_are_ended_though_nothing_can_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     sent: list[int] = []
 
     def send(_self: object, _job: str, number: signal.Signals) -> None:
@@ -280,24 +280,24 @@ def test_a_directory_as_exit_trigger_ends_the_chain(run: Run, how: str) -> None:
     folder.mkdir()
     if how == "full":
         (folder / "file").touch()
-    assert supervisor.begin(run) == supervisor.CHAIN_ENDS
+    assert supervisor.begin_attempt(run) == supervisor.EXIT_CHAIN_ENDS
     assert (stop_reason(run) or "").startswith("exit trigger by")
     assert json.loads((run.triggers / "exit.done").read_text())["result"].startswith("the chain ends")
     assert folder.exists() is (how == "full")
 
 
 def test_stop_stands_before_an_exit_is_acknowledged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     monkeypatch.setattr(supervisor, "write_stop", broken)
     with pytest.raises(OSError, match="Input/output"):
-        supervisor.begin(run)
+        supervisor.begin_attempt(run)
     assert (run.triggers / "exit").exists()
     assert not (run.triggers / "exit.done").exists()
 
 
 def test_ranks_that_say_how_they_leave_and_do_not_go_are_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert supervisor.begin(run) == 0
-    Outcome(outcome="exit", reason="words", iteration=300, time=0.0).write(run.attempt(4).outcome)
+    assert supervisor.begin_attempt(run) == 0
+    AttemptOutcome(outcome="exit", reason="words", iteration=300, time=0.0).write(run.attempt(4).outcome)
     sent: list[int] = []
     monkeypatch.setattr(LocalScheduler, "signal_ranks", lambda _self, _job, number: sent.append(number))
     beside = Watch(run, 4)
@@ -313,7 +313,7 @@ def test_ranks_that_say_how_they_leave_and_do_not_go_are_ended(run: Run, monkeyp
 def test_ranks_whose_signs_of_life_cannot_be_written_may_be_silent_for_longer(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     sent: list[int] = []
     monkeypatch.setattr(LocalScheduler, "signal_ranks", lambda _self, _job, number: sent.append(number))
     monkeypatch.setattr(watch, "stall_limit", lambda *_a, **_k: 100.0)
@@ -336,11 +336,11 @@ def test_a_run_does_not_go_back_to_what_it_began_with_while_its_own_checkpoints_
     run.attempt(1).begin.write_text(json.dumps(begin | {"base_path": str(foreign)}))
     away = run.checkpoints.rename(run.path / "away")
     with pytest.raises(RunDirError, match="no checkpoint of this run is whole"):
-        supervisor.begin(Run(run.path))
+        supervisor.begin_attempt(Run(run.path))
     away.rename(run.checkpoints)
     run.stop.unlink()
     again = Run(run.path)
-    assert supervisor.begin(again) == 0
+    assert supervisor.begin_attempt(again) == 0
     newest = again.newest_begun()
     assert newest is not None
     begun = newest.read_begin()
@@ -350,9 +350,9 @@ def test_a_run_does_not_go_back_to_what_it_began_with_while_its_own_checkpoints_
 
 def test_a_cancelled_successor_ends_the_chain_though_no_end_could_say_so(run: Run) -> None:
     """The job's `end` was killed, or its node was lost; another job of the chain begins all the same."""
-    assert supervisor.begin(run) == 0
+    assert supervisor.begin_attempt(run) == 0
     (successor,) = pending(run)
     LocalScheduler(run).cancel(successor)
     trained(run, 4, 300, 400)
-    assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+    assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
     assert stop_reason(run) == f"the successor, job {successor}, was cancelled"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.files import read_lines
 from tests.checkpoints import contents, raw
@@ -50,7 +50,7 @@ def test_a_run_goes_on_exactly_where_another_one_stood(workspace: Workspace) -> 
     assert begin is not None
     assert (begin.base_iteration, begin.base_path) == (4, str(source.checkpoint(4)))
     assert source.checkpoint(4).is_dir()
-    assert durable(run).path == str(run.checkpoint(8))
+    assert resume_point(run).path == str(run.checkpoint(8))
 
 
 def test_progress_txt_has_the_lines_of_megatron_lm(workspace: Workspace) -> None:

@@ -14,9 +14,9 @@ import pytest
 from relayrun.control import chain_decide
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
@@ -41,8 +41,8 @@ def run_chain(run: Run, plan: Plan) -> list[str]:
     return events
 
 
-def ends(run: Run) -> list[End]:
-    records = [End.read(run.attempt(number).end) for number in run.attempt_numbers()]
+def ends(run: Run) -> list[AttemptEnd]:
+    records = [AttemptEnd.read(run.attempt(number).end) for number in run.attempt_numbers()]
     assert all(record is not None for record in records)
     return [record for record in records if record is not None]
 
@@ -58,7 +58,7 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
     assert len(records) >= 2, logs(run)
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
     assert run.stop.read_text().startswith("the last iteration, 40, is durable")
-    assert durable(run).iteration == 40
+    assert resume_point(run).iteration == 40
     assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
     bases = [AttemptStart.read(run.attempt(n).begin) for n in run.attempt_numbers()]
     assert [begin.base_iteration for begin in bases if begin] == [0, *(r.durable_iteration for r in records[:-1])]
@@ -70,7 +70,7 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
     assert [record.cause for record in ends(run)] == ["done"]
     reason = "iteration 3 is durable, and training.stop_after ends the run there"
     assert stop_reason(run) == reason
-    assert chain_decide.is_done(reason)
+    assert chain_decide.is_done_reason(reason)
     run.stop.unlink()
     run_chain(run, plan)  # a job that a person queues by hand finds nothing to do
     assert stop_reason(run) == reason
@@ -135,7 +135,7 @@ def test_exit_trigger_ends_the_chain_and_is_acknowledged(make_run: MakeRun) -> N
 
     def touch() -> None:
         wait_for(run.attempt(1).metrics.exists)  # before, the chain ends without an attempt
-        triggers.touch(run, "exit")
+        triggers.touch_trigger(run, "exit")
 
     toucher = threading.Thread(target=touch, daemon=True)
     toucher.start()
@@ -154,12 +154,12 @@ def test_exit_trigger_between_two_jobs_is_obeyed_by_the_next(make_run: MakeRun) 
 
     def touch_between(event: str) -> None:
         if event == "job 1 ended: COMPLETED":
-            triggers.touch(run, "exit")
+            triggers.touch_trigger(run, "exit")
 
     scheduler.run_queue(touch_between)
     assert len(ends(run)) == 1
     done = json.loads((run.triggers / "exit.done").read_text())
-    assert done["iteration"] == durable(run).iteration > 0
+    assert done["iteration"] == resume_point(run).iteration > 0
     assert run.stop.read_text().startswith("exit trigger by ")
 
 
@@ -269,7 +269,7 @@ def test_begin_outside_a_job_is_one_clear_error(make_run: MakeRun, monkeypatch: 
     run, _plan = make_run()
     monkeypatch.delenv("RELAYRUN_LOCAL_JOB_ID", raising=False)
     with pytest.raises(Exception, match="not inside a local job"):
-        supervisor.begin(run)
+        supervisor.begin_attempt(run)
 
 
 def test_signals_that_the_submitter_blocks_or_ignores_reach_the_job(make_run: MakeRun) -> None:

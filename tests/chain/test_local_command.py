@@ -11,7 +11,7 @@ import pytest
 
 from relayrun import client
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from tests.chain.test_local_chain import CUT, ends, logs, run_chain
@@ -147,7 +147,7 @@ def test_it_goes_through_as_many_jobs_as_its_time_limit_asks_for(
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"], logs(run)
     assert records[0].reason.partition(";")[0] == "time limit near"  # and, on a busy machine, that the limit is short
     assert "the program ended by itself" in run.stop.read_text()
-    assert durable(run).iteration == 40
+    assert resume_point(run).iteration == 40
     assert iterations(run) == list(range(1, 41))
 
 
@@ -170,15 +170,15 @@ def test_triggers_save_and_exit(make_run: MakeRun, program: Path) -> None:
     chain = threading.Thread(target=run_chain, args=(run, plan))
     chain.start()
     wait_for(lambda: run.attempt_numbers() and run.attempt(1).metrics.exists())
-    triggers.touch(run, "save")
+    triggers.touch_trigger(run, "save")
     wait_for(lambda: (run.triggers / "save.done").exists())
-    saved = durable(run).iteration
+    saved = resume_point(run).iteration
     assert saved > 0
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     chain.join(300)
     assert [record.cause for record in ends(run)] == ["exit"], logs(run)
     assert "exit trigger by" in run.stop.read_text()
-    assert durable(run).iteration > saved
+    assert resume_point(run).iteration > saved
     assert (run.triggers / "exit.done").exists()
 
 
@@ -205,7 +205,7 @@ def test_ranks_that_disagree_when_to_leave_are_ended_and_what_is_saved_counts(ma
     chain = threading.Thread(target=run_chain, args=(run, plan))
     chain.start()
     wait_for(lambda: run.attempt_numbers() and list(read_lines(run.attempt(1).commits)))
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     chain.join(300)
     (end,) = ends(run)
     assert (end.cause, end.durable_iteration) == ("hang", 5), logs(run)
@@ -242,5 +242,5 @@ def test_a_program_that_does_not_go_on_ends_the_chain_before_it_writes_over_its_
     run_chain(run, plan)
     assert [record.cause for record in ends(run)] == ["failed", "fatal"], logs(run)
     assert "says iteration 1 first, and was to go on from iteration 8" in run.stop.read_text()
-    assert durable(run).iteration == 8
+    assert resume_point(run).iteration == 8
     assert run.attempt(2).read_commits() == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.sections.container import Container
-from relayrun.control.rundir.lineage import durable
+from relayrun.config.sections.container import ContainerSection
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.stop import stop_reason
 from tests import stand_ins
 
@@ -19,13 +19,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
+def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ContainerSection:
     monkeypatch.setenv("PATH", f"{stand_ins.write(tmp_path / 'bin')}:{os.environ['PATH']}")
     (tmp_path / "image.sif").touch()
-    return Container(runtime="apptainer", image=str(tmp_path / "image.sif"), mounts=[str(tmp_path)])
+    return ContainerSection(runtime="apptainer", image=str(tmp_path / "image.sif"), mounts=[str(tmp_path)])
 
 
-def test_the_ranks_of_a_chain_run_in_the_container(make_run: MakeRun, container: Container, tmp_path: Path) -> None:
+def test_the_ranks_of_a_chain_run_in_the_container(
+    make_run: MakeRun, container: ContainerSection, tmp_path: Path
+) -> None:
     seen = 'echo "${IN_CONTAINER} ${FROM_SETUP} $RANK" >>' + f'"{tmp_path}/seen"; exec "$@"'
     run, plan = make_run(
         "--steps=4",
@@ -35,7 +37,7 @@ def test_the_ranks_of_a_chain_run_in_the_container(make_run: MakeRun, container:
     )
     run_chain(run, plan)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
-    assert durable(run).iteration == 4
+    assert resume_point(run).iteration == 4
     assert sorted((tmp_path / "seen").read_text().splitlines()) == [f"{tmp_path}/image.sif yes {rank}" for rank in "01"]
 
 

@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_chain(
 
 
 def test_a_disk_that_stays_full_ends_the_chain_with_a_word(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "DISK_PATIENCE", 1.0)
+    monkeypatch.setattr(local, "DISK_RETRY_SECONDS", 1.0)
     run, plan = make_run("--steps=3", "--crash-at=1", total_steps=3, ntasks_per_node=1)
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.nodes import read_strikes
+from relayrun.control.chain.nodes import read_node_failures
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import End
+from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local import LocalScheduler
 
@@ -36,7 +36,7 @@ def run_chain(run: Run, plan: Plan) -> list[int]:
     return waits
 
 
-def ends(run: Run) -> list[End]:
+def ends(run: Run) -> list[AttemptEnd]:
     return [end for number in run.attempt_numbers() if (end := run.attempt(number).read_end())]
 
 
@@ -48,14 +48,14 @@ def test_a_python_that_is_not_there_stops_the_chain_at_once(make_run: MakeRun, p
     stop = run.stop.read_text().splitlines()[0]
     assert stop.startswith("fatal: ")
     assert python in stop
-    assert read_strikes(run) == []
+    assert read_node_failures(run) == []
 
 
 def test_an_error_of_another_rank_than_the_first_that_would_come_again_stops_the_chain(make_run: MakeRun) -> None:
     run, plan = make_run("--repeats-on=1")
     run_chain(run, plan)
     assert [(end.cause, "KeyError: 'layout'" in end.reason) for end in ends(run)] == [("fatal", True)]
-    assert read_strikes(run) == []
+    assert read_node_failures(run) == []
 
 
 @pytest.mark.parametrize("command", ["command not found", "fails"])
@@ -71,6 +71,6 @@ def test_a_module_that_cannot_be_loaded_is_tried_again_later_and_blames_nobody(
     code = 3 if command == "fails" else 127
     assert [(end.cause, end.exit_code) for end in ends(run)] == [("failed", code)] * 3
     assert all(f"module load cuda/12 failed (exit code {code})" in end.reason for end in ends(run))
-    assert read_strikes(run) == []
+    assert read_node_failures(run) == []
     assert "module load cuda/12 failed" in run.stop.read_text().splitlines()[0]
     assert not run.attempt(1).metrics.exists()

@@ -9,8 +9,8 @@ import pytest
 
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_queue import LocalQueue
-from relayrun.watch.goodput.account import account
-from relayrun.watch.goodput.ledger import SECOND
+from relayrun.watch.goodput.account import account_for_run
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
 from tests.workspace import Workspace, ends
 
 from .conftest import MakeRun
@@ -25,19 +25,21 @@ def test_the_parts_of_a_chain_sum_to_what_its_queue_says(make_run: MakeRun) -> N
     program = ("--steps=40", "--step-seconds=0.35", "--start-seconds=0.5", "--save-seconds=0.5")
     run, plan = make_run(*program, total_steps=40, setup=[f"sleep {planted}"], **CUT)
     run_chain(run, plan)
-    found = account(Run(run.path))
+    found = account_for_run(Run(run.path))
     jobs = LocalQueue(run.path / "local").every_job()
     times = [(job.start_time, job.end_time) for job in jobs if job.start_time is not None]
     assert len(found.stays) == len(times) >= 2, logs(run)
     for stay, (start, end) in zip(found.stays, times, strict=True):
-        assert stay.allocated == round((end or 0.0) * SECOND) - round((start or 0.0) * SECOND)
+        assert stay.allocated == round((end or 0.0) * MICROSECONDS_PER_SECOND) - round(
+            (start or 0.0) * MICROSECONDS_PER_SECOND
+        )
         assert stay.stay.source == "the local queue"
-        assert stay.parts["launch"] >= planted * SECOND
-        assert stay.parts["init"] >= 0.5 * SECOND
-        assert stay.parts["save"] >= 0.5 * SECOND
+        assert stay.parts["launch"] >= planted * MICROSECONDS_PER_SECOND
+        assert stay.parts["init"] >= 0.5 * MICROSECONDS_PER_SECOND
+        assert stay.parts["save"] >= 0.5 * MICROSECONDS_PER_SECOND
         assert stay.parts["prolog"] > 0
         assert stay.parts["supervisor"] > 0
-    assert found.parts["step"] >= 40 * 0.35 * SECOND
+    assert found.parts["step"] >= 40 * 0.35 * MICROSECONDS_PER_SECOND
     assert (found.parts["unknown"], found.work.redone_iterations, found.work.iterations) == (0, 0, 40)
 
 
@@ -46,10 +48,10 @@ def test_a_hang_is_booked_until_it_is_noticed_and_what_was_not_saved_is_redone(m
     changes = {"hang_timeout": timeout, "max_failed_attempts": 1}
     run, plan = make_run("--steps=20", "--stop-at=5", "--stop-rank=1", "--start-seconds=0.1", **changes)
     run_chain(run, plan)
-    found = account(Run(run.path))
+    found = account_for_run(Run(run.path))
     (stay,) = found.stays
     assert stay.cause == "hang", logs(run)
-    assert stay.parts["hang"] >= timeout * SECOND
+    assert stay.parts["hang"] >= timeout * MICROSECONDS_PER_SECOND
     assert (found.work.iterations, found.work.redone_iterations) == (0, 5)
     assert sum(found.parts.values()) == found.allocated
     assert [(loss.cause, loss.times) for loss in found.losses] == [("hang", 1)]
@@ -80,9 +82,9 @@ def test_delays_that_come_from_outside_land_in_their_parts(tmp_path: Path) -> No
         cluster = {"python": sys.executable, "environment": variables(delay)}
         done = submit(workspace.config(name, **settings, cluster=cluster))
         assert [end.cause for end in ends(workspace.run(name))] == ["done"], done.stderr
-        found = account(workspace.run(name))
+        found = account_for_run(workspace.run(name))
         assert found.parts["unknown"] == 0
-        parts[name] = {part: amount / SECOND for part, amount in found.parts.items()}
+        parts[name] = {part: amount / MICROSECONDS_PER_SECOND for part, amount in found.parts.items()}
     assert {path.name for path in (tmp_path / f"delayed-{DELAY:g}").iterdir()} >= {"import", "read", "save"}
     beyond = {part: amount - parts["whole"][part] for part, amount in parts["planted"].items()}
     print({part: round(seconds, 2) for part, seconds in beyond.items()})

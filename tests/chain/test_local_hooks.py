@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from relayrun.control.log import PREFIX
+from relayrun.control.log import LOG_PREFIX
 from relayrun.control.rundir.records import AttemptStart
 from tests.chain.test_local_training import ROOT, submit
 from tests.checkpoints import assert_same_bytes
@@ -50,7 +50,7 @@ def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_
         assert begin is not None
         log = Path(begin.log or "").read_text()
         assert message.rstrip(" (") in run.attempt(number).read_end().reason  # type: ignore[union-attr]
-        log = "".join(line for line in log.splitlines(keepends=True) if not line.startswith(PREFIX))
+        log = "".join(line for line in log.splitlines(keepends=True) if not line.startswith(LOG_PREFIX))
         assert [line for line in log.splitlines() if message in line]
         assert all(line.startswith("error: ") for line in log.splitlines() if message in line), log
         assert "broken by a test" in (run.attempt(number).failures / "rank-0000.json").read_text()

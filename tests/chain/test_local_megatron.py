@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import read_streams
+from relayrun.control.rundir.tracker_runs import read_tracker_runs
 from relayrun.control.trainers import megatron_lm_checkpoints
-from relayrun.control.trainers.files import least_sizes
-from relayrun.control.trainers.megatron_lm_program import Dialect
+from relayrun.control.trainers.files import least_file_sizes
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from relayrun.files import read_lines
 from relayrun.train.reporting import wandb_files
 from tests.chain.test_local_chain import ends, logs, run_chain
@@ -31,19 +31,19 @@ from .conftest import MakeRun
 
 pytestmark = pytest.mark.slow
 
-BOTH = pytest.mark.parametrize("dialect", list(Dialect), ids=lambda dialect: dialect.value)
+BOTH = pytest.mark.parametrize("dialect", list(MegatronDialect), ids=lambda dialect: dialect.value)
 CUT = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
 """180 s for the start and twelve quick iterations, however busy the machine is, and no more than 28 slow ones; then
 60 s for the save."""
 
 
 def kept(run: Run) -> list[int]:
-    return [iteration for iteration, _ in megatron_lm_checkpoints.every(run.checkpoints)]
+    return [iteration for iteration, _ in megatron_lm_checkpoints.all_checkpoints(run.checkpoints)]
 
 
 def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of its files as its `.metadata` has them, and on disk."""
-    return least_sizes(checkpoint / ".metadata"), {
+    return least_file_sizes(checkpoint / ".metadata"), {
         path.name: path.stat().st_size for path in checkpoint.glob("*.distcp")
     }
 
@@ -87,12 +87,12 @@ def rank_pids(run: Run) -> dict[int, int]:
 @pytest.mark.parametrize(
     "dialect",
     [
-        pytest.param(Dialect.SWISS_AI, id="swiss-ai"),  # in `make test`
-        pytest.param(Dialect.NVIDIA, id="nvidia", marks=pytest.mark.long),
+        pytest.param(MegatronDialect.SWISS_AI, id="swiss-ai"),  # in `make test`
+        pytest.param(MegatronDialect.NVIDIA, id="nvidia", marks=pytest.mark.long),
     ],
 )
 def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(
-    make_run: MakeRun, tmp_path: Path, dialect: Dialect
+    make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect
 ) -> None:
     """Losses, gradient norms, what is kept, the files that `.metadata` names, the trigger folder, the record."""
     checkout = checkout_of(dialect)
@@ -120,7 +120,7 @@ def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @BOTH
-def test_three_attempts_cut_by_a_real_time_limit(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+def test_three_attempts_cut_by_a_real_time_limit(make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect) -> None:
     checkout = checkout_of(dialect)
     whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=100))
     run_chain(whole, whole_plan)
@@ -146,39 +146,39 @@ def test_three_attempts_cut_by_a_real_time_limit(make_run: MakeRun, tmp_path: Pa
     assert records[0].reason.partition(";")[0] == "time limit near"  # and, on a busy machine, that the limit is short
     assert as_one_attempt(run, whole) == steps(whole)
     assert sorted(steps(run)) == list(range(1, 101))
-    assert durable(run).iteration == 100
+    assert resume_point(run).iteration == 100
     assert kept(run) == [98, 100]
     named, there = named_and_there(run.checkpoint(98))
     assert named == there
     assert named
-    (stream,) = read_streams(run)
-    files = wandb_files.offline_files(run.path / "wandb", stream.id)
+    (stream,) = read_tracker_runs(run)
+    files = wandb_files.offline_wandb_files(run.path / "wandb", stream.id)
     assert len(files) == len(records)  # one run there
-    told = [row["_step"] for path in files for row in wandb_files.history(path) if "lm loss" in row]
+    told = [row["_step"] for path in files for row in wandb_files.wandb_history(path) if "lm loss" in row]
     assert told == list(range(1, 101))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @BOTH
-def test_triggers_save_and_exit(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+def test_triggers_save_and_exit(make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect) -> None:
     checkout = checkout_of(dialect)
     run, made = make_run(**plan(checkout, tmp_path, steps=10_000, slow="5:2"))
     with running(run, made):
         wait_for(lambda: reached(run, 6), 600)
-        triggers.touch(run, "save")
+        triggers.touch_trigger(run, "save")
         wait_for((run.triggers / "save.done").exists, 600)
         answer = json.loads((run.triggers / "save.done").read_text())["result"]
-        saved = durable(run).iteration
-        triggers.touch(run, "exit")
-    if dialect is Dialect.SWISS_AI:
+        saved = resume_point(run).iteration
+        triggers.touch_trigger(run, "exit")
+    if dialect is MegatronDialect.SWISS_AI:
         assert answer == f"saved iteration {saved}"
         assert saved > 5
     else:
         assert answer.startswith("refused: this Megatron-LM has no way")
     assert [end.cause for end in ends(run)] == ["exit"], logs(run)
     assert "exit trigger by" in run.stop.read_text()
-    assert durable(run).iteration > saved
+    assert resume_point(run).iteration > saved
     assert (run.triggers / "exit.done").exists()
 
 
@@ -186,21 +186,21 @@ def test_triggers_save_and_exit(make_run: MakeRun, tmp_path: Path, dialect: Dial
 @pytest.mark.timeout(1800)
 def test_swiss_ai_with_its_profiler_saves_and_leaves_by_its_own_files(make_run: MakeRun, tmp_path: Path) -> None:
     """--profile switches its signal handler off; what it would profile never comes here, for want of CUDA."""
-    checkout = checkout_of(Dialect.SWISS_AI)
+    checkout = checkout_of(MegatronDialect.SWISS_AI)
     flags = ["--profile", "--profile-step-start", "9000", "--profile-step-end", "9001"]
     run, made = make_run(**plan(checkout, tmp_path, *flags, steps=10_000, slow="5:2"))
     with running(run, made):
         wait_for(lambda: reached(run, 6), 600)
-        triggers.touch(run, "exit")
+        triggers.touch_trigger(run, "exit")
     assert [end.cause for end in ends(run)] == ["exit"], logs(run)
-    assert durable(run).iteration >= 6
+    assert resume_point(run).iteration >= 6
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @BOTH
 def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
-    make_run: MakeRun, tmp_path: Path, dialect: Dialect
+    make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect
 ) -> None:
     """The chain goes on from the checkpoint before, to the same digits; the torn one is in quarantine."""
     checkout = checkout_of(dialect)
@@ -208,7 +208,7 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
     run_chain(whole, whole_plan)
     run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2"))
     with running(run, made):
-        wait_for(lambda: durable(run).iteration >= 10 and reached(run, 12), 600)
+        wait_for(lambda: resume_point(run).iteration >= 10 and reached(run, 12), 600)
         os.kill(rank_pids(run)[1], signal.SIGKILL)
         torn = next(run.checkpoint(10).glob("__1_*.distcp"))
         os.truncate(torn, torn.stat().st_size - 1)
@@ -224,7 +224,7 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @BOTH
-def test_a_crash_loop_stops(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+def test_a_crash_loop_stops(make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect) -> None:
     checkout = checkout_of(dialect)
     failing = {"MEGATRON_ON_CPU_FAIL": "2"}
     run, made = make_run(**plan(checkout, tmp_path, steps=20, environment=failing, max_failed_attempts=2))
@@ -237,7 +237,9 @@ def test_a_crash_loop_stops(make_run: MakeRun, tmp_path: Path, dialect: Dialect)
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @BOTH
-def test_a_rank_that_stands_still_is_ended_and_followed(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+def test_a_rank_that_stands_still_is_ended_and_followed(
+    make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect
+) -> None:
     checkout = checkout_of(dialect)
     run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2", hang_timeout=20.0))
     with running(run, made):
@@ -245,4 +247,4 @@ def test_a_rank_that_stands_still_is_ended_and_followed(make_run: MakeRun, tmp_p
         os.kill(rank_pids(run)[1], signal.SIGSTOP)
     assert [end.cause for end in ends(run)] == ["hang", "done"], logs(run)
     assert "no progress for" in ends(run)[0].reason
-    assert durable(run).iteration == 20
+    assert resume_point(run).iteration == 20

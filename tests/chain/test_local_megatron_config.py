@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_checkpoints
-from relayrun.control.trainers.megatron_lm_program import Dialect
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from relayrun.files import read_lines
 from tests.checkouts import checkout_of, config, evaluated
 from tests.waiting import wait_for
@@ -19,9 +19,9 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-@pytest.mark.parametrize("dialect", list(Dialect), ids=lambda dialect: dialect.value)
+@pytest.mark.parametrize("dialect", list(MegatronDialect), ids=lambda dialect: dialect.value)
 def test_settings_and_arrays_and_args_train_a_checkout(
-    dialect: Dialect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dialect: MegatronDialect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkout = checkout_of(dialect)
     arrays = "MORE_ARGS=( --lr 2e-3 --save $CKPT_DIR --load $CKPT_DIR )\n"
@@ -30,18 +30,18 @@ def test_settings_and_arrays_and_args_train_a_checkout(
     run = Run(tmp_path / "run")
     words = Plan.load(run).trainer_settings["run"]
     assert words[words.index("--lr") + 1] == "2e-3"
-    assert durable(run).iteration == 8
+    assert resume_point(run).iteration == 8
     assert [line["iteration"] for line in read_lines(run.attempt(1).metrics)] == list(range(1, 9))
-    assert [iteration for iteration, _ in megatron_lm_checkpoints.every(run.checkpoints)] == [6, 8]
+    assert [iteration for iteration, _ in megatron_lm_checkpoints.all_checkpoints(run.checkpoints)] == [6, 8]
     assert (run.path / "data_cache").is_dir()
     # raised on a resume: the schedule is the settings', whatever the checkpoint says
     assert main(["resume", str(run.path), "--set", "training.steps=10"]) == 0, capsys.readouterr().err
-    assert durable(run).iteration == 10
+    assert resume_point(run).iteration == 10
 
 
-@pytest.mark.parametrize("dialect", list(Dialect), ids=lambda dialect: dialect.value)
+@pytest.mark.parametrize("dialect", list(MegatronDialect), ids=lambda dialect: dialect.value)
 def test_checkpoints_of_a_checkout_are_converted_and_scored_beside_the_chain(
-    dialect: Dialect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dialect: MegatronDialect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As docs/export.md says, by lm-evaluation-harness."""
     evaluation = evaluated(tmp_path) | {"interval": 4}

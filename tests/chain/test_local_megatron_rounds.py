@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import rounds
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.megatron_lm_program import Dialect
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.checkpoints import raw, whole_tensors
@@ -39,7 +39,7 @@ def rank_pids(run: Run) -> dict[int, int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
             variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
             parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-            server = b"relayrun.control.agent.start_server" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+            server = b"relayrun.control.agent.spawn_server" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         if server and str(run.checkpoints).encode() in words:
@@ -49,23 +49,25 @@ def rank_pids(run: Run) -> dict[int, int]:
 
 def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: MakeRun, tmp_path: Path) -> None:
     """One is killed, and the newest checkpoint has lost a byte, so the tracker goes back; then one is killed again."""
-    checkout = checkout_of(Dialect.SWISS_AI)
+    checkout = checkout_of(MegatronDialect.SWISS_AI)
     whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=20, interval=5))
     run_chain(whole, whole_plan)
     values = plan(checkout, tmp_path, steps=20, interval=5, slow="6:3")
     run, made = make_run(**values, recovery="node", auto_requeue=False)
-    server = [sys.executable, "-P", "-m", "relayrun.control.agent.start_server", f"--run-dir={run.path}"]
+    server = [sys.executable, "-P", "-m", "relayrun.control.agent.spawn_server", f"--run-dir={run.path}"]
     made = Plan.of(vars(made) | {"fork_server": server})
     made.write(run.plan)
     with running(run, made):
-        wait_for(lambda: durable(run).iteration >= 10 and reached(run, 11), 600)
+        wait_for(lambda: resume_point(run).iteration >= 10 and reached(run, 11), 600)
         torn = next(run.checkpoint(10).glob("__1_*.distcp"))
         os.truncate(torn, torn.stat().st_size - 1)
         os.kill(rank_pids(run)[1], signal.SIGKILL)
-        wait_for(lambda: len(rounds.read(run.attempt(1))) == 1 and durable(run).iteration >= 10, 600)
+        wait_for(
+            lambda: len(rounds.read_failed_restarts(run.attempt(1))) == 1 and resume_point(run).iteration >= 10, 600
+        )
         os.kill(rank_pids(run)[0], signal.SIGKILL)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
-    found = rounds.read(run.attempt(1))
+    found = rounds.read_failed_restarts(run.attempt(1))
     assert [(each.rank, each.words, each.next_iteration) for each in found] == [
         (1, "killed by SIGKILL", 5),
         (0, "killed by SIGKILL", 10),

@@ -15,10 +15,10 @@ from relayrun.cli import main
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab.ranks import signal_one
-from relayrun.tokens.mixture.audit import audit, ledger
-from relayrun.watch.goodput.account import account
-from relayrun.watch.goodput.ledger import SECOND
+from relayrun.lab.ranks import signal_random_rank
+from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
+from relayrun.watch.goodput.account import account_for_run
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 
@@ -47,7 +47,7 @@ def with_kills(*kills: str) -> dict[str, Any]:
 
 
 def first_causes(run: Run) -> list[tuple[int, int | None, str]]:
-    found = rounds.read(run.attempt(1))
+    found = rounds.read_failed_restarts(run.attempt(1))
     assert all(failed.again for failed in found)
     return [(failed.round, failed.rank, failed.words) for failed in found]
 
@@ -63,7 +63,9 @@ def assert_same_run(run: Run, reference: Run, *, last: int = STEPS) -> None:
     assert sorted(steps(run)) == list(range(1, last + 1))
     assert evaluations(run) == evaluations(reference)
     assert assert_same_bytes(reference.checkpoint(last), run.checkpoint(last)) > 50
-    assert [vars(row) for row in ledger(audit(run))] == [vars(row) for row in ledger(audit(reference))]
+    assert [vars(row) for row in dataset_ledgers(audit_run(run))] == [
+        vars(row) for row in dataset_ledgers(audit_run(reference))
+    ]
 
 
 def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
@@ -79,13 +81,13 @@ def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
     killed = "killed by SIGKILL"
     assert first_causes(run) == [(number, rank, killed) for number, rank in enumerate([1, 0, 1, 0, 0], start=1)]
-    found = rounds.read(run.attempt(1))
+    found = rounds.read_failed_restarts(run.attempt(1))
     assert [(failed.iteration, failed.durable_iteration) for failed in found][:3] == [(0, 0), (2, 0), (6, 5)]
     assert found[3].durable_iteration == 5  # the save of iteration 10 was killed before it counted
     assert found[4].durable_iteration == 10
     assert all(failed.seconds["all"] > 0 for failed in found[1:])
     assert_same_run(run, reference)
-    spent = account(Run(run.path))
+    spent = account_for_run(Run(run.path))
     (stay,) = spent.stays
     assert len(stay.rounds) == len(kills) + 1
     assert sum(spent.parts.values()) == spent.allocated
@@ -95,7 +97,7 @@ def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
     # as the coordinator's clock has it, of one node; its last part is the first step itself
     for failed, each in zip(found[1:], stay.rounds[2:], strict=True):
         way = sum(failed.seconds[name] for name in ("end", "records", "fork", "groups", "load"))
-        assert each.parts["recovery"] / SECOND == pytest.approx(way, abs=1.0)
+        assert each.parts["recovery"] / MICROSECONDS_PER_SECOND == pytest.approx(way, abs=1.0)
     capsys.readouterr()
     assert main(["goodput", str(run.path)]) == 0
     assert "by round" in capsys.readouterr().out
@@ -114,7 +116,7 @@ def test_ranks_go_on_from_memory_and_never_from_copies_that_were_changed(tmp_pat
     done = submit(config)
     run = workspace.run("killed")
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    found = rounds.read(run.attempt(1))
+    found = rounds.read_failed_restarts(run.attempt(1))
     assert [(failed.next_iteration, failed.source, failed.steps_lost) for failed in found[:3]] == [
         (3, "memory", 0),
         (7, "memory", 0),
@@ -136,7 +138,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     changes = {"checkpoint": {"interval": 4}, "training": SETTINGS["training"] | {"steps": 60}}
     whole = submit(workspace.config("whole", **SETTINGS | changes))
     assert whole.returncode == 0, whole.stderr
-    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.1"}}
     settings = with_kills() | {
         "checkpoint": {"interval": 4, "memory_interval": memory},
         "training": changes["training"] | {"hooks": [slow]},
@@ -149,7 +151,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     def kill() -> None:
         generator = random.Random(memory)
         while not over.wait(generator.uniform(0.1, 2.5)) and len(killed) < 12:
-            if (rank := signal_one(run, generator, signal.SIGKILL)) is not None:
+            if (rank := signal_random_rank(run, generator, signal.SIGKILL)) is not None:
                 killed.append(rank.rank)
 
     killer = threading.Thread(target=kill)
@@ -158,7 +160,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     over.set()
     killer.join(300)
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    found = rounds.read(run.attempt(1))
+    found = rounds.read_failed_restarts(run.attempt(1))
     assert 3 <= len(found) <= len(killed)  # two may die in one round
     assert all(failed.again for failed in found)
     if memory:  # a rank may be killed while it copies the iteration that all have done

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from relayrun.control.rundir import rounds, triggers
-from relayrun.control.rundir.records import Outcome
+from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
 from relayrun.lab import ranks
 from tests.waiting import wait_for
@@ -33,7 +33,7 @@ class Chain:
 
     def __init__(self, folder: Path) -> None:
         workspace = Workspace.make(folder)
-        slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+        slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.1"}}
         values = with_kills() | {
             "training": {"steps": 100_000, "hooks": [slow]},
             "data": {"max_epochs": 3000},
@@ -72,17 +72,17 @@ class Chain:
         return found
 
     def kill(self, rank: int) -> None:
-        (pid,) = [one.pid for one in ranks.living(self.run) if one.rank == rank]
+        (pid,) = [one.pid for one in ranks.living_ranks(self.run) if one.rank == rank]
         os.kill(pid, signal.SIGKILL)
 
     def newest(self) -> int:
         """The newest iteration on record since the newest round began."""
-        return rounds.newest_iteration(self.run.attempt(1))
+        return rounds.newest_recorded_iteration(self.run.attempt(1))
 
 
-def touch(run: Run, name: triggers.Name) -> float:
-    triggers.touch(run, name)
-    found = triggers.look(run, name)
+def touch(run: Run, name: triggers.TriggerName) -> float:
+    triggers.touch_trigger(run, name)
+    found = triggers.read_trigger(run, name)
     assert found is not None
     return found.time
 
@@ -114,7 +114,11 @@ def test_triggers_are_answered_once_in_whichever_round_they_are_touched(tmp_path
     answer = chain.answer("exit", touched=touched)
     assert chain.process.wait(PATIENCE) == 0
     assert [(end.cause, end.durable_iteration) for end in ends(run)] == [("exit", answer["iteration"])]
-    assert [(failed.rank, failed.again) for failed in rounds.read(run.attempt(1))] == [(0, True), (1, True), (1, True)]
+    assert [(failed.rank, failed.again) for failed in rounds.read_failed_restarts(run.attempt(1))] == [
+        (0, True),
+        (1, True),
+        (1, True),
+    ]
 
 
 def test_a_stop_file_is_heard_of_while_no_trigger_is_touched(tmp_path: Path) -> None:
@@ -122,7 +126,7 @@ def test_a_stop_file_is_heard_of_while_no_trigger_is_touched(tmp_path: Path) -> 
     chain.wait_for(lambda: chain.newest() > 20)
     asked = time.time()
     chain.run.attempt(1).stop.write_text("time for something else\n")
-    outcome = chain.wait_for(lambda: Outcome.read(chain.run.attempt(1).outcome))
+    outcome = chain.wait_for(lambda: AttemptOutcome.read(chain.run.attempt(1).outcome))
     print(f"left {outcome.time - asked:.2f} s after it was asked")
     assert (outcome.outcome, outcome.reason) == ("saved", "stop file: time for something else")
     assert outcome.time - asked < 120

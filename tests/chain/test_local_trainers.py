@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
@@ -60,7 +60,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cluster": {"name": "local", "scheduler": "local", "python": sys.executable},
     }
     path = tmp_path / "run.yaml"
-    path.write_text(yamlfile.dump(values), encoding="utf-8")
+    path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     return path
 
 
@@ -114,9 +114,9 @@ def test_its_checkpoints_are_converted_and_scored_beside_the_chain(config: Path,
         "convert": ["{python}", "-c", convert, "{checkpoint}", "{model}"],
         "command": ["{python}", "-c", score, "{model}", "{results}"],
     }
-    values = yamlfile.read(config).values | {"evaluation": evaluation}
+    values = yaml_file.read_yaml(config).values | {"evaluation": evaluation}
     values["command"] = values["command"] | {"steps": 20}
-    config.write_text(yamlfile.dump(values), encoding="utf-8")
+    config.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     assert main(["submit", str(config)]) == 0
     run = Run(tmp_path / "run")
     lines = list(read_lines(run.evaluations_view))

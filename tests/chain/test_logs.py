@@ -11,7 +11,7 @@ import pytest
 
 from relayrun import files
 from relayrun.cli import main
-from relayrun.control.rundir.records import Failure
+from relayrun.control.rundir.records import RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import write_stop
 from relayrun.watch import logs
@@ -75,7 +75,7 @@ def test_a_job_that_died_before_it_began_has_a_log_too(make_run: MakeRun, capsys
 
 @pytest.mark.parametrize("count", [0, 1, 3, 1000])
 def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK", 7)
+    monkeypatch.setattr(files, "READ_BLOCK", 7)
     lines = [f"line {number} {'x' * (number % 23)}\n" for number in range(40)]
     (tmp_path / "log").write_text("".join(lines) + "torn")
     text, size = files.last_lines(tmp_path / "log", count)
@@ -86,7 +86,7 @@ def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeyp
 def test_following_goes_on_from_job_to_job_and_misses_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     first = write_log(run, 1, out="a", err="b")
-    following = logs.Following(run)
+    following = logs.LogFollower(run)
     assert following.poll() == [(first.with_suffix(".out"), b"a"), (first, b"b")]
     assert following.poll() == []
     with open(first, "a") as file:
@@ -123,7 +123,7 @@ def test_one_ranks_last_words_and_stacks(tmp_path: Path, capsys: pytest.CaptureF
     write_log(run, 3)
     run.attempt(3).failures.mkdir()
     run.manifest.write_text("{}")
-    Failure(rank=12, node="n3", error="ValueError: no such token", time=1.0).write(
+    RankFailure(rank=12, node="n3", error="ValueError: no such token", time=1.0).write(
         run.attempt(3).failures / "rank-0012.json"
     )
     run.stacks(3).mkdir(parents=True)

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from relayrun.control.chain import orphaned, successor, supervisor
-from relayrun.control.chain.successor import waiting
+from relayrun.control.chain.successor import pending_jobs
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import Successor
+from relayrun.control.rundir.records import SuccessorJob
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.control.scheduler.base import Job, Scheduler
@@ -39,7 +39,7 @@ def loses_its_batch_host(stage: Stage, monkeypatch: Patch, mode: str = "requeue"
     begun(stage, mode)
     stage.slurm.down = {"n0"}
     stage.slurm.set("1", lost="n1,n2,n3")
-    monkeypatch.setattr(orphaned, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(orphaned, "FIRST_NODE_SECONDS", 0.0)
     monkeypatch.setattr("relayrun.control.scheduler.slurm.Slurm._node_is_down", lambda *_: True)
 
 
@@ -47,7 +47,7 @@ def agent(stage: Stage, *, attempt: int = 4, job: str = "1") -> Reached:  # noqa
     """What an agent of another node does, to its end."""
 
     def closes() -> int:
-        return orphaned.orphaned(stage.run, attempt, node=0, number_of_round=0)
+        return orphaned.close_orphaned_attempt(stage.run, attempt, node=0, number_of_round=0)
 
     reached = run_child(closes, stage.run_path, stage.slurm, job=job)
     assert reached.code == 1, reached.output
@@ -56,7 +56,7 @@ def agent(stage: Stage, *, attempt: int = 4, job: str = "1") -> Reached:  # noqa
 
 def behind_end(monkeypatch: Patch, then: Callable[[], None]) -> None:
     """What happens when an agent has done what `end` does, the first time."""
-    end, done = supervisor.end, list[int]()
+    end, done = supervisor.end_attempt, list[int]()
 
     def ended_and_then(run: Run, number: int, exit_code: int) -> int:
         code = end(run, number, exit_code)
@@ -65,7 +65,7 @@ def behind_end(monkeypatch: Patch, then: Callable[[], None]) -> None:
         done.append(number)
         return code
 
-    monkeypatch.setattr(supervisor, "end", ended_and_then)
+    monkeypatch.setattr(supervisor, "end_attempt", ended_and_then)
 
 
 def cancel_successor(stage: Stage) -> None:  # noqa: F811
@@ -137,7 +137,7 @@ def test_nor_is_it_by_an_end_that_is_tried_again(stage: Stage) -> None:  # noqa:
     loses_for_good(stage, "n3")
     ended(stage)
     cancel_successor(stage)
-    assert ended(stage).code == supervisor.FAILED
+    assert ended(stage).code == supervisor.EXIT_ATTEMPT_FAILED
     assert stage.slurm.pending() == []
     assert "was cancelled" in (stop_reason(stage.run) or "")
 
@@ -148,7 +148,7 @@ def test_a_person_cancels_the_job_that_ends_by_itself(stage: Stage) -> None:  # 
     loses_for_good(stage, "n3")
     ended(stage)
     stage.slurm.set("1", state="CANCELLED")
-    assert next_begins(stage).code == supervisor.CHAIN_ENDS
+    assert next_begins(stage).code == supervisor.EXIT_CHAIN_ENDS
     assert stop_reason(stage.run) == "the job before this one was cancelled"
 
 
@@ -161,7 +161,7 @@ def test_a_person_cancels_the_job_that_an_agent_closes(
     loses_its_batch_host(stage, monkeypatch, mode)
     behind_end(monkeypatch, lambda: stage.slurm.set("1", state="CANCELLED"))
     agent(stage)
-    assert next_begins(stage).code == supervisor.CHAIN_ENDS
+    assert next_begins(stage).code == supervisor.EXIT_CHAIN_ENDS
     assert stop_reason(stage.run) == "the job before this one was cancelled"
 
 
@@ -179,7 +179,7 @@ def test_an_end_that_slurm_does_not_answer_the_second_time(stage: Stage) -> None
     loses_for_good(stage, "n3")
     ended(stage)
     stage.slurm.tests_nothing = True
-    assert ended(stage).code == supervisor.FAILED
+    assert ended(stage).code == supervisor.EXIT_ATTEMPT_FAILED
     assert stage.slurm.jobs()["1"]["state"] == "RUNNING"
     assert len(stage.slurm.pending()) == 1
 
@@ -223,13 +223,13 @@ def another_agent_acts(monkeypatch: Patch, act: Callable[[], None]) -> None:
     asked: list[str] = []
 
     def found(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
-        jobs = waiting(plan, scheduler, own=own)
+        jobs = pending_jobs(plan, scheduler, own=own)
         asked.append(own)
         if len(asked) == 3:
             act()
         return jobs
 
-    monkeypatch.setattr(successor, "waiting", found)
+    monkeypatch.setattr(successor, "pending_jobs", found)
 
 
 def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
@@ -244,20 +244,20 @@ def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, m
 def makes_place(stage: Stage, job_id: str) -> None:  # noqa: F811
     """What another agent does at last."""
     cancels = Mock(cancel=lambda own: stage.slurm.set(own, state="CANCELLED"))
-    successor.make_place(stage.run.attempt(4), cancels, own="1", job_id=job_id)
+    successor.cancel_replaced_job(stage.run.attempt(4), cancels, own="1", job_id=job_id)
 
 
 def test_two_agents_queue_a_job_each(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
     """The first has cancelled this job by the time at which the second writes down its own."""
     loses_its_batch_host(stage, monkeypatch)
-    write = Successor.write
+    write = SuccessorJob.write
 
-    def written(record: Successor, path: Path) -> None:
-        monkeypatch.setattr(Successor, "write", write)
+    def written(record: SuccessorJob, path: Path) -> None:
+        monkeypatch.setattr(SuccessorJob, "write", write)
         makes_place(stage, stage.slurm.add(nodes="3-4"))
         write(record, path)
 
-    monkeypatch.setattr(Successor, "write", written)
+    monkeypatch.setattr(SuccessorJob, "write", written)
     agent(stage)
     first, second = stage.slurm.pending()
     stage.slurm.set(first, state="RUNNING")

@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.control.chain import guard, next_nodes, nodes, render, successor, supervisor
+from relayrun.control.chain import guard, job_script, next_nodes, nodes, successor, supervisor
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.rounds import FailedRound
-from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.scheduler.factory import scheduler_for_plan
 
 from .exhaustion import Reached, run_child
 from .fake_slurm import NODES
@@ -26,7 +26,7 @@ from .test_fallback_job import run_fallback_job
 
 def struck(stage: Stage, *names: str) -> None:  # noqa: F811
     for attempt in (1, 2):
-        nodes.strike(stage.run, attempt, dict.fromkeys(names, "node failure"), now=time.time())
+        nodes.record_node_failures(stage.run, attempt, dict.fromkeys(names, "node failure"), now=time.time())
 
 
 def waiting_job(stage: Stage) -> dict[str, Any]:  # noqa: F811
@@ -38,7 +38,7 @@ def waiting_job(stage: Stage) -> dict[str, Any]:  # noqa: F811
 def ended(stage: Stage, exit_code: int | None = None) -> Reached:  # noqa: F811
     """The end of the attempt, which has failed where nothing else is said."""
     code = failed(stage) if exit_code is None else exit_code
-    return run_child(lambda: supervisor.end(stage.run, 4, code), stage.run_path, stage.slurm)
+    return run_child(lambda: supervisor.end_attempt(stage.run, 4, code), stage.run_path, stage.slurm)
 
 
 def next_job(stage: Stage, *, waits: bool) -> tuple[str, str]:  # noqa: F811
@@ -70,7 +70,7 @@ def test_one_that_can_be_replaced_is(stage: Stage, waits: bool) -> None:  # noqa
 def test_of_several_the_worst_are_left_out(stage: Stage, waits: bool) -> None:  # noqa: F811
     replace(Plan.load(stage.run), nodes=40).write(stage.run.plan)  # a twentieth of which are two
     struck(stage, "n1", "n2")
-    nodes.strike(stage.run, 3, {"n2": "node failure"}, now=time.time())
+    nodes.record_node_failures(stage.run, 3, {"n2": "node failure"}, now=time.time())
     stage.slurm.down = {"n0", "n3"}
     excluded, said = next_job(stage, waits=waits)
     assert excluded == "n2"
@@ -92,7 +92,7 @@ def test_a_waiting_job_may_have_the_node_again_in_whose_place_there_is_none_now(
 ) -> None:
     """It was left out when there were others. What the config leaves out stays so."""
     replace(Plan.load(stage.run), nodes=3, sbatch_options=wished).write(stage.run.plan)
-    stage.run.job_script.write_text(render.job_script(Plan.load(stage.run), stage.run))
+    stage.run.job_script.write_text(job_script.job_script(Plan.load(stage.run), stage.run))
     stage.slurm.set("1", nodes="3", exclude=left_out)
     struck(stage, "n1")
     assert fresh_begin(stage).code == 0
@@ -104,7 +104,7 @@ def test_a_waiting_job_may_have_the_node_again_in_whose_place_there_is_none_now(
 
 def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
     """The attempt's last round has lost these nodes; Slurm has not noticed yet."""
-    failed_round = FailedRound(
+    failed_round = FailedRestart(
         round=1,
         time=time.time(),
         rank=None,
@@ -119,7 +119,7 @@ def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
         steps_lost=1,
         lost=nodes_lost,
     )
-    rounds.append(stage.run.attempt(4), failed_round)
+    rounds.record_failed_restart(stage.run.attempt(4), failed_round)
 
 
 def test_a_lost_node_takes_no_bad_ones_place_though_slurm_takes_it_to_be_up(stage: Stage) -> None:  # noqa: F811
@@ -157,7 +157,7 @@ def test_a_node_where_begin_failed_has_gone_from_the_cluster(stage: Stage, tests
 def test_a_bad_node_that_the_config_asks_for_is_not_left_out(stage: Stage, waits: bool) -> None:  # noqa: F811
     plan = replace(Plan.load(stage.run), sbatch_options={"nodelist": "n1"})
     plan.write(stage.run.plan)
-    stage.run.job_script.write_text(render.job_script(plan, stage.run))
+    stage.run.job_script.write_text(job_script.job_script(plan, stage.run))
     struck(stage, "n1")
     excluded, said = next_job(stage, waits=waits)
     assert excluded == ""
@@ -168,7 +168,7 @@ def outliving(stage: Stage, **changes: object) -> None:  # noqa: F811
     """The run has jobs that outlive the loss of nodes."""
     plan = replace(Plan.load(stage.run), recovery="node", fork_server=["python"], ntasks_per_node=2, **changes)
     plan.write(stage.run.plan)
-    stage.run.job_script.write_text(render.job_script(plan, stage.run))
+    stage.run.job_script.write_text(job_script.job_script(plan, stage.run))
     stage.slurm.set("1", nodes=str(plan.nodes_of_job))
 
 
@@ -247,13 +247,13 @@ def batch_script_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch, *, gua
     monkeypatch.setattr(
         "relayrun.control.scheduler.slurm.Slurm.kill_wait", lambda _self: 30.0 if guard_on == "n0" else 0.1
     )
-    monkeypatch.setattr("relayrun.control.chain.guard.alive", lambda _pid: False)
+    monkeypatch.setattr("relayrun.control.chain.guard.is_process_alive", lambda _pid: False)
     monkeypatch.setenv("SLURMD_NODENAME", guard_on)
 
     def guarded() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a library may have started a thread in the fork
-        return guard.guard(stage.run, 4, batch_pid=1)
+        return guard.run_guard(stage.run, 4, batch_pid=1)
 
     reached = run_child(guarded, stage.run_path, stage.slurm)
     assert reached.code == 0, reached.output
@@ -309,7 +309,10 @@ def test_a_site_that_lets_nobody_change_the_number_of_nodes(stage: Stage, mode: 
     assert (job_id == "1", job["nodes"]) == (mode == "requeue", "4")
     assert job["delay"] > 0
     assert "denied" in reached.output
-    assert run_child(lambda: supervisor.end(stage.run, 4, 7), stage.run_path, stage.slurm).code == supervisor.FAILED
+    assert (
+        run_child(lambda: supervisor.end_attempt(stage.run, 4, 7), stage.run_path, stage.slurm).code
+        == supervisor.EXIT_ATTEMPT_FAILED
+    )
 
 
 @pytest.mark.parametrize(("waited", "waits"), [("3-4", "4-4"), ("3-3", "3-3"), ("4", "4"), ("8", "8")])
@@ -339,7 +342,7 @@ def test_a_first_job_with_a_spare_node_that_is_not_up_is_refused_with_what_to_se
 
     def first() -> int:
         plan = Plan.load(stage.run)
-        successor.queue_first(stage.run, plan, for_plan(plan, stage.run, patience=0))
+        successor.queue_first_job(stage.run, plan, scheduler_for_plan(plan, stage.run, patience=0))
         return 0
 
     reached = run_child(first, stage.run_path, stage.slurm)
@@ -349,7 +352,10 @@ def test_a_first_job_with_a_spare_node_that_is_not_up_is_refused_with_what_to_se
 
 def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> None:
     plan = Mock(outlives_nodes=True, nodes=4, nodes_of_job=6, elastic_nodes=(2, 1))
-    asked = {given: next_nodes._asking_for_all(plan, {"nodes": given, "time": "5"}) for given in ("5", "2", "5-6", "8")}
+    asked = {
+        given: next_nodes._without_reduced_nodes(plan, {"nodes": given, "time": "5"})
+        for given in ("5", "2", "5-6", "8")
+    }
     assert asked == {given: {"time": "5"} for given in ("5", "2", "5-6")} | {"8": {"nodes": "8", "time": "5"}}
 
 
@@ -361,7 +367,7 @@ def test_a_controller_that_does_not_say_which_nodes_are_up_holds_nobody_up(stage
     begun = fresh_begin(stage)
     end = ended(stage, no_successor(stage))
     for reached in (begun, end) if mode == "singleton" else (end,):
-        assert reached.code in (0, supervisor.FAILED), reached.output
+        assert reached.code in (0, supervisor.EXIT_ATTEMPT_FAILED), reached.output
         assert "is not known: sbatch: allocation failure: Socket timed out" in reached.output
         assert reached.calls.count("run sbatch --test-only") < 10
     (job_id,) = stage.slurm.pending()

@@ -16,11 +16,11 @@ import pytest
 
 from relayrun.config.compose import compose
 from relayrun.control.chain import nodes
-from relayrun.control.rundir import node_health, rounds, views
-from relayrun.control.rundir.records import Outcome
+from relayrun.control.rundir import merged_metrics, node_health, rounds
+from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.files import read_lines
-from relayrun.submit.check.state import Intent
-from relayrun.submit.submission import prepared
+from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.submission import prepared_run
 from relayrun.watch.status import queue, run_status
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, steps
@@ -54,15 +54,17 @@ def looked_for(tmp_path: Path, *sick: str, **changes: object) -> dict[str, objec
 def test_a_sick_node_is_left_out_and_the_spare_one_takes_its_place(make_run: MakeRun, tmp_path: Path) -> None:
     steps = Steps(make_run, "1:1:7:SIGKILL", **looked_for(tmp_path, "n0"))
     assert steps.starter.wait(300) == 0, steps.log()
-    outcome = Outcome.read(steps.attempt.outcome)
+    outcome = AttemptOutcome.read(steps.attempt.outcome)
     assert outcome is not None
     assert (outcome.outcome, outcome.iteration) == ("done", 20)
     assert steps.started(0) == steps.started(1) == [(1, 0), (2, 5)]
-    (found,) = node_health.read(steps.attempt)
+    (found,) = node_health.read_findings(steps.attempt)
     assert (found.node, found.check, found.value, found.limit, found.hard) == ("n0", "command", 3, 0, True)
     assert found.told.endswith("disk /scratch has gone (exit status 3); left out")
     assert found.told in steps.log()
-    assert [failed.culprit for failed in rounds.read(steps.attempt)] == ["rank 1 on n2: killed by SIGKILL"]
+    assert [failed.culprit for failed in rounds.read_failed_restarts(steps.attempt)] == [
+        "rank 1 on n2: killed by SIGKILL"
+    ]
     measured = [line["node"] for line in read_lines(steps.run.node_health) if "matmul" in line]
     assert sorted(measured) == ["n1", "n2"]
 
@@ -75,9 +77,9 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_round(make_run: MakeRun, 
     os.kill(next(read_lines(steps.attempt.path / "starts-0.jsonl"))["pid"], signal.SIGKILL)
     assert steps.starter.wait(300) == 0, steps.log()
     assert steps.started(0) == steps.started(1) == [(1, 0), (2, 5)]
-    (failed,) = rounds.read(steps.attempt)
+    (failed,) = rounds.read_failed_restarts(steps.attempt)
     assert (failed.culprit, failed.lost) == ("rank 0 on n0: killed by SIGKILL", {"n1": "n2"})
-    (found,) = node_health.read(steps.attempt)
+    (found,) = node_health.read_findings(steps.attempt)
     assert (found.node, found.check, found.value, found.limit, found.round) == ("n1", "open_files", 200, 500, 1)
     assert found.action == "left out"
     taken = [line["ranks_memory"] for line in read_lines(steps.run.node_health) if "ranks_memory" in line]
@@ -95,10 +97,10 @@ def test_a_sick_node_that_nobody_replaces_ends_its_job_and_the_next_one_leaves_i
     words = f"the site's own check ({sys.executable}): no scratch (exit status 1)"
     assert words in record.reason
     assert starts(run, 0) == []
-    (strike,) = nodes.read_strikes(run)
+    (strike,) = nodes.read_node_failures(run)
     assert (strike.sick, strike.reason) == (True, words[:200])
-    assert nodes.excluded([strike], nodes=1, now=strike.time) == [strike.node]
-    status = run_status.gather(run, queue.ask(run), now=strike.time)
+    assert nodes.worst_nodes([strike], nodes=1, now=strike.time) == [strike.node]
+    status = run_status.read_run_status(run, queue.query_queue(run), now=strike.time)
     assert status.sick_nodes == [f"{strike.node}: {words}; ends the attempt, no other node takes its place"]
 
 
@@ -109,9 +111,9 @@ def test_what_is_less_is_told_and_ends_nothing_where_nobody_takes_the_place(make
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    found = node_health.read(run.attempt(1))
+    found = node_health.read_findings(run.attempt(1))
     assert [(each.check, each.action, each.round) for each in found] == [("tmp", "warned", 0), ("tmp", "warned", 1)]
-    assert nodes.read_strikes(run) == []
+    assert nodes.read_node_failures(run) == []
 
 
 @pytest.mark.long
@@ -125,7 +127,9 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     config = workspace.config(
         "sick", **SETTINGS, chain={"recovery": "node"}, cluster={"environment": environment}, job={"ntasks_per_node": 2}
     )
-    with prepared(compose.load(config), Intent(resume=False, accept_data_change=False, take_over=False)) as (run, plan):
+    with prepared_run(
+        compose.load_run_config(config), SubmitIntent(resume=False, accept_data_change=False, take_over=False)
+    ) as (run, plan):
         own = looked_for(tmp_path, "n0")["node_health"]
         assert isinstance(own, dict)
         three = {"nodes": 2, "spare_nodes": 1, "ntasks_per_node": 1, "node_health": plan.node_health | own}
@@ -133,11 +137,11 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
         plan.write(run.plan)
     agents = Steps.of(run, plan)
     assert agents.starter.wait(600) == 0, agents.log()
-    views.Views(run).update()
+    merged_metrics.MergedViews(run).update()
     assert sorted(steps(run)) == list(range(1, STEPS + 1))
     assert steps(run) == steps(reference)
     assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
-    found = [each for each in node_health.read(run.attempt(1)) if each.node == "n0"]
+    found = [each for each in node_health.read_findings(run.attempt(1)) if each.node == "n0"]
     assert [(each.check, each.action) for each in found] == [("command", "left out")]
     measured = [line for line in read_lines(run.node_health) if "matmul" in line]
     assert sorted(line["node"] for line in measured) == ["n1", "n2"]
@@ -145,7 +149,7 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", [[sys.executable, "-P", "-m", "relayrun.train.node_probe"], ["/no/such"]])
+@pytest.mark.parametrize("program", [[sys.executable, "-P", "-m", "relayrun.train.node_benchmark"], ["/no/such"]])
 def test_a_program_of_ones_own_begins_on_nodes_that_were_measured_or_could_not_be(
     make_run: MakeRun, program: list[str]
 ) -> None:
@@ -155,7 +159,7 @@ def test_a_program_of_ones_own_begins_on_nodes_that_were_measured_or_could_not_b
     assert record.cause == "done", logs(run)
     test_local_command_rounds.assert_undisturbed(run)
     lines = [line for line in read_lines(run.node_health) if "matmul" in line]
-    words = [(each.check, each.words, each.action) for each in node_health.read(run.attempt(1))]
+    words = [(each.check, each.words, each.action) for each in node_health.read_findings(run.attempt(1))]
     if program == ["/no/such"]:
         assert lines == []
         assert words == [
@@ -176,13 +180,13 @@ def test_without_agents_the_first_rank_of_a_node_looks(tmp_path: Path) -> None:
     assert record.cause == "failed"
     words = f"the site's own check ({sys.executable}): no scratch (exit status 1)"
     assert words in record.reason
-    assert [(each.check, each.action) for each in node_health.read(run.attempt(1))] == [("command", "ended")]
-    (strike,) = nodes.read_strikes(run)
+    assert [(each.check, each.action) for each in node_health.read_findings(run.attempt(1))] == [("command", "ended")]
+    (strike,) = nodes.read_node_failures(run)
     assert strike.sick
     assert not list(read_lines(run.attempt(1).metrics))
     limits = {"tmp_gb": 1e9, "open_files": 10**9}
     submit(workspace.config("less", **SETTINGS, chain={"node_health_limits": limits}))
     run = workspace.run("less")
     assert [record.cause for record in ends(run)] == ["done"]
-    found = [(each.check, each.action) for each in node_health.read(run.attempt(1))]
+    found = [(each.check, each.action) for each in node_health.read_findings(run.attempt(1))]
     assert found == [("tmp", "warned"), ("open_files", "warned")]

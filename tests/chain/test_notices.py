@@ -19,22 +19,22 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.chain import background, messenger, supervisor
-from relayrun.control.chain.messenger import Messenger
+from relayrun.control.chain.messenger import NoticeSender
 from relayrun.control.notify import notices
-from relayrun.control.notify.chain_notices import note
-from relayrun.control.notify.notices import NoticePolicy, Target
+from relayrun.control.notify.events import write_due_notices
+from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
 from relayrun.control.rundir import node_health
-from relayrun.control.rundir.evaluations import Result
-from relayrun.control.rundir.node_health import Finding
+from relayrun.control.rundir.evaluations import EvaluationResult
+from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import End, Hang
-from relayrun.control.rundir.rewinds import Rewind, append
-from relayrun.control.rundir.run import Run, is_own
+from relayrun.control.rundir.records import AttemptEnd, Hang
+from relayrun.control.rundir.rewinds import Rollback, record_rollback
+from relayrun.control.rundir.run import Run, is_owned_by_this_user
 from relayrun.control.rundir.stop import write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.watch import deliver, unsent
+from relayrun.watch import deliver, unsent_notices
 from tests.history import STEP, began
 from tests.owners import give_away
 from tests.receivers import Mailbox, Web
@@ -44,35 +44,35 @@ from .conftest import MakeRun
 from .test_again import refusing_python
 
 
-def tell(run: Run, *urls: str, events: tuple[str, ...] = notices.EVENTS, **changes: Any) -> NoticePolicy:
+def tell(run: Run, *urls: str, events: tuple[str, ...] = notices.NOTICE_EVENTS, **changes: Any) -> NoticePolicy:
     """Who is told of a run from now on."""
     values: dict[str, Any] = {
         "run": "tests/history",
         "cluster": "local",
         "since": 5.0,
-        "targets": [vars(Target(name=f"t{n}", url=url, events=list(events))) for n, url in enumerate(urls)],
+        "targets": [vars(NoticeTarget(name=f"t{n}", url=url, events=list(events))) for n, url in enumerate(urls)],
         "failed_attempts": 2,
         "no_progress": 1e9,
         "disk_checkpoints": 2,
         "program": [sys.executable, "-m", "relayrun.watch.deliver"],
     }
     policy = NoticePolicy(**(values | changes))
-    notices.write_policy(run, policy)
+    notices.write_notice_policy(run, policy)
     return policy
 
 
 def noted(run: Run, *, now: float | None = None) -> dict[str, str]:
     """Notices that follow from the records now: reason by id."""
-    policy = notices.read_policy(run)
+    policy = notices.read_notice_policy(run)
     assert policy is not None
-    assert note(run, Plan.load(run), policy, now=now or time.time(), at_work=True) == []
-    return {entry.id: entry.reason for entry, _ in notices.pending(run)}
+    assert write_due_notices(run, Plan.load(run), policy, now=now or time.time(), at_work=True) == []
+    return {entry.id: entry.reason for entry, _ in notices.pending_notices(run)}
 
 
 def end(run: Run, number: int, cause: str, *, progress: bool = False, action: str = "retry", when: float = 1e9) -> None:
     if not run.attempt(number).begin.exists():
         began(run, number, base=300)
-    End(
+    AttemptEnd(
         attempt=number,
         cause=cause,
         reason=f"{cause}, it says",
@@ -86,13 +86,13 @@ def end(run: Run, number: int, cause: str, *, progress: bool = False, action: st
 
 def sent(run: Run, **environment: str) -> list[str]:
     """Send what is due; what could not be sent."""
-    return deliver.deliver(run, job=False, environment=environment)
+    return deliver.send_due_notices(run, job=False, environment=environment)
 
 
 def states(run: Run) -> dict[str, list[str]]:
     """By notice, what became of it at each target."""
     found = {}
-    for path in sorted([*notices.folder(run).glob("*.told"), *notices.folder(run).glob("*.tried")]):
+    for path in sorted([*notices.notices_folder(run).glob("*.told"), *notices.notices_folder(run).glob("*.tried")]):
         targets = json.loads(path.read_text())["targets"]
         found[path.name] = [targets[name]["state"] for name in sorted(targets)]
     return found
@@ -103,8 +103,8 @@ def states(run: Run) -> dict[str, list[str]]:
 
 def test_without_a_policy_nobody_looks(run: Run) -> None:
     write_stop(run, "fatal: it broke")
-    messenger.tell(run, Plan.load(run))
-    assert not notices.folder(run).exists()
+    messenger.send_notices(run, Plan.load(run))
+    assert not notices.notices_folder(run).exists()
 
 
 def test_a_stop_whoever_wrote_it_is_told_once(run: Run, web: Web) -> None:
@@ -130,7 +130,7 @@ def test_a_submit_begins_anew(run: Run) -> None:
     policy = tell(run, "http://x/")
     write_stop(run, "stopped by ada")
     assert len(noted(run)) == 1
-    notices.write_policy(run, replace(policy, since=6.0))
+    notices.write_notice_policy(run, replace(policy, since=6.0))
     assert len(noted(run)) == 2
 
 
@@ -164,7 +164,7 @@ def test_an_attempt_that_ends_the_chain_is_told_with_the_stop(run: Run) -> None:
 def test_what_happened_before_the_submit_is_not_told(run: Run) -> None:
     tell(run, "http://x/", since=2e9, failed_attempts=1)
     end(run, 4, "hang", when=1.9e9)
-    append_line(run.evaluations_view, vars(Result(iteration=100, attempt=1, status="done", time=1.9e9)))
+    append_line(run.evaluations_view, vars(EvaluationResult(iteration=100, attempt=1, status="done", time=1.9e9)))
     assert noted(run, now=2e9 + 1) == {}
 
 
@@ -188,13 +188,13 @@ def test_bad_losses_and_rewinds(run: Run) -> None:
     for iteration, change in ((301, {}), (302, {"skipped": "loss 99 is a spike"}), (303, {"loss": float("nan")})):
         append_line(attempt.metrics, json.loads(STEP.format(iteration)) | change)
     assert noted(run) == {"anomaly-0004-303": "iteration 303: loss nan"}
-    assert notices.pending(run)[0][0].count == 2
+    assert notices.pending_notices(run)[0][0].count == 2
     append_line(attempt.metrics, json.loads(STEP.format(304)) | {"skipped": "loss 98 is a spike"})
-    append(attempt, Rewind(iteration=305, reason="loss nan", base_iteration=300, next_sample=9, time=7e8))
+    record_rollback(attempt, Rollback(iteration=305, reason="loss nan", base_iteration=300, next_sample=9, time=7e8))
     told = noted(run)
     assert told["anomaly-0004-304"] == "iteration 304: loss 98 is a spike"
     assert told["anomaly-0004-rewind-700000000"] == "training went back to iteration 300 from iteration 305: loss nan"
-    assert {entry.id: entry.count for entry, _ in notices.pending(run)}["anomaly-0004-304"] == 1
+    assert {entry.id: entry.count for entry, _ in notices.pending_notices(run)}["anomaly-0004-304"] == 1
 
 
 def test_a_disk_that_is_nearly_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +214,10 @@ def test_a_disk_that_is_nearly_full(run: Run, monkeypatch: pytest.MonkeyPatch) -
 def test_a_sick_node(run: Run) -> None:
     tell(run, "http://x/")
     began(run, 4, base=300)
-    found = Finding(node="n1", check="gpus", value=3, limit=4, words="3 GPUs answer", hard=True, time=1e9)
-    soft = Finding(node="n2", check="tmp", value=0, limit=1, words="0 GB are free", hard=False, time=1e9)
+    found = HealthFinding(node="n1", check="gpus", value=3, limit=4, words="3 GPUs answer", hard=True, time=1e9)
+    soft = HealthFinding(node="n2", check="tmp", value=0, limit=1, words="0 GB are free", hard=False, time=1e9)
     for each in (soft, found.done("left out"), soft.done("left out"), found.done("ended", "nobody is left")):
-        node_health.append(run.attempt(4), each)
+        node_health.record_finding(run.attempt(4), each)
     assert noted(run) == {
         "node-0004-2": "attempt 4: n1: 3 GPUs answer; left out",
         "node-0004-3": "attempt 4: n2: 0 GB are free; left out",
@@ -227,9 +227,14 @@ def test_a_sick_node(run: Run) -> None:
 
 def test_an_evaluation_with_its_scores(run: Run) -> None:
     tell(run, "http://x/")
-    done = Result(iteration=100, attempt=1, status="done", time=1e9, results={"arc": {"acc": 0.51, "acc_stderr": 0.1}})
+    done = EvaluationResult(
+        iteration=100, attempt=1, status="done", time=1e9, results={"arc": {"acc": 0.51, "acc_stderr": 0.1}}
+    )
     append_line(run.evaluations_view, vars(done))
-    append_line(run.evaluations_view, vars(Result(iteration=200, attempt=2, status="failed", time=1e9, error="no GPU")))
+    append_line(
+        run.evaluations_view,
+        vars(EvaluationResult(iteration=200, attempt=2, status="failed", time=1e9, error="no GPU")),
+    )
     assert noted(run) == {
         "evaluation-0000100-0001": "evaluation of iteration 100: arc acc 0.51",
         "evaluation-0000200-0002": "evaluation of iteration 200: failed: no GPU",
@@ -248,10 +253,10 @@ def test_a_full_disk_stops_nothing_and_the_notice_comes_later(run: Run, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(notices.Notice, "write", full)
-        assert note(run, Plan.load(run), policy, now=1.0, at_work=True) == [
+        assert write_due_notices(run, Plan.load(run), policy, now=1.0, at_work=True) == [
             "OSError: [Errno 28] No space left on device"
         ]
-        messenger.tell(run, Plan.load(run))
+        messenger.send_notices(run, Plan.load(run))
     assert len(noted(run)) == 1
 
 
@@ -260,13 +265,13 @@ def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.Captu
     policy = tell(run, "http://x/")
     if damage.startswith('{"targets'):
         damage = json.dumps(vars(policy) | json.loads(damage))
-    notices.policy_path(run).write_text(damage)
+    notices.notice_policy_path(run).write_text(damage)
     write_stop(run, "fatal: it broke")
-    assert supervisor.begin(run) == supervisor.CHAIN_ENDS
+    assert supervisor.begin_attempt(run) == supervisor.EXIT_CHAIN_ENDS
     assert "notices: left for later" in capfd.readouterr().err
-    count, reason = unsent.not_sent(run, now=time.time())
+    count, reason = unsent_notices.count_unsent(run, now=time.time())
     assert (count, reason.startswith("unknown: ")) == (0, True)
-    unsent.send_in_background(run)
+    unsent_notices.send_in_background(run)
 
 
 def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +284,7 @@ def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(notices.Delivery, "write", full)
+        patch.setattr(notices.NoticeDelivery, "write", full)
         with pytest.raises(OSError, match="No space"):
             sent(run)
     assert web.requests == []
@@ -311,13 +316,13 @@ deliver.deliver(Run(Path(sys.argv[1])), job=False, environment={{}})
     assert len(web.requests) == (when == "behind")
     assert sent(run) == []  # it may still be the other one's turn
     assert len(web.requests) == (when == "behind")
-    count, reason = unsent.not_sent(run, now=time.time())
+    count, reason = unsent_notices.count_unsent(run, now=time.time())
     assert (count, reason) == (1, "t0: it was being sent and was cut short")
-    for turn in notices.folder(run).glob("sender-*"):
-        turn.write_text(json.dumps({"time": time.time() - notices.TURN_SECONDS - 1}))
+    for turn in notices.notices_folder(run).glob("sender-*"):
+        turn.write_text(json.dumps({"time": time.time() - notices.SENDER_LOCK_SECONDS - 1}))
     assert sent(run) == []
     assert len(web.requests) == 1 + (when == "behind")
-    assert unsent.not_sent(run, now=time.time()) == (0, "")
+    assert unsent_notices.count_unsent(run, now=time.time()) == (0, "")
 
 
 @pytest.mark.slow
@@ -339,16 +344,16 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
     run: Run, web: Web, mail: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are told meanwhile; what was not sent stays for the next command, with the reason."""
-    monkeypatch.setattr(background, "LEAVE_SECONDS", 60.0)  # here a process may be slow for other reasons
+    monkeypatch.setattr(background, "TERMINATE_SECONDS", 60.0)  # here a process may be slow for other reasons
     tell(run, f"http://127.0.0.1:{web.port}/", f"mailto://127.0.0.1:{mail.port}?to=ada@example.org")
     write_stop(run, "fatal: it broke")
     web.silent.set()
-    told = Messenger(run, Plan.load(run))
+    told = NoticeSender(run, Plan.load(run))
     told.attend()
     wait_for(lambda: bool(web.requests) and list(states(run).values()) == [["waits", "sent"]])
     told.finish(0.1)
     assert len(mail.letters) == 1
-    assert unsent.not_sent(run, now=time.time()) == (1, "t0: no answer before the job ended")
+    assert unsent_notices.count_unsent(run, now=time.time()) == (1, "t0: no answer before the job ended")
     assert not notices.is_being_sent(run)
     web.silent.clear()
     assert sent(run) == []
@@ -359,15 +364,15 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
 @pytest.mark.slow
 def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process that sends does: this one takes no notice of SIGTERM."""
-    monkeypatch.setattr(messenger, "END_SECONDS", 0.5)
-    monkeypatch.setattr(background, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(messenger, "NOTICES_END_SECONDS", 0.5)
+    monkeypatch.setattr(background, "TERMINATE_SECONDS", 0.1)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     tell(run, "http://127.0.0.1:1/", program=[sys.executable, "-c", stubborn])
     write_stop(run, "fatal: it broke")
     began_at = time.monotonic()
-    messenger.tell(run, Plan.load(run))
+    messenger.send_notices(run, Plan.load(run))
     assert 0.5 <= time.monotonic() - began_at < 300
-    assert len(notices.pending(run)) == 1
+    assert len(notices.pending_notices(run)) == 1
 
 
 def test_one_target_that_fails_keeps_nothing_from_another(run: Run, web: Web) -> None:
@@ -390,7 +395,7 @@ def test_what_comes_in_the_quiet_hour_is_told_as_a_number(run: Run, web: Web, mo
         noted(run)
         assert sent(run) == []
     assert len(web.requests) == 1
-    assert unsent.not_sent(run, now=time.time())[0] == 0  # nobody should have been told by now
+    assert unsent_notices.count_unsent(run, now=time.time())[0] == 0  # nobody should have been told by now
     monkeypatch.setattr(notices, "QUIET_SECONDS", 0.0)
     assert sent(run) == []
     assert "7 more since" in json.loads(web.requests[1][2])["message"]
@@ -401,7 +406,7 @@ def test_another_users_run_is_left_alone(run: Run, web: Web) -> None:
     tell(run, f"http://127.0.0.1:{web.port}/")
     replace(Plan.load(run), owner=os.geteuid() + 1).write(run.plan)
     write_stop(run, "fatal: it broke")
-    unsent.send_in_background(run)
+    unsent_notices.send_in_background(run)
     assert sent(run) == []
     assert noted(run) != {}  # for its owner
     assert web.requests == []
@@ -416,10 +421,10 @@ def test_a_look_at_another_users_run_starts_and_sends_nothing_whatever_its_plan_
     write_stop(run, "fatal: it broke")
     noted(run)
     started: list[object] = []
-    monkeypatch.setattr(unsent, "_start", lambda *given: started.append(given))
+    monkeypatch.setattr(unsent_notices, "_start", lambda *given: started.append(given))
     with monkeypatch.context() as patch:
         give_away(patch, run.path / whose)
-        unsent.send_in_background(run)
+        unsent_notices.send_in_background(run)
         assert started == []
         if whose:  # a directory alone is another's where this user took the run over, and jobs of this user send
             with contextlib.suppress(RunDirError):
@@ -427,14 +432,14 @@ def test_a_look_at_another_users_run_starts_and_sends_nothing_whatever_its_plan_
             assert web.requests == []
     with monkeypatch.context() as patch:
         give_away(patch, run.path / "notices/policy.json")
-        messenger.tell(run, Plan.load(run))
+        messenger.send_notices(run, Plan.load(run))
         assert not (run.path / "ran").exists()
         assert "this file belongs to" in capfd.readouterr().err
         for verb in ("test", "send"):
             assert main(["notify", verb, str(run.path)]) == 1
             assert "this file belongs to" in capfd.readouterr().err
         assert web.requests == []
-    unsent.send_in_background(run)
+    unsent_notices.send_in_background(run)
     assert len(started) == 1
     assert sent(run) == []
     assert len(web.requests) == 1
@@ -453,13 +458,13 @@ def test_a_link_of_this_users_to_another_users_file_starts_nothing(
     (run.path / name).unlink()
     (run.path / name).symlink_to(theirs)
     started: list[object] = []
-    monkeypatch.setattr(unsent, "_start", lambda *given: started.append(given))
+    monkeypatch.setattr(unsent_notices, "_start", lambda *given: started.append(given))
     with monkeypatch.context() as patch:
         give_away(patch, theirs)
-        unsent.send_in_background(run)
+        unsent_notices.send_in_background(run)
         assert started == []
-        assert not is_own(run) or name != "plan.json"
-    unsent.send_in_background(run)
+        assert not is_owned_by_this_user(run) or name != "plan.json"
+    unsent_notices.send_in_background(run)
     assert len(started) == 1
 
 
@@ -472,13 +477,13 @@ def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(
     program.write_text(f'#!/bin/bash\ncat /proc/*/cmdline 2>/dev/null | tr "\\0" " " >"{seen}"\nexit 1\n')
     program.chmod(0o755)
     policy = tell(run, f"http://127.0.0.1:{web.port}/${{HOOK}}", f"mailto://ada:${{HOOK}}@127.0.0.1:{mail.port}?to=a@b")
-    command = vars(Target(name="t9", command=[str(program)], events=["stopped"]))
-    notices.write_policy(run, replace(policy, targets=[*policy.targets, command]))
+    command = vars(NoticeTarget(name="t9", command=[str(program)], events=["stopped"]))
+    notices.write_notice_policy(run, replace(policy, targets=[*policy.targets, command]))
     web.answers["/"] = (403, f"no {secret}".encode())
     write_stop(run, "fatal: it broke")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOOK", secret)
-        messenger.tell(run, Plan.load(run))
+        messenger.send_notices(run, Plan.load(run))
     assert web.requests[0][1] == f"/{secret}"
     assert list(states(run).values()) == [["waits"] * 3]
     assert "relayrun.watch.deliver" in seen.read_text()
@@ -491,7 +496,7 @@ def test_a_python_that_is_not_there_is_replaced_by_the_batch_scripts(run: Run, w
     policy = tell(run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.watch.deliver"])
     assert policy.program[0] == "/no/such/python"
     write_stop(run, "fatal: it broke")
-    messenger.tell(run, Plan.load(run))
+    messenger.send_notices(run, Plan.load(run))
     assert len(web.requests) == 1
 
 
@@ -513,8 +518,8 @@ def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None
 
 def test_a_job_looks_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    told = Messenger(run, Plan.load(run))
-    monkeypatch.setattr(Messenger, "attend", lambda self: looked.append(self))
+    told = NoticeSender(run, Plan.load(run))
+    monkeypatch.setattr(NoticeSender, "attend", lambda self: looked.append(self))
     for _ in range(3):
         told.look()
     assert len(looked) == 1
@@ -541,7 +546,7 @@ def test_the_next_command_sends_and_status_says_what_is_not_sent(
         return bool(web.requests)
 
     wait_for(told)
-    wait_for(lambda: not notices.pending(run))
+    wait_for(lambda: not notices.pending_notices(run))
     capsys.readouterr()
     assert main(["status", str(run.path), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
@@ -562,7 +567,7 @@ def test_notify_test_and_send(run: Run, web: Web, capsys: pytest.CaptureFixture[
     write_stop(run, "fatal: it broke")
     assert main(["notify", "send", str(run.path)]) == 0
     assert "nothing is left to send" in capsys.readouterr().out
-    notices.policy_path(run).unlink()
+    notices.notice_policy_path(run).unlink()
     assert main(["notify", "test", str(run.path)]) == 1
     assert "nobody is told of this run" in capsys.readouterr().err
 
@@ -572,7 +577,7 @@ def test_notify_test_and_send(run: Run, web: Web, capsys: pytest.CaptureFixture[
 
 def wait_until_told(run: Run) -> None:
     """Nothing, where the job had the time; on a busy machine the next command sends what is left."""
-    wait_for(lambda: sent(run) == [] and notices.pending(run) == [])
+    wait_for(lambda: sent(run) == [] and notices.pending_notices(run) == [])
 
 
 def each_told(mail: Mailbox, *words: str) -> bool:

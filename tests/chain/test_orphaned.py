@@ -15,12 +15,12 @@ import pytest
 from relayrun.control import journal
 from relayrun.control.chain import orphaned as module
 from relayrun.control.chain import supervisor
-from relayrun.control.log import log
+from relayrun.control.log import log_line
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import End
+from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.base import Fewest, Job, Scheduler
+from relayrun.control.scheduler.base import Job, MinimumNodes, Scheduler
 from relayrun.errors import RunDirError, SchedulerError
 from tests.history import began
 
@@ -64,7 +64,7 @@ class Cluster:
             raise found
         return found
 
-    def requeue(self, job_id: str, *, delay: int, few: Fewest | None) -> None:
+    def requeue(self, job_id: str, *, delay: int, few: MinimumNodes | None) -> None:
         assert few is None
         self.done.append(f"requeue {job_id}")
 
@@ -88,13 +88,13 @@ def close(monkeypatch: pytest.MonkeyPatch, run: Run, cluster: Cluster, *, node: 
     def end(run: Run, number: int, code: int) -> int:
         record = run.attempt(number).end
         if not record.exists():
-            End.of(ENDED).write(record)
+            AttemptEnd.of(ENDED).write(record)
         return 0
 
-    monkeypatch.setattr(module, "for_plan", lambda *_, **__: cast(Scheduler, cluster))
+    monkeypatch.setattr(module, "scheduler_for_plan", lambda *_, **__: cast(Scheduler, cluster))
     monkeypatch.setattr(module.time, "sleep", cluster.sleep)
-    monkeypatch.setattr(supervisor, "end", end)
-    return module.orphaned(run, 1, node=node, number_of_round=0)
+    monkeypatch.setattr(supervisor, "end_attempt", end)
+    return module.close_orphaned_attempt(run, 1, node=node, number_of_round=0)
 
 
 ENDED = {
@@ -123,7 +123,7 @@ def test_a_file_system_or_a_slurm_that_is_away_is_asked_again(
     monkeypatch.setattr(module.Plan, "load", loaded)
     assert close(monkeypatch, run, cluster) == 1
     assert cluster.done == ["requeue 1"]
-    (failed,) = rounds.read(run.attempt(1))
+    (failed,) = rounds.read_failed_restarts(run.attempt(1))
     assert (failed.node, failed.words) == ("n0", "the batch host is lost")
     said = capsys.readouterr().err
     assert "Stale file handle" in said
@@ -156,7 +156,7 @@ def test_it_leaves_when_its_job_is_gone(monkeypatch: pytest.MonkeyPatch, run: Ru
 
 
 def test_the_pause_between_two_questions_is_bounded_whatever_the_number_of_the_node() -> None:
-    pauses = [module.pause(node) for node in range(10_000)]
+    pauses = [module.question_interval(node) for node in range(10_000)]
     assert pauses[:3] == [5.0, 15.0, 25.0]
     assert max(pauses) <= 300.0
     assert min(pauses[30:]) > 200.0
@@ -182,7 +182,7 @@ module.become([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=P
     assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"
 
 
-@pytest.mark.parametrize("say", [log, partial(journal.say, "n0")], ids=["supervisor", "coordinator"])
+@pytest.mark.parametrize("say", [log_line, partial(journal.log_node_line, "n0")], ids=["supervisor", "coordinator"])
 def test_a_line_of_the_log_that_cannot_be_written_ends_nobody(
     monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
 ) -> None:

@@ -64,7 +64,7 @@ def words_of(process: Path) -> list[bytes]:
 def counted(run: Run) -> dict[str, Counted]:
     """Watch the processes of each node, by place, for SECONDS: `watch`, `agent 0`, `server 0`, `rank 0`, ..."""
     processes = {"watch": watch_of(run)}
-    for rank in ranks.living(run):
+    for rank in ranks.living_ranks(run):
         server = parent(rank.pid)
         of_node = {"agent": parent(server), "server": server, "rank": rank.pid}
         processes |= {f"{what} {rank.rank}": pid for what, pid in of_node.items()}
@@ -93,7 +93,7 @@ def counted(run: Run) -> dict[str, Counted]:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="this machine has no strace")
 def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.1"}}
     values = {
         "training": {"steps": 100_000, "hooks": [slow]},
         "data": {"max_epochs": 3000},
@@ -109,13 +109,13 @@ def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) ->
 
     def steady() -> bool:
         assert chain.poll() is None, (tmp_path / "log").read_text()
-        return rounds.newest_iteration(run.attempt(1)) >= STEPS_BEFORE
+        return rounds.newest_recorded_iteration(run.attempt(1)) >= STEPS_BEFORE
 
     wait_for(steady, 600, step=0.5)
-    before = rounds.newest_iteration(run.attempt(1))
+    before = rounds.newest_recorded_iteration(run.attempt(1))
     found = counted(run)
-    steps = rounds.newest_iteration(run.attempt(1)) - before
-    triggers.touch(run, "exit")
+    steps = rounds.newest_recorded_iteration(run.attempt(1)) - before
+    triggers.touch_trigger(run, "exit")
     assert chain.wait(300) == 0, (tmp_path / "log").read_text()
     assert [end.cause for end in ends(run)] == ["exit"]
     told = "\n".join([f"{steps} steps", *(f"{name}: {counts}" for name, counts in found.items())])

@@ -19,8 +19,8 @@ from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
 
 
 def ended(stage: Stage) -> None:  # noqa: F811
-    reached = run_child(lambda: supervisor.end(stage.run, 4, 143), stage.run_path, stage.slurm)
-    assert reached.code in (0, supervisor.FAILED), reached.output
+    reached = run_child(lambda: supervisor.end_attempt(stage.run, 4, 143), stage.run_path, stage.slurm)
+    assert reached.code in (0, supervisor.EXIT_ATTEMPT_FAILED), reached.output
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_lead_is_that_of_the_time_that_slurm_gave_the_job(
 def test_the_lead_of_a_first_attempt_is_a_quarter_of_the_time_that_it_has(stage: Stage) -> None:  # noqa: F811
     plan = replace(Plan.load(stage.run), time_limit=3600, lead=600.0, lead_floor=30.0, lead_ceiling=1800.0)
     job = Job(id="1", name="j", state="RUNNING", start_time=1000.0, end_time=1480.0)
-    found = supervisor._in_the_time_there_is(plan, job)
+    found = supervisor._plan_for_time_limit(plan, job)
     assert (found.lead, found.lead_floor, found.lead_ceiling) == (120.0, 30.0, 240.0)
 
 
@@ -73,7 +73,7 @@ def test_with_the_time_that_was_asked_for_the_lead_is_the_plans_and_a_warning_is
 
 def test_a_successor_asks_for_the_time_of_the_plan() -> None:
     job = Job(id="1", name="j", state="RUNNING", options={"time": "00:08:00", "nodes": "2"})
-    assert successor.own_options(job, Slurm()) == {"nodes": "2"}
+    assert successor.successor_options(job, Slurm()) == {"nodes": "2"}
 
 
 @pytest.mark.parametrize("held", ["PENDING", "RESV_DEL_HOLD"])

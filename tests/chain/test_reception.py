@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.agent import protocol, reception
-from relayrun.control.agent.lines import Lines
-from relayrun.control.agent.reception import Reception
+from relayrun.control.agent import connections, protocol
+from relayrun.control.agent.connections import AgentConnections
+from relayrun.control.agent.lines import MessageSocket
 from tests.unit.test_spare_nodes import NAMES, Nodes
 from tests.waiting import wait_for
 
@@ -28,17 +28,17 @@ class Desk:
 
     def __init__(self, folder: Path) -> None:
         self.nodes = Nodes(folder, spare=1)
-        self.links: dict[int, Lines] = {}
+        self.links: dict[int, MessageSocket] = {}
         self.nodes.coordinator._links = self.links
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.said: list[str] = []
         job = {"job": "1", "attempt": 1}
-        self.reception = Reception(
+        self.reception = AgentConnections(
             self.nodes.coordinator, self.links, listener=self.listener, job=job, say=self.said.append
         )
         self.selector = selectors.DefaultSelector()
         self.reception.watch(self.selector)
-        self.opened: list[Lines] = []
+        self.opened: list[MessageSocket] = []
 
     def turn(self) -> None:
         for _ in range(1000):
@@ -48,11 +48,11 @@ class Desk:
                 key.data()
         raise AssertionError("it is never done")
 
-    def connect(self) -> Lines:
-        self.opened.append(Lines(socket.create_connection(self.listener.getsockname(), 300)))
+    def connect(self) -> MessageSocket:
+        self.opened.append(MessageSocket(socket.create_connection(self.listener.getsockname(), 300)))
         return self.opened[-1]
 
-    def agent(self, node: int, /, **changes: Any) -> Lines:
+    def agent(self, node: int, /, **changes: Any) -> MessageSocket:
         lines = self.connect()
         hello = {"job": "1", "attempt": 1, "node": node, "name": NAMES[node], "port": 1} | changes
         lines.send("hello", **{name: value for name, value in hello.items() if value is not None})
@@ -70,7 +70,7 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-def is_closed(lines: Lines) -> bool:
+def is_closed(lines: MessageSocket) -> bool:
     lines.connection.settimeout(0.1)
     try:
         while True:
@@ -186,7 +186,7 @@ def test_every_message_of_a_real_agent_is_understood() -> None:
         {"kind": "asked", "why": "SIGTERM"},
         {"kind": "unheard of"},
     ]
-    assert [protocol.why_not(json.loads(json.dumps(message))) for message in messages] == [""] * len(messages)
+    assert [protocol.message_error(json.loads(json.dumps(message))) for message in messages] == [""] * len(messages)
 
 
 def test_a_stranger_that_says_nothing_is_closed_after_a_while(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_a_stranger_that_says_nothing_is_closed_after_a_while(desk: Desk, monkey
     desk.reception.look()
     assert not is_closed(stranger)
     now = time.monotonic()
-    monkeypatch.setattr(reception, "STRANGER_SECONDS", -1.0)
+    monkeypatch.setattr(connections, "UNIDENTIFIED_SECONDS", -1.0)
     desk.reception.look()
     assert is_closed(stranger)
     assert not is_closed(agent)
@@ -230,7 +230,7 @@ def test_a_connection_that_cannot_be_accepted_is_tried_now_and_then(
     desk.reception.look()
     desk.turn()
     assert full.tries == 1
-    monkeypatch.setattr(reception, "ACCEPT_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "ACCEPT_SECONDS", 0.0)
     desk.reception.look()
     desk.turn()
     assert full.tries == 2

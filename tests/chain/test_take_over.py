@@ -45,7 +45,7 @@ class Meeting:
             os.geteuid = lambda: OTHER
             plan = replace(Plan.load(run), owner=OTHER)
             with submission._undone_on_error(run, []):
-                owner.claim(run, plan, take_over=True, now=time.time())
+                owner.claim_run(run, plan, take_over=True, now=time.time())
             return 0
 
         return self._start(program, at, "submit")
@@ -61,7 +61,7 @@ class Meeting:
         def program() -> int:
             clock = SimpleNamespace(sleep=wait, monotonic=lambda: now[0])
             vars(take_over)["time"] = clock
-            return supervisor.begin(self.stage.run)
+            return supervisor.begin_attempt(self.stage.run)
 
         return self._start(program, at, "begin")
 
@@ -94,7 +94,7 @@ class Meeting:
         begun = started["begin"].wait()
         run = self.stage.run
         if submitted.code == 0:
-            if begun.code != supervisor.CHAIN_ENDS or f"taken over by {OTHER}" not in begun.output:
+            if begun.code != supervisor.EXIT_CHAIN_ENDS or f"taken over by {OTHER}" not in begun.output:
                 return f"both win: {begun.output[-300:]}"
             newest = run.newest_begun()
             if newest is None or newest.number != 3 or Plan.load(run).owner != OTHER or self.stage.slurm.pending():

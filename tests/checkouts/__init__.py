@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import yaml
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.megatron_lm_program import Dialect, dialect_of
-from relayrun.places import CODE
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect, megatron_dialect_of
+from relayrun.places import CODE_ROOT
 from relayrun.tokens.shards.indexed import ShardWriter
 from tests.workspace import steps
 
@@ -57,11 +57,11 @@ TINY = """
 """A model of a few thousand weights, without dropout: under stand-ins for CUDA its random numbers are the CPU's."""
 
 
-def checkout_of(dialect: Dialect) -> Path:
+def checkout_of(dialect: MegatronDialect) -> Path:
     """The first checkout named in the environment that speaks this dialect, ready to run; skips where there is none."""
     names = [os.environ.get("MEGATRON_LM_DIR", ""), *os.environ.get("MEGATRON_CHECKOUTS", "").split(":")]
     for name in filter(None, names):
-        if dialect_of(Path(name)) is dialect:
+        if megatron_dialect_of(Path(name)) is dialect:
             _build(Path(name))
             return Path(name).resolve()
     pytest.skip(
@@ -99,7 +99,7 @@ def command(checkout: Path, *flags: str, data: Path, steps: int, interval: int) 
     words += [*ON_CPUS.split(), *TINY.split(), "--vocab-size", str(VOCABULARY + 5)]
     words += ["--data-path", str(data), "--data-cache-path", str(data.parent / "cache")]
     words += ["--train-iters", str(steps), "--save-interval", str(interval)]
-    if dialect_of(checkout) is Dialect.NVIDIA:
+    if megatron_dialect_of(checkout) is MegatronDialect.NVIDIA:
         words += ["--exit-signal", "SIGUSR2"]
     return [*words, *flags]
 
@@ -125,7 +125,7 @@ def plan(
     words = command(checkout, *flags, data=data, steps=steps, interval=interval)
     trainer_settings = {
         "run": words,
-        "dialect": dialect_of(checkout).value,
+        "dialect": megatron_dialect_of(checkout).value,
         "total_steps": steps,
         "dir": str(checkout),
         **(settings or {}),
@@ -175,7 +175,7 @@ def config(folder: Path, checkout: Path, *, arrays: str = "", **sections: dict[s
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
     written = folder / "run.yaml"
-    written.write_text(yamlfile.dump(values))
+    written.write_text(yaml_file.dump_yaml(values))
     return written
 
 
@@ -183,7 +183,7 @@ def evaluated(folder: Path) -> dict[str, Any]:
     """The section `evaluation` of docs/export.md for checkpoints of Megatron-LM, on a task with data of its own."""
     from tests.export.models import write_task, write_tokenizer  # which import torch
 
-    page = (CODE / "docs/export.md").read_text(encoding="utf-8")
+    page = (CODE_ROOT / "docs/export.md").read_text(encoding="utf-8")
     (found,) = (text for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "convert:" in text)
     section: dict[str, Any] = yaml.safe_load(found)["evaluation"]
     tokenizer = str(write_tokenizer(folder / "tokenizer" / "tokenizer.json", VOCABULARY))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import places
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from tests.campaigns import attempts
 from tests.readme import ROOT
@@ -32,15 +32,15 @@ def project(tmp_path: Path) -> Path:
     """A project with `my-run.yaml` and the first example of each page."""
     folder = tmp_path / "project"
     (folder / "configs/runs").mkdir(parents=True)
-    (folder / places.MARKER).touch()
+    (folder / places.PROJECT_MARKER).touch()
     made = Workspace.make(tmp_path / "made")
     path = made.config(
         "my-run",
         project="my-project",
         training={"steps": 10, "global_batch_size": 16, "micro_batch_size": 4},
     )
-    values = {name: value for name, value in yamlfile.read(path).values.items() if name != "run_dir"}
-    (folder / "configs/runs/my-run.yaml").write_text(yamlfile.dump(values))
+    values = {name: value for name, value in yaml_file.read_yaml(path).values.items() if name != "run_dir"}
+    (folder / "configs/runs/my-run.yaml").write_text(yaml_file.dump_yaml(values))
     for page, name in NAMES.items():
         (folder / f"configs/runs/{name}.yaml").write_text(blocks(page, "yaml")[0])
     return folder

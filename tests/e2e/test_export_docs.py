@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from relayrun.config.compose.schema import Evaluation
+from relayrun.config.compose.schema import EvaluationSection
 from tests.export.models import make_hf, make_run
 from tests.readme import ROOT, checkout
 from tests.receivers import hub_server
@@ -25,7 +25,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def test_the_sections_of_a_run_config_are_sections() -> None:
-    native, foreign = (Evaluation.model_validate(yaml.safe_load(text)["evaluation"]) for text in blocks("yaml"))
+    native, foreign = (EvaluationSection.model_validate(yaml.safe_load(text)["evaluation"]) for text in blocks("yaml"))
     assert native.tasks == ["hellaswag", "arc_easy"]
     assert foreign.convert[-1] == "{model}"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import free_port
-from relayrun.control.trainers.megatron_lm_program import Dialect
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from relayrun.files import read_lines
 from tests.checkouts import ENVIRONMENT, HERE, ON_CPUS, checkout_of, command, make_shard
 from tests.export.models import write_tokenizer
@@ -33,16 +33,18 @@ def run(words: list[str], environment: dict[str, str], folder: Path) -> str:
     return done.stdout
 
 
-def megatron(dialect: Dialect, folder: Path, *flags: str, data: Path, steps: int, load: Path) -> dict[int, float]:
+def megatron(
+    dialect: MegatronDialect, folder: Path, *flags: str, data: Path, steps: int, load: Path
+) -> dict[int, float]:
     """Losses by iteration as one rank prints them; checkpoints in `folder`."""
     checkout = checkout_of(dialect)
     folder.mkdir()
     words = command(checkout, *flags, data=data, steps=steps, interval=10)
     words += ["--save", str(folder), "--load", str(load), "--lr-decay-iters", "40", "--override-opt_param-scheduler"]
-    if dialect is Dialect.SWISS_AI:
+    if dialect is MegatronDialect.SWISS_AI:
         words += ["--trigger-path", str(folder)]
     losses = {int(number): float(loss) for number, loss in _LINE.findall(run(words, ranks(checkout), checkout))}
-    if dialect is Dialect.NVIDIA:  # its second line of a start is the mean of two iterations
+    if dialect is MegatronDialect.NVIDIA:  # its second line of a start is the mean of two iterations
         first = min(losses)
         losses[first + 1] = 2 * losses[first + 1] - losses[first]
     return losses
@@ -91,7 +93,7 @@ def native(folder: Path, load: str, *, data: Path, tokenizer: Path, steps: int =
         "job": {"time": "30", "ntasks_per_node": 1},
         "cluster": {"name": "local", "scheduler": "local"},
     }
-    (folder / "run.yaml").write_text(yamlfile.dump(values), encoding="utf-8")
+    (folder / "run.yaml").write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     run([sys.executable, "launchers/submit.py", str(folder / "run.yaml")], dict(os.environ), ROOT)
     return Run(folder / "run")
 
@@ -108,18 +110,18 @@ def within(reference: dict[int, float], losses: dict[int, float], iterations: ra
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(Dialect.SWISS_AI, Dialect.NVIDIA), (Dialect.NVIDIA, Dialect.SWISS_AI)],
+    [(MegatronDialect.SWISS_AI, MegatronDialect.NVIDIA), (MegatronDialect.NVIDIA, MegatronDialect.SWISS_AI)],
     ids=["swiss-ai-to-nvidia", "nvidia-to-swiss-ai"],
 )
 def test_a_training_moves_from_one_fork_to_relayrun_and_to_the_other(
-    tmp_path: Path, first: Dialect, then: Dialect
+    tmp_path: Path, first: MegatronDialect, then: MegatronDialect
 ) -> None:
     """The first way with `--load` of the folder as it lies, the other with a copy."""
     checkout_of(then)
     data, tokenizer = make_shard(tmp_path / "data"), write_tokenizer(tmp_path / "tokenizer.json", 256)
     stayed = megatron(first, tmp_path / "stayed", data=data, steps=30, load=tmp_path / "stayed")
     load = f"{tmp_path / 'stayed'}:10"
-    if first is Dialect.NVIDIA:
+    if first is MegatronDialect.NVIDIA:
         said = relayrun("import", "megatron", load, "--output", tmp_path / "copy")
         assert "iteration 10, 40 samples, weights and optimizer" in said
         load = str(tmp_path / "copy")
@@ -138,9 +140,9 @@ def test_a_training_moves_from_one_fork_to_relayrun_and_to_the_other(
 
 def test_the_plain_torch_format_is_that_of_the_forks_own_script(tmp_path: Path) -> None:
     """The weights; and with the optimizer the fork goes on as if nothing had happened."""
-    checkout = checkout_of(Dialect.SWISS_AI)
+    checkout = checkout_of(MegatronDialect.SWISS_AI)
     data, tokenizer = make_shard(tmp_path / "data"), write_tokenizer(tmp_path / "tokenizer.json", 256)
-    stayed = megatron(Dialect.SWISS_AI, tmp_path / "stayed", data=data, steps=30, load=tmp_path / "stayed")
+    stayed = megatron(MegatronDialect.SWISS_AI, tmp_path / "stayed", data=data, steps=30, load=tmp_path / "stayed")
     here = native(tmp_path / "native", f"{tmp_path / 'stayed'}:10", data=data, tokenizer=tokenizer)
     relayrun("export", "megatron", here.path, "--output", tmp_path / "out")
     words = [sys.executable, str(HERE / "on_cpu.py"), str(checkout / "scripts/conversion/torchdist_2_torch.py")]
@@ -157,7 +159,7 @@ def test_the_plain_torch_format_is_that_of_the_forks_own_script(tmp_path: Path) 
         assert tensor.dtype == models[1][name].dtype, name
         assert torch.equal(tensor, models[1][name]), name
     moved = megatron(
-        Dialect.SWISS_AI,
+        MegatronDialect.SWISS_AI,
         tmp_path / "moved",
         "--ckpt-format",
         "torch",

@@ -15,8 +15,8 @@ from relayrun import places
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.train.mirror.choose import place_at
-from relayrun.train.mirror.pace import Pace
+from relayrun.train.mirror.choose import destination_at
+from relayrun.train.mirror.pace import CopyRateLimit
 from tests.checkpoints import assert_same_bytes
 from tests.readme import ROOT
 from tests.workspace import Workspace, steps
@@ -38,7 +38,7 @@ def test_the_page_is_short_and_every_block_has_a_test() -> None:
 def test_the_section_is_one_of_a_run_config(tmp_path: Path, number: int, path: str) -> None:
     text = blocks("yaml")[number]
     (tmp_path / "run.yaml").write_text(f"include: ['{ROOT}/configs/runs/my-run.yaml']\n{text}")
-    config = compose.load(tmp_path / "run.yaml")
+    config = compose.load_run_config(tmp_path / "run.yaml")
     assert isinstance(config, RunConfig)
     assert config.checkpoint.mirror is not None
     assert config.checkpoint.mirror.path == path
@@ -53,7 +53,7 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     run = Run(project / "logs/runs/my-project/my-run")
     run.path.parent.mkdir(parents=True)
     second.mkdir()
-    (project / places.MARKER).touch()
+    (project / places.PROJECT_MARKER).touch()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
@@ -74,7 +74,7 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     checkpoint = {"interval": 10, "async_save": False}
     whole = workspace.config("whole", training=training, checkpoint=checkpoint)
     shell(f"relayrun submit {whole}")
-    crash = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "crash-at=25"}}
+    crash = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "crash-at=25"}}
     config = workspace.config(
         "mine",
         project="my-project",
@@ -86,7 +86,7 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     )
     shell(f"relayrun submit {config}", check=False)
     shell(blocks("bash")[0])
-    copies = place_at(f"{scheme}{second}/my-project/my-run", Pace(None)).copies()
+    copies = destination_at(f"{scheme}{second}/my-project/my-run", CopyRateLimit(None)).copies()
     assert [copy.iteration for copy in copies.values()] == [20]
     for folder in run.checkpoints.glob("iter_*"):
         shutil.rmtree(folder)

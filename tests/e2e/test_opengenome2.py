@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from relayrun.tokens.mixture import audit
@@ -39,9 +39,9 @@ def test_every_block_has_a_test_and_the_page_is_short() -> None:
 
 def test_the_sample_of_the_page_is_that_of_both_runs() -> None:
     (text,) = blocks("yaml")
-    said = yamlfile.parse(text, source="page").values["data"]
+    said = yaml_file.parse_yaml(text, source="page").values["data"]
     for name in ("og2_7b_thd_gqa", "og2_7b_thd_gqa_global_shuffle"):
-        data = compose.load(ROOT / f"configs/runs/{name}.yaml").model_dump()["data"]
+        data = compose.load_run_config(ROOT / f"configs/runs/{name}.yaml").model_dump()["data"]
         assert {key: data[key] for key in said} == said
 
 
@@ -62,7 +62,7 @@ def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None
     tokenize = ["dumps", "tokenize", "--dataset", str(tmp_path / "valid"), "--paths-file", str(tmp_path / "valid.txt")]
     tokens = ["--tokenizer-name-or-path", str(tmp_path / "tokenizer"), "--output-folder", str(tmp_path / "tokens")]
     assert main([*tokenize, *tokens]) == 0
-    crash = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "crash-at=4"}}
+    crash = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "crash-at=4"}}
     values: dict[str, Any] = {
         "include": [str(TINY)],
         "run_dir": str(tmp_path / "run"),
@@ -75,7 +75,7 @@ def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None
         "training": {"steps": 10, "hooks": [crash]},
         "checkpoint": {"interval": 3},
     }
-    (tmp_path / "run.yaml").write_text(yamlfile.dump(values))
+    (tmp_path / "run.yaml").write_text(yaml_file.dump_yaml(values))
     assert main(["submit", str(tmp_path / "run.yaml")]) == 0
     run = Run(tmp_path / "run")
     assert [end.cause for end in ends(run)][-1] == "done"
@@ -84,7 +84,7 @@ def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None
     lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert all(line["windows_per_row"] > 1 for line in lines)
-    (row,) = audit.ledger(audit.audit(run))
+    (row,) = audit.dataset_ledgers(audit.audit_run(run))
     assert row.samples == 80
     assert row.lanes is not None
     assert sum(map(len, texts)) > 0

@@ -12,7 +12,7 @@ import pytest
 
 from relayrun import places
 from relayrun.errors import user_name
-from relayrun.watch.status import sentinel
+from relayrun.watch.status import cron_check_record
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.readme import ROOT
 
@@ -34,7 +34,7 @@ def test_the_crontab_and_the_commands(make_run: MakeRun, tmp_path: Path) -> None
     run, _ = make_run(folder="my-project/logs/runs/my-project/my-run", auto_requeue=False)
     run.stop.write_text("stopped by ada\n")
     project = tmp_path / "my-project"
-    (project / places.MARKER).touch()
+    (project / places.PROJECT_MARKER).touch()
     (project / ".venv").symlink_to(sys.prefix)
     runs = project / "logs/runs"
     (line,) = blocks("crontab")[0].splitlines()
@@ -42,7 +42,7 @@ def test_the_crontab_and_the_commands(make_run: MakeRun, tmp_path: Path) -> None
     environment = OF_CRON | {"HOME": str(tmp_path)}
     done = subprocess.run(of_cron, env=environment, capture_output=True, text=True, cwd="/", check=False, timeout=1000)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    first = sentinel.read_memory(runs, user_name(os.geteuid()))
+    first = cron_check_record.read_cron_check(runs, user_name(os.geteuid()))
     assert first is not None
     environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{OF_CRON['PATH']}"}
     by_hand = ["bash", "-euo", "pipefail", "-c", blocks("bash")[0]]
@@ -50,7 +50,7 @@ def test_the_crontab_and_the_commands(make_run: MakeRun, tmp_path: Path) -> None
         by_hand, env=environment, capture_output=True, text=True, cwd=project, check=False, timeout=1000
     )
     assert (done.returncode, done.stderr) == (0, "")
-    second = sentinel.read_memory(runs, user_name(os.geteuid()))
+    second = cron_check_record.read_cron_check(runs, user_name(os.geteuid()))
     assert second is not None
     assert second.period == second.time - first.time
     (said,) = re.findall(r"^sentinel: looked .*$", done.stdout, re.M)

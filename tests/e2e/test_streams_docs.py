@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config.compose import yamlfile
-from relayrun.config.sections.data import Data
+from relayrun.config.compose import yaml_file
+from relayrun.config.sections.data import DataSection
 from tests.readme import ROOT
 from tests.workspace import Workspace, ends
 
@@ -35,7 +35,7 @@ def test_every_block_has_a_test() -> None:
 
 
 def test_the_mixture_of_the_page_is_one() -> None:
-    data = Data.model_validate(yamlfile.parse(block("yaml"), source="page").values["data"])
+    data = DataSection.model_validate(yaml_file.parse_yaml(block("yaml"), source="page").values["data"])
     assert {name: source.source for name, source in data.mixture.items()} == {
         "web": "parquet",
         "code": "jsonl",
@@ -107,7 +107,7 @@ def test_shuffles_and_tables(project: Path) -> None:
 
 @pytest.mark.long
 def test_a_run_over_the_mixture_of_the_page_is_checked_trained_and_looked_at(project: Path) -> None:
-    data = yamlfile.parse(block("yaml").replace("/data", f"{project}/data"), source="page").values["data"]
+    data = yaml_file.parse_yaml(block("yaml").replace("/data", f"{project}/data"), source="page").values["data"]
     workspace = Workspace(project)
     config = workspace.config(
         "run",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.tokens.tokenize.flags import FLAGS
+from relayrun.tokens.tokenize.flags import OPTION_FLAGS
 from tests.readme import ROOT, blocks, checkout, tokenize
 
 PAGE = (ROOT / "docs/tokenization.md").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def test_every_program_and_option_that_is_named_exists() -> None:
             ROOT / "relayrun/tokens/tokenize/flags.py",
         )
     )
-    known += "".join(f'"{flag}"' for flag in FLAGS.values())
+    known += "".join(f'"{flag}"' for flag in OPTION_FLAGS.values())
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--help"}:
         assert f'"{option}"' in known, option
 

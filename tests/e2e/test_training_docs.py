@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from relayrun.config.compose import compose
-from relayrun.config.sections.optimizer import Optimizer
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.optimizer import OptimizerSection
+from relayrun.config.sections.training import TrainingSection
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
@@ -38,16 +38,16 @@ def test_every_block_has_a_test_and_the_page_is_short() -> None:
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_every_section_is_one_of_a_run_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"include: ['{ROOT}/configs/runs/my-run.yaml']\n{text}")
-    compose.load(tmp_path / "run.yaml", ["optimizer.lr_warmup_steps=0", "training.global_batch_size=1024"])
+    compose.load_run_config(tmp_path / "run.yaml", ["optimizer.lr_warmup_steps=0", "training.global_batch_size=1024"])
 
 
 def test_styles_and_policies_are_those_that_there_are() -> None:
     names = [name for line in PAGE.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w-]+)`", line)]
     for style in ("lr_decay_style", "lr_wsd_decay_style"):
-        assert set(Optimizer.model_json_schema()["properties"][style]["enum"]) <= set(names), style
+        assert set(OptimizerSection.model_json_schema()["properties"][style]["enum"]) <= set(names), style
     for policy in ("on_nan", "on_spike"):
         (said,) = re.findall(rf"^  {policy}: \w+ +# (.*)$", PAGE, re.M)
-        field = Training.model_json_schema()["properties"][policy]
+        field = TrainingSection.model_json_schema()["properties"][policy]
         assert re.findall(r"\w+", said.replace("(default)", "")) == field["enum"]
         assert said.startswith(f"{field['default']} (default)")
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from relayrun.lab.demo.corpus import build_corpus
@@ -60,7 +60,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
         )
         settings = home / f"{name}'s settings.yaml"
         settings.write_text(
-            yamlfile.dump(
+            yaml_file.dump_yaml(
                 {
                     "tokenizer": str(tokenizer_folder),
                     "tokenizer_name": "demo",
@@ -115,7 +115,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
     run = Run(home / "the run")
     config = home / "run's config.yaml"
     config.write_text(
-        yamlfile.dump(
+        yaml_file.dump_yaml(
             CONFIG
             | {
                 "run_dir": str(run.path),

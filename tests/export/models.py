@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
@@ -108,7 +108,7 @@ def make_run(
     attempt.path.mkdir(parents=True)
     run.config.mkdir()
     checkpoint = run.checkpoint(iteration)
-    made = importer.import_hf(hf, checkpoint, divisible_by=divisible_by, mapping=mapping)
+    made = importer.import_huggingface(hf, checkpoint, divisible_by=divisible_by, mapping=mapping)
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=str(hf / "tokenizer.json")))
     writer = ShardWriter(str(folder / "data" / "shard"), np.uint16)
     lengths = np.full(50, 300)
@@ -126,7 +126,7 @@ def make_run(
         "cluster": {"name": "test", "scheduler": "local"},
     }
     config = RunConfig.model_validate(values | sections)
-    run.config_revision(1).write_text(compose.dump(config))
+    run.config_revision(1).write_text(compose.dump_run_config(config))
     Manifest.build(
         {"train": [folder / "data" / "shard"]},
         {},
@@ -138,7 +138,7 @@ def make_run(
     began(run, 1, start_time=0.0)
     files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
     attempt.append_commit(
-        Commit(
+        CheckpointCommit(
             iteration=iteration,
             path=str(checkpoint),
             consumed_samples=8 * iteration,
@@ -169,5 +169,5 @@ def write_task(folder: Path, *, documents: int) -> Path:
         "doc_to_target": "{{label}}",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    (folder / "tiny.yaml").write_text(yamlfile.dump(task))
+    (folder / "tiny.yaml").write_text(yaml_file.dump_yaml(task))
     return folder

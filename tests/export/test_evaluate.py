@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.evaluations import Policy, directory
+from relayrun.control.rundir.evaluations import EvaluationPolicy, evaluation_dir
 from relayrun.files import read_lines
 from tests.export.models import Imported, make_hf, make_run, write_task
 from tests.waiting import wait_for
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ig
 def prepared(folder: Path, **evaluation: Any) -> Imported:
     made = make_run(folder / "run", make_hf(folder / "hf"), evaluation={"interval": 7, **evaluation})
     made.run.evaluations.mkdir()
-    Policy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
+    EvaluationPolicy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
     return made
 
 
@@ -72,7 +72,7 @@ def test_each_class_has_the_score_that_transformers_gives_the_original(tmp_path:
         tmp_path / "run", hf, evaluation={"interval": 7, "tasks": ["tiny_choice"], "include_path": str(tasks)}
     )
     made.run.evaluations.mkdir()
-    Policy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
+    EvaluationPolicy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
     done = start(made)
     _, errors = done.communicate(timeout=900)
     assert done.returncode == 0, errors
@@ -111,7 +111,7 @@ def test_what_fails_is_recorded_with_its_reason(tmp_path: Path, settings: dict[s
     assert line["status"] == "failed"
     assert error in line["error"]
     assert errors.splitlines()[-1].startswith("error: ") or "error: " in errors
-    folder = directory(made.run, 7, 1)
+    folder = evaluation_dir(made.run, 7, 1)
     assert sorted(path.name for path in folder.path.iterdir()) == ["claim.json", "exported", "result.json"]
 
 
@@ -119,7 +119,7 @@ def test_the_end_of_the_job_is_recorded(tmp_path: Path) -> None:
     tasks = write_task(tmp_path / "tasks", documents=12)
     made = prepared(tmp_path, tasks=["tiny_choice"], include_path=str(tasks))
     job = start(made)
-    folder = directory(made.run, 7, 1)
+    folder = evaluation_dir(made.run, 7, 1)
 
     def exported() -> bool:
         assert job.poll() is None

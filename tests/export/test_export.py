@@ -345,7 +345,7 @@ def test_a_checkpoint_without_hashes_is_exported_with_a_warning(
     shutil.copytree(folder, copy)
     CheckpointReader(copy)
     assert caplog.messages == []
-    (copy / checksums.INDEX).unlink()
+    (copy / checksums.CHECKSUM_INDEX).unlink()
     CheckpointReader(copy)
     assert caplog.messages == [f"{copy} was saved without checksums: its bytes are taken as they are"]
 

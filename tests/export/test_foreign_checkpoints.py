@@ -24,8 +24,8 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.files import append_line
 from relayrun.train.checkpoint import checksums, metadata
-from relayrun.train.checkpoint.checksums import Damaged
-from relayrun.train.checkpoint.metadata import ALLOWED, Refused, parse_metadata, read_metadata
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint
+from relayrun.train.checkpoint.metadata import ALLOWED_NAMES, RefusedCheckpoint, parse_metadata, read_metadata
 from relayrun.train.checkpoint.reader import CheckedReader
 from tests.crafted import PLACES, in_common, in_metadata
 
@@ -46,7 +46,7 @@ def crafted(imported: Imported, folder: Path, put: Callable[[Path, Path], None],
     put(checkpoint, folder / "was-run")
     for path in checkpoint.glob("*checksums.json*"):
         path.unlink()
-    root = checksums.write_index(checkpoint, 7, {}) if with_hashes else None
+    root = checksums.write_checksum_index(checkpoint, 7, {}) if with_hashes else None
     (commit,) = run.attempt(1).read_commits()
     run.attempt(1).commits.unlink()
     append_line(run.attempt(1).commits, asdict(commit) | {"checksum": root, "files": {}})
@@ -105,7 +105,7 @@ def test_the_crafted_ones_do_run_it_where_nobody_looks(imported: Imported, tmp_p
 def test_only_records_can_be_named(tmp_path: Path, named: str) -> None:
     module, _, name = named.rpartition(".")
     data = b"c" + module.encode() + b"\n" + name.encode() + b"\n."
-    with pytest.raises(Refused, match=f"it names {named}, which is no part of a checkpoint"):
+    with pytest.raises(RefusedCheckpoint, match=f"it names {named}, which is no part of a checkpoint"):
         parse_metadata(data, tmp_path)
 
 
@@ -130,7 +130,7 @@ ENTRIES = b"}" + unicode("__doc__") + unicode("another") + b"s"
     [
         "builtins.getattr",
         "torch.bfloat16",
-        *[f"{module}.{name}" for module in ALLOWED for name in sorted(ALLOWED[module])],
+        *[f"{module}.{name}" for module in ALLOWED_NAMES for name in sorted(ALLOWED_NAMES[module])],
     ],
 )
 def test_nothing_that_is_named_is_changed(tmp_path: Path, named: str, state: bytes) -> None:
@@ -142,7 +142,7 @@ def test_nothing_that_is_named_is_changed(tmp_path: Path, named: str, state: byt
         before = [each.__doc__ for each in (real, *members, metadata._member)]
         calls = [b"K" + bytes([member.value]) + b"\x85R" for member in members]
         for call in (b"", *calls):  # the enumeration, and each of its members
-            with pytest.raises((Refused, Damaged)):
+            with pytest.raises((RefusedCheckpoint, DamagedCheckpoint)):
                 parse_metadata(build(named, call + state), tmp_path)
         assert [each.__doc__ for each in (real, *members, metadata._member)] == before
 
@@ -203,10 +203,10 @@ class _Attribute:
     [(StorageMeta, "__init__"), (_MEM_FORMAT_ENCODING, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")],
 )
 def test_no_other_attribute_is_given(tmp_path: Path, owner: type, name: str) -> None:
-    with pytest.raises(Refused, match="it asks for an attribute of what is no enumeration"):
+    with pytest.raises(RefusedCheckpoint, match="it asks for an attribute of what is no enumeration"):
         parse_metadata(pickle.dumps(_Attribute(owner, name)), tmp_path)
 
 
 def test_what_relayrun_imports_has_hashes(imported: Imported) -> None:
     assert CheckedReader(imported.checkpoint, None).checked
-    assert checksums.verify(imported.checkpoint, None)[1] == []
+    assert checksums.verify_checkpoint(imported.checkpoint, None)[1] == []

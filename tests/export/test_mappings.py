@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relayrun.cli import main
-from relayrun.config.compose import yamlfile
-from relayrun.config.compose.schema import Model
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.schema import ModelSection
 from relayrun.errors import ConfigError, InputError
-from relayrun.places import CODE as ROOT
+from relayrun.places import CODE_ROOT as ROOT
 from relayrun.train.export import choose
-from relayrun.train.export.joins import QKV, Sizes
+from relayrun.train.export.joins import QKV, ModelSizes
 from tests import warm
 from tests.export.models import LLAMA3, make_hf, make_run
 
@@ -49,9 +49,9 @@ def test_what_is_imported_is_exported_again_bit_by_bit(tmp_path: Path, kind: str
     others = {"rope_parameters", "max_position_embeddings", "eos_token_id", "bos_token_id", "head_dim"}
     names = ours.keys() & theirs.keys() - others
     assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
-    model = yamlfile.read(made.checkpoint / "model.yaml").values["model"]
+    model = yaml_file.read_yaml(made.checkpoint / "model.yaml").values["model"]
     assert model.get("mapping") == (OWN if kind == "Qwen2" else None)
-    assert Model.model_validate(model).transformer.qk_layernorm == (kind in ("Qwen3", "Apertus"))
+    assert ModelSection.model_validate(model).transformer.qk_layernorm == (kind in ("Qwen3", "Apertus"))
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_experts_lie_in_one_tensor_each_and_are_found_by_number(tmp_path: Path) 
     ],
 )
 def test_a_model_of_no_class_is_refused_with_what_differs(transformer: dict[str, Any], message: str) -> None:
-    model = Model(
+    model = ModelSection(
         num_layers=2,
         hidden_size=64,
         ffn_hidden_size=96,
@@ -144,7 +144,7 @@ def test_a_model_of_no_class_is_refused_with_what_differs(transformer: dict[str,
         transformer=transformer,  # type: ignore[arg-type]
     )
     with pytest.raises(InputError, match=re.escape(message)) as error:
-        choose.for_model(model)
+        choose.mapping_for_model(model)
     assert "a mapping of your own" in (error.value.hint or "")
     with pytest.raises(InputError, match="only a Llama goes across the border to Megatron-LM; this has"):
         choose.require_llama(model, "here")
@@ -154,19 +154,19 @@ def test_a_model_of_no_class_is_refused_with_what_differs(transformer: dict[str,
 def test_another_setting_of_the_model_is_refused_without_a_mapping(name: str, value: object) -> None:
     sizes = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 2}
     with pytest.raises(InputError, match=re.escape(f"nearest is Llama: {name} is {value!r}")):
-        choose.for_model(Model.model_validate(sizes | {name: value}))
-    assert choose.for_model(Model.model_validate(sizes | {name: value, "mapping": OWN})).name == "Qwen2"
+        choose.mapping_for_model(ModelSection.model_validate(sizes | {name: value}))
+    assert choose.mapping_for_model(ModelSection.model_validate(sizes | {name: value, "mapping": OWN})).name == "Qwen2"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
 def test_each_named_config_is_of_the_class_of_its_name(path: Path) -> None:
-    model = Model.model_validate(yamlfile.read(path).values["model"])
+    model = ModelSection.model_validate(yaml_file.read_yaml(path).values["model"])
     family = {"og2-7b": "llama"}.get(path.stem, path.stem)  # its name is the data's
-    assert family.startswith(choose.for_model(model).model_type)
+    assert family.startswith(choose.mapping_for_model(model).model_type)
 
 
 def test_what_only_training_knows_does_not_matter() -> None:
-    model = Model(
+    model = ModelSection(
         num_layers=2,
         hidden_size=64,
         ffn_hidden_size=96,
@@ -179,7 +179,7 @@ def test_what_only_training_knows_does_not_matter() -> None:
             "moe_router_dtype": "fp32",
         },
     )
-    assert choose.for_model(model).name == "Mixtral"
+    assert choose.mapping_for_model(model).name == "Mixtral"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_what_only_training_knows_does_not_matter() -> None:
 )
 def test_a_path_to_no_mapping_is_one_clear_error(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        choose.from_path(path)
+        choose.import_mapping(path)
 
 
 def test_another_number_in_xielu_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_another_number_in_xielu_is_not_imported(tmp_path: Path, capsys: pytest.
 
 def test_the_groups_of_queries_are_taken_apart_as_they_lie() -> None:
     """Row by row, for matrices and for biases: two groups of two queries, heads of three channels."""
-    sizes = Sizes(layers=1, hidden=4, vocabulary=9, heads=4, groups=2, head=3, ffn=8)
+    sizes = ModelSizes(layers=1, hidden=4, vocabulary=9, heads=4, groups=2, head=3, ffn=8)
     rows = torch.arange(24)
     queries, keys, values = QKV.split(rows, sizes)
     assert queries.tolist() == [*range(6), *range(12, 18)]

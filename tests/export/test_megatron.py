@@ -21,18 +21,18 @@ import torch
 from safetensors.torch import load_file
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
 from relayrun.submit.initial_checkpoint import find_initial_checkpoint
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.train.checkpoint import inert_pickle, megatron_folder
-from relayrun.train.checkpoint.inert_pickle import Inert, StoredTensor, Unreadable
+from relayrun.train.checkpoint import megatron_folder, safe_pickle
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
+from relayrun.train.checkpoint.safe_pickle import InertValue, StoredTensor, UnreadablePickle
 from relayrun.train.export import megatron_importer, megatron_settings
-from relayrun.train.export.contents import Contents
+from relayrun.train.export.contents import CheckpointContents
 from relayrun.train.export.reader import CheckpointReader
 from tests.crafted import Command
 from tests.export.models import Imported, make_hf
@@ -53,7 +53,7 @@ def exported(trained: Imported, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def found(folder: Path, iteration: int | None = None) -> MegatronCheckpoint:
-    checkpoint = megatron_folder.find(folder, iteration)
+    checkpoint = megatron_folder.find_megatron_checkpoint(folder, iteration)
     assert checkpoint is not None
     return checkpoint
 
@@ -97,12 +97,12 @@ def test_what_an_import_says(
     said = capsys.readouterr().out
     assert said.startswith(f"iteration 7, 56 samples, weights and optimizer: {tmp_path / 'back'}\n")
     assert "not taken: states of random generators: dropout masks begin anew" in said
-    config = compose.read_resolved(trained.run.config_revision(1))
-    sections = yamlfile.read(tmp_path / "back/run.yaml").values
+    config = compose.read_resolved_config(trained.run.config_revision(1))
+    sections = yaml_file.read_yaml(tmp_path / "back/run.yaml").values
     for name in ("model", "training", "optimizer"):
         mine = getattr(config, name).model_dump(mode="json") | ({"lr_decay_steps": 14} if name == "optimizer" else {})
         assert sections[name] == {setting: mine[setting] for setting in sections[name]}, name
-    assert yamlfile.read(tmp_path / "back/model.yaml").values["iteration"] == 7
+    assert yaml_file.read_yaml(tmp_path / "back/model.yaml").values["iteration"] == 7
     assert json.loads((tmp_path / "back/arguments.json").read_text())["params_dtype"] == "torch.float32"
 
 
@@ -129,7 +129,7 @@ def test_the_kind_of_the_optimizer_may_change_on_the_way(tmp_path: Path, precisi
 def test_the_state_of_an_older_distributed_optimizer_is_made_whole(exported: Path, tmp_path: Path) -> None:
     """megatron-core before 0.14: each part of a weight flat, in a grid of parts; as of TP2."""
     folder, reader = tmp_path / "flat", CheckpointReader(exported / "iter_0000007")
-    contents, wanted = Contents(), {}
+    contents, wanted = CheckpointContents(), {}
     for key, size in reader.shapes.items():
         contents.copy_tensor(reader, key, key)
         for name in ("exp_avg", "exp_avg_sq", "fp32_param"):
@@ -179,7 +179,7 @@ def test_a_state_by_buckets_is_left_behind_in_words(exported: Path, tmp_path: Pa
     common["optimizer"] = {"param_state_sharding_type": "dp_reshardable"}
     torch.save(common, folder / "iter_0000007/common.pt")
     with_moments = CheckpointReader(folder / "iter_0000007")
-    contents = Contents()
+    contents = CheckpointContents()
     for key in with_moments.shapes:
         contents.copy_tensor(with_moments, key, key)
     bare = tmp_path / "bare"
@@ -190,11 +190,11 @@ def test_a_state_by_buckets_is_left_behind_in_words(exported: Path, tmp_path: Pa
     assert made.not_taken[0] == (
         "the optimizer's moments: the state of its distributed optimizer is in another form (dp_reshardable)"
     )
-    assert "iteration" not in yamlfile.read(tmp_path / "back/model.yaml").values
+    assert "iteration" not in yaml_file.read_yaml(tmp_path / "back/model.yaml").values
 
 
 def test_extra_heads_are_left_behind_in_words(exported: Path, tmp_path: Path) -> None:
-    reader, contents = CheckpointReader(exported / "iter_0000007"), Contents()
+    reader, contents = CheckpointReader(exported / "iter_0000007"), CheckpointContents()
     for key in reader.tensors:
         contents.copy_tensor(reader, key, key)
     contents.add_tensor(
@@ -224,20 +224,20 @@ def test_another_model_is_refused_with_all_that_differs(
 ) -> None:
     folder = changed(exported, tmp_path / "other", **arguments)
     with pytest.raises(InputError, match=f"relayrun has no such model: {words}"):
-        megatron_settings.model(found(folder))
+        megatron_settings.model_section(found(folder))
 
 
 def test_what_has_no_setting_is_named(exported: Path, tmp_path: Path) -> None:
     folder = changed(
         exported, tmp_path / "other", goldfish_loss=True, decoupled_lr=0.1, weight_decay_incr_style="linear"
     )
-    words = megatron_settings.not_taken(found(folder), optimizer=None)
+    words = megatron_settings.describe_not_taken(found(folder), optimizer=None)
     for name in ("--goldfish-loss True", "--decoupled-lr 0.1", "--weight-decay-incr-style 'linear'"):
         assert any(name in each for each in words), name
 
 
 def config_of(trained: Imported, load: Path | str, **sections: dict[str, Any]) -> RunConfig:
-    config = compose.read_resolved(trained.run.config_revision(1)).model_dump()
+    config = compose.read_resolved_config(trained.run.config_revision(1)).model_dump()
     config["checkpoint"] |= {"load": str(load)}
     for name, changes in sections.items():
         config[name] |= changes
@@ -278,22 +278,22 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_queued(
 
 def test_the_folder_must_hold_the_iteration(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="this folder has no checkpoint of iteration 8"):
-        megatron_folder.find(exported, 8)
+        megatron_folder.find_megatron_checkpoint(exported, 8)
     with pytest.raises(InputError, match="this is the checkpoint of iteration 7, not 8"):
-        megatron_folder.find(exported / "iter_0000007", 8)
+        megatron_folder.find_megatron_checkpoint(exported / "iter_0000007", 8)
     torn = tmp_path / "torn"
     shutil.copytree(exported, torn)
     (torn / "iter_0000007/common.pt").unlink()
     with pytest.raises(InputError, match=r"there is no common\.pt in it"):
-        megatron_folder.find(torn)
+        megatron_folder.find_megatron_checkpoint(torn)
     (torn / "latest_checkpointed_iteration.txt").write_text("seven")
     with pytest.raises(InputError, match="names no iteration: 'seven'"):
-        megatron_folder.find(torn)
-    assert megatron_folder.find(tmp_path) is None
+        megatron_folder.find_megatron_checkpoint(torn)
+    assert megatron_folder.find_megatron_checkpoint(tmp_path) is None
 
 
 def test_a_checkpoint_of_a_run_is_not_taken_for_one(trained: Imported) -> None:
-    assert megatron_folder.find(trained.checkpoint) is None
+    assert megatron_folder.find_megatron_checkpoint(trained.checkpoint) is None
 
 
 def test_hugging_face_from_the_folder_is_that_from_the_run(trained: Imported, exported: Path, tmp_path: Path) -> None:
@@ -349,9 +349,9 @@ def test_a_pickle_is_read_as_names_and_values() -> None:
         "view": torch.arange(6.0).reshape(2, 3).t(),
         "set": {1, 2},
     }
-    read = inert_pickle.read(saved(value))
+    read = safe_pickle.read_pickle(saved(value))
     assert read["args"].many == (1, [2.5, None])
-    assert isinstance(read["args"].colour, Inert)
+    assert isinstance(read["args"].colour, InertValue)
     assert str(read["args"].dtype) == "torch.bfloat16"
     assert "Path" in str(read["args"].path)
     assert read["step"] == StoredTensor(dtype="float32", shape=(1, 2), data=torch.tensor([1.0, 2.0]).numpy().tobytes())
@@ -362,7 +362,7 @@ def test_a_pickle_is_read_as_names_and_values() -> None:
 def test_a_crafted_file_runs_nothing(tmp_path: Path) -> None:
     target = tmp_path / "was-run"
     data = saved({"args": Namespace(), "iteration": 1, "more": Command(target)})
-    read = inert_pickle.read(data)
+    read = safe_pickle.read_pickle(data)
     assert str(read["more"]) == f"posix.mkdir({target})"
     assert not target.exists()
     torch.load(io.BytesIO(data), weights_only=False)
@@ -401,31 +401,31 @@ def little_memory() -> Iterator[None]:
         "builtins set",
         "builtins getattr",
         "torch._utils _rebuild_tensor_v2",
-        "relayrun.train.checkpoint.inert_pickle Inert",
+        "relayrun.train.checkpoint.safe_pickle Inert",
         "pathlib PosixPath",
     ],
 )
 def test_a_crafted_file_changes_nothing_that_it_names(named: str) -> None:
     """BUILD gave argparse.Namespace a `__getattribute__`: every option of the process was what the file said."""
-    things = [Namespace, OrderedDict, set, inert_pickle._member, inert_pickle._tensor, Inert, Path]
+    things = [Namespace, OrderedDict, set, safe_pickle._member, safe_pickle._tensor, InertValue, Path]
     before = [set(vars(each)) for each in things]
-    defaults = inert_pickle._tensor.__defaults__
+    defaults = safe_pickle._tensor.__defaults__
     name = b"c" + named.replace(" ", "\n").encode() + b"\n"
     for attribute, value in (("overwrite", b"\x88"), ("__defaults__", b")"), ("__getattribute__", b"cfoo\nBar\n")):
         for state in (b"N}" + unicode(attribute) + value + b"s\x86", b"}" + unicode(attribute) + value + b"s"):
-            with contextlib.suppress(Unreadable):
-                inert_pickle.read(archive(b"\x80\x02" + name + state + b"b0}."))
+            with contextlib.suppress(UnreadablePickle):
+                safe_pickle.read_pickle(archive(b"\x80\x02" + name + state + b"b0}."))
     changed = {(each, name) for each, names in zip(things, before, strict=True) for name in set(vars(each)) - names}
     for each, name in changed:  # or no other test of this process could run
         delattr(each, name)
     assert changed == set()
-    assert inert_pickle._tensor.__defaults__ == defaults
+    assert safe_pickle._tensor.__defaults__ == defaults
 
 
 def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
     mega = 1 << 20
     one = b"(" + unicode("storage") + b"ctorch\nFloatStorage\n" + unicode("0") + unicode("cpu") + b"K\x01tQ"
-    found = inert_pickle.read(archive(b"\x80\x02](" + one * 20 + b"e.", bytes(mega)))
+    found = safe_pickle.read_pickle(archive(b"\x80\x02](" + one * 20 + b"e.", bytes(mega)))
     assert len({id(each.data) for each in found}) == 1
     inert = b"ca\nB\nq\x00)Rq\x01" + 40 * b"h\x00h\x01h\x01\x86Rq\x01"
     plain = b"]q\x01" + 40 * b"](h\x01h\x01eq\x01"
@@ -434,11 +434,11 @@ def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
     huge = view + b"K\x00\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85K\x02\x85tR"
     memo = b"Nr\xff\xff\xff\x7f"
     with little_memory():
-        assert len(str(inert_pickle.read(archive(b"\x80\x02" + inert + b".")))) < 100
+        assert len(str(safe_pickle.read_pickle(archive(b"\x80\x02" + inert + b".")))) < 100
         for data in (plain, b"](" + part * 4000 + b"e", huge):
-            with pytest.raises(Unreadable):
-                inert_pickle.read(archive(b"\x80\x02" + data + b".", bytes(mega)))
-        assert inert_pickle.read(archive(b"\x80\x02" + memo + b".")) is None
+            with pytest.raises(UnreadablePickle):
+                safe_pickle.read_pickle(archive(b"\x80\x02" + data + b".", bytes(mega)))
+        assert safe_pickle.read_pickle(archive(b"\x80\x02" + memo + b".")) is None
 
 
 @pytest.mark.parametrize(
@@ -453,14 +453,14 @@ def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
 )
 def test_a_crafted_file_takes_neither_memory_nor_time(opcodes: bytes) -> None:
     """Each has a few kilobytes as a file; the last one ended the process."""
-    with little_memory(), pytest.raises(Unreadable):
-        inert_pickle.read(archive(b"\x80\x05" + opcodes + b"."))
+    with little_memory(), pytest.raises(UnreadablePickle):
+        safe_pickle.read_pickle(archive(b"\x80\x05" + opcodes + b"."))
 
 
 def test_a_record_that_holds_itself_is_read() -> None:
     value = Namespace(many=[1])
     value.many.append(value)
-    assert inert_pickle.read(saved(value)).many[0] == 1
+    assert safe_pickle.read_pickle(saved(value)).many[0] == 1
 
 
 def test_no_attribute_of_a_real_thing_is_reached() -> None:
@@ -470,16 +470,16 @@ def test_no_attribute_of_a_real_thing_is_reached() -> None:
         def __reduce__(self) -> Any:
             return getattr, (Namespace(), "__class__")
 
-    with pytest.raises(Unreadable, match="asks for an attribute of something"):
-        inert_pickle.read(saved(Reach()))
+    with pytest.raises(UnreadablePickle, match="asks for an attribute of something"):
+        safe_pickle.read_pickle(saved(Reach()))
 
 
 def test_whatever_is_no_such_file_is_unreadable() -> None:
     whole = saved({"step": torch.ones(3)})
     for data in (b"", b"x" * 100, whole[: len(whole) // 2], os.urandom(200)):
-        with pytest.raises(Unreadable):
-            inert_pickle.read(data)
+        with pytest.raises(UnreadablePickle):
+            safe_pickle.read_pickle(data)
     with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         archive.writestr("a/data.pkl", b"\x80\x02.")
-    with pytest.raises(Unreadable):
-        inert_pickle.read(buffer.getvalue())
+    with pytest.raises(UnreadablePickle):
+        safe_pickle.read_pickle(buffer.getvalue())

@@ -18,13 +18,13 @@ from relayrun.cli import main
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import CommandConfig
 from relayrun.control.rundir import evaluations
-from relayrun.control.rundir.evaluations import Policy
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.evaluations import EvaluationPolicy
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import read_lines
-from relayrun.places import CODE as ROOT
-from relayrun.places import MARKER
+from relayrun.places import CODE_ROOT as ROOT
+from relayrun.places import PROJECT_MARKER
 from relayrun.train.export import evaluate, own_commands
 from tests.export.models import make_hf, make_run
 from tests.export.trained import make_trained
@@ -53,20 +53,20 @@ def command_run(folder: Path, **evaluation: Any) -> Run:
     for name, text in (("convert.py", CONVERT), ("score.py", SCORE)):
         (folder / name).write_text(text)
     given = {"interval": 7} | evaluation
-    config = compose.load(written(folder, COMMAND, evaluation=given))
+    config = compose.load_run_config(written(folder, COMMAND, evaluation=given))
     assert isinstance(config, CommandConfig)
     run = Run(folder / "run")
     run.attempt(1).path.mkdir(parents=True)
     run.config.mkdir()
-    run.config_revision(1).write_text(compose.dump(config))
+    run.config_revision(1).write_text(compose.dump_run_config(config))
     run.checkpoints.mkdir()
     checkpoint = run.checkpoints / "step-7"
     checkpoint.write_text("0.25")
     began(run, 1, start_time=0.0)
-    commit = Commit(iteration=7, path=str(checkpoint), consumed_samples=-1, time=1.0, seconds=1.0)
+    commit = CheckpointCommit(iteration=7, path=str(checkpoint), consumed_samples=-1, time=1.0, seconds=1.0)
     run.attempt(1).append_commit(commit)
     run.evaluations.mkdir()
-    Policy(interval=7, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
+    EvaluationPolicy(interval=7, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
     return run
 
 
@@ -93,7 +93,7 @@ def runs(process: int) -> bool:
 
 
 def evaluated(run: Run) -> dict[str, Any]:
-    evaluate.evaluate(run, 7, 1)
+    evaluate.evaluate_checkpoint(run, 7, 1)
     (line,) = read_lines(run.evaluations_view)
     return line
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_is_converted_and_scored(tmp_path: Path) -> None:
     assert (line["status"], line["error"]) == ("done", None)
     assert line["results"] == {"own": {"acc": 0.25}}
     assert line["settings"]["program"] == "score.py"
-    folder = evaluations.directory(run, 7, 1)
+    folder = evaluations.evaluation_dir(run, 7, 1)
     assert folder.exported.exists()
     assert not folder.model.exists()
 
@@ -114,7 +114,7 @@ def test_a_converted_folder_is_kept_where_asked_and_plain_numbers_are_taken(tmp_
     (tmp_path / "score.py").write_text("import sys; open(sys.argv[2], 'w').write('{\"loss\": 2.5, \"ok\": true}')")
     line = evaluated(run)
     assert line["results"] == {"command": {"loss": 2.5}}
-    assert line["model"] == str(evaluations.directory(run, 7, 1).model)
+    assert line["model"] == str(evaluations.evaluation_dir(run, 7, 1).model)
     assert (Path(line["model"]) / "weights").read_text() == "0.25"
 
 
@@ -131,7 +131,7 @@ def test_a_native_run_is_exported_as_what_it_is_and_scored_by_a_command(tmp_path
     evaluation = {"interval": 7, "command": ["{python}", str(score), "{model}", "{results}"]}
     made = make_run(tmp_path / "run", make_hf(tmp_path / "hf", "Mixtral"), evaluation=evaluation)
     made.run.evaluations.mkdir()
-    Policy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
+    EvaluationPolicy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
     line = evaluated(made.run)
     assert (line["status"], line["results"]) == ("done", {"mixtral": {"experts": 4.0}}), line
 
@@ -158,8 +158,8 @@ def test_a_checkpoint_of_megatron_lm_is_converted_as_the_page_says(tmp_path: Pat
         "pathlib.Path(sys.argv[2]).write_text('{\"tensors\": %d}' % len(tensors))"
     )
     evaluation = {"interval": 7, "convert": convert, "command": ["{python}", "-c", score, "{model}", "{results}"]}
-    config = compose.load(written(tmp_path / "own", MEGATRON, evaluation=evaluation))
-    run.config_revision(1).write_text(compose.dump(config))
+    config = compose.load_run_config(written(tmp_path / "own", MEGATRON, evaluation=evaluation))
+    run.config_revision(1).write_text(compose.dump_run_config(config))
     line = evaluated(run)
     assert (line["status"], line["results"]) == ("done", {"command": {"tensors": 9.0 * 3 + 3}}), line
 
@@ -188,7 +188,7 @@ def test_what_fails_is_recorded_with_its_reason(
     line = evaluated(run)
     assert line["status"] == "failed"
     assert error in line["error"] or error in str(line["error"]).replace("\n", " ")
-    assert not evaluations.directory(run, 7, 1).model.exists()
+    assert not evaluations.evaluation_dir(run, 7, 1).model.exists()
 
 
 def test_a_checkpoint_that_is_such_a_folder_itself_stays_to_the_end(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path) -
         "ready.with_suffix('.new').rename(ready)\n"
         "time.sleep(600)\n"
     )
-    signal.signal(signal.SIGTERM, evaluate._end)
-    parent, ready = os.getpid(), evaluations.directory(run, 7, 1).path / "scores.json.pid"
+    signal.signal(signal.SIGTERM, evaluate._leave_on_signal)
+    parent, ready = os.getpid(), evaluations.evaluation_dir(run, 7, 1).path / "scores.json.pid"
     watcher = os.fork()
     if watcher == 0:
         try:
@@ -244,13 +244,15 @@ def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path) -
 def test_what_cannot_work_is_refused_with_the_setting(tmp_path: Path, evaluation: dict[str, Any], message: str) -> None:
     for values in (COMMAND, MEGATRON):
         with pytest.raises(ConfigError, match=message):
-            compose.load(written(tmp_path, values, evaluation={"interval": 7} | evaluation))
+            compose.load_run_config(written(tmp_path, values, evaluation={"interval": 7} | evaluation))
 
 
 def test_paths_of_files_are_whole(tmp_path: Path) -> None:
-    (tmp_path / MARKER).touch()
+    (tmp_path / PROJECT_MARKER).touch()
     (tmp_path / "score.py").write_text("")
-    config = compose.load(written(tmp_path, COMMAND, evaluation={"interval": 7, "command": ["score.py", "{results}"]}))
+    config = compose.load_run_config(
+        written(tmp_path, COMMAND, evaluation={"interval": 7, "command": ["score.py", "{results}"]})
+    )
     assert config.evaluation is not None
     assert config.evaluation.command == [str(tmp_path / "score.py"), "{results}"]
 
@@ -258,6 +260,6 @@ def test_paths_of_files_are_whole(tmp_path: Path) -> None:
 def test_numbers_are_read_by_task_and_metric(tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
     path.write_text(json.dumps({"a": {"f1": 1, "name": "x"}, "b": {"name": "x"}, "loss": 2}))
-    assert own_commands.read(path) == {"a": {"f1": 1.0}, "command": {"loss": 2.0}}
+    assert own_commands.read_scores(path) == {"a": {"f1": 1.0}, "command": {"loss": 2.0}}
     with pytest.raises(InputError, match="has not written"):
-        own_commands.read(tmp_path / "none")
+        own_commands.read_scores(tmp_path / "none")

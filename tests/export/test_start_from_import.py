@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.files import read_lines
 from relayrun.tokens.mixture import audit
 from tests.export.models import make_hf
@@ -39,7 +39,8 @@ def test_the_first_loss_of_an_imported_model_is_that_of_transformers(tmp_path: P
     run_python("-m", "relayrun.cli", "import", "hf", hf, "--output", start, "--make-vocab-size-divisible-by", "100")
     config = Workspace(tmp_path).config(
         "run",
-        model=yamlfile.read(start / "model.yaml").values["model"] | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        model=yaml_file.read_yaml(start / "model.yaml").values["model"]
+        | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
         training={"steps": 4},
         checkpoint={"interval": 4},
         parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -47,7 +48,7 @@ def test_the_first_loss_of_an_imported_model_is_that_of_transformers(tmp_path: P
     run_python("launchers/submit.py", config, "--load", start, "--set", "checkpoint.finetune=true")
     run = Workspace(tmp_path).run("run")
     first = next(line for line in read_lines(run.metrics_view) if "loss" in line)
-    samples = audit.samples(audit.audit(run), range(8))
+    samples = audit.audited_samples(audit.audit_run(run), range(8))
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(hf)(tokens[:, :-1]).logits

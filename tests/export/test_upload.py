@@ -149,6 +149,6 @@ def test_only_an_exported_folder_without_secrets_goes(
 
 
 def test_the_token_does_not_show_in_what_is_printed_of_it(hub: HubServer) -> None:
-    from relayrun.train.export.upload import Hub
+    from relayrun.train.export.upload import HubRepository
 
-    assert TOKEN not in repr(Hub.from_environment("my-lab/my-model"))
+    assert TOKEN not in repr(HubRepository.from_environment("my-lab/my-model"))

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from relayrun.config.sections.rampup import BatchSizes
-from relayrun.files import append_line, sizes
-from relayrun.tokens.order.progress import Progress
+from relayrun.files import append_line, file_sizes
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.train.export import optimizer_state
-from relayrun.train.export.contents import Contents
+from relayrun.train.export.contents import CheckpointContents
 from relayrun.train.export.reader import CheckpointReader
 from tests.export.models import Imported, make_run
 
@@ -62,9 +62,9 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
     model = made.run
     reader = CheckpointReader(made.checkpoint)
     weights = reader.shapes
-    contents = Contents()
+    contents = CheckpointContents()
     generator = torch.Generator().manual_seed(3)
-    names = [*optimizer_state.MOMENTS]
+    names = [*optimizer_state.ADAM_MOMENTS]
     if distributed:
         names.append("param")
     elif precision == "bf16":
@@ -83,7 +83,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
         for name in names:
             state = whole if "param" in name else torch.rand(size, generator=generator)
             contents.add_tensor(
-                f"{optimizer_state.PREFIX}{name}.{key}",
+                f"{optimizer_state.OPTIMIZER_PREFIX}{name}.{key}",
                 size=size,
                 start=[0] * len(size),
                 part=size,
@@ -95,7 +95,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
     adam = optimizer_state.AdamState(
         reader=reader, groups=[GROUP, GROUP | {"wd_mult": 0.0, "weight_decay": 0.0}], step=7, main=None, form=None
     )
-    position = Progress.resume(
+    position = TrainingProgress.resume(
         {
             "iteration": 7,
             "consumed_samples": 56,
@@ -118,7 +118,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
     new.rename(made.checkpoint)
     (commit,) = model.attempt(1).read_commits()
     model.attempt(1).commits.unlink()
-    append_line(model.attempt(1).commits, asdict(commit) | {"files": sizes(made.checkpoint)})
+    append_line(model.attempt(1).commits, asdict(commit) | {"files": file_sizes(made.checkpoint)})
     return made
 
 

@@ -16,13 +16,13 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.lab.faults import perform
 from relayrun.lab.faults.fault import Fault
-from relayrun.lab.faults.judge import logs
-from relayrun.lab.faults.perform import Company
-from relayrun.lab.faults.reach import HereReach
-from relayrun.lab.faults.site import REFERENCE, STEPS, Site
-from relayrun.lab.faults.table import BY_NAME, FAULTS
-from relayrun.watch.goodput.account import account
-from relayrun.watch.goodput.book import SECOND
+from relayrun.lab.faults.judge import job_logs
+from relayrun.lab.faults.perform import DrillTools
+from relayrun.lab.faults.reach import LocalSignalSender
+from relayrun.lab.faults.small_run import RUN_STEPS, UNDISTURBED_RUN, DrillSite
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
+from relayrun.watch.goodput.account import account_for_run
+from relayrun.watch.goodput.attribution import MICROSECONDS_PER_SECOND
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.slurm.cluster import TestCluster
@@ -31,18 +31,18 @@ from tests.slurm.conftest import MakeCluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def company(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> Company:
+def company(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> DrillTools:
     """With what a row is done on a test cluster, whose nodes are all this machine."""
     for name in ("SLURM_CONF", "PATH", "HOME"):  # for Slurm's commands of this process; see the fixture `environment`
         os.environ[name] = cluster.env[name]
     # the long rows look at Slurm's tree of processes
     python = sys.executable if fault and fault.long else warm.python()
     values = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}, "python": python}
-    site = Site(folder=folder, cluster=values, step_seconds=0.05, changes={"chain": {"recovery": recovery}})
-    return Company(
+    site = DrillSite(folder=folder, cluster=values, step_seconds=0.05, changes={"chain": {"recovery": recovery}})
+    return DrillTools(
         site=site,
         slurm=Slurm(),
-        reach=HereReach(),
+        reach=LocalSignalSender(),
         control=cluster,
         patience=4,
         environment=cluster.env,
@@ -71,12 +71,12 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     patch.setenv(name, os.environ.get(name, ""))
                 cluster.up()
                 try:
-                    result = perform.undisturbed(company(cluster, folder))
+                    result = perform.run_undisturbed(company(cluster, folder))
                 finally:
                     cluster.down()
             assert result.passed, result.wrong
             (folder / "done").touch()
-    return Run(folder / "runs" / REFERENCE)
+    return Run(folder / "runs" / UNDISTURBED_RUN)
 
 
 @pytest.mark.parametrize(
@@ -111,22 +111,22 @@ AS_WITHOUT = (
 def test_a_chain_with_agents_survives_or_stops_with_a_reason(
     name: str, make_cluster: MakeCluster, reference: Run, tmp_path: Path
 ) -> None:
-    fault = BY_NAME[name]
+    fault = FAULTS_BY_NAME[name]
     if name in AGAIN:
         fault = replace(fault, causes=("done",), says="")
     run = drill(fault, make_cluster, reference, tmp_path, recovery="node")
-    assert any(failed.again for failed in rounds.read(run.attempt(1))) or name not in AGAIN
+    assert any(failed.again for failed in rounds.read_failed_restarts(run.attempt(1))) or name not in AGAIN
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("accounting")
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", FAULTS_BY_NAME)
 def test_the_account_of_a_chain_is_closed_against_sacct(
     name: str, make_cluster: MakeCluster, reference: Run, tmp_path: Path
 ) -> None:
     """Whatever happens to it: the parts sum to what Slurm booked, and of no more than a hundredth it is unknown what
     it went to."""
-    drill(BY_NAME[name], make_cluster, reference, tmp_path, accounting=True)
+    drill(FAULTS_BY_NAME[name], make_cluster, reference, tmp_path, accounting=True)
 
 
 def drill(
@@ -147,18 +147,18 @@ def drill(
     with_what = company(cluster, folder, fault=fault, recovery=recovery)
     run = with_what.site.run(fault.name)
     run.path.parent.mkdir()
-    (run.path.parent / REFERENCE).symlink_to(reference.path)
+    (run.path.parent / UNDISTURBED_RUN).symlink_to(reference.path)
     try:
-        result = perform.row(with_what, fault)
+        result = perform.run_fault(with_what, fault)
         if accounting:
             assert_closed(cluster, run)
     finally:
         cluster.down()
-    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs(run))
+    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in job_logs(run))
     assert result.passed, f"{result.wrong}\n{result.said}\n{said}"
     if fault.expect == "resumed":  # as torch reads them, not by their hashes
         assert result.bit_for_bit
-        assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
+        assert assert_same_bytes(reference.checkpoint(RUN_STEPS), run.checkpoint(RUN_STEPS)) > 50
     return run
 
 
@@ -167,12 +167,12 @@ def assert_closed(cluster: TestCluster, run: Run) -> None:
     ids = {begin.job_id for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin()) is not None}
     which = (f"--name={Plan.load(run).job_name}", "--starttime=now-1day")
     rows = cluster.allocations(*which, ids=ids, columns=["ElapsedRaw", "NNodes"])
-    found = account(Run(run.path))
+    found = account_for_run(Run(run.path))
     booked = sum(int(row["ElapsedRaw"]) * int(row["NNodes"]) for row in rows)
-    seconds = {part: round(amount / SECOND, 2) for part, amount in found.parts.items() if amount}
+    seconds = {part: round(amount / MICROSECONDS_PER_SECOND, 2) for part, amount in found.parts.items() if amount}
     said = f"sacct: {rows}\nbooked: {seconds}"
     print(said)
     nodes = sum(int(row["NNodes"]) for row in rows)
     assert sum(found.parts.values()) == found.allocated
-    assert abs(found.allocated / SECOND - booked) <= max(0.01 * booked, nodes), said
-    assert found.parts["unknown"] <= max(0.01 * found.allocated, nodes * SECOND), said
+    assert abs(found.allocated / MICROSECONDS_PER_SECOND - booked) <= max(0.01 * booked, nodes), said
+    assert found.parts["unknown"] <= max(0.01 * found.allocated, nodes * MICROSECONDS_PER_SECOND), said

@@ -15,13 +15,13 @@ import pytest
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.trainers import megatron_lm_checkpoints
-from relayrun.control.trainers.megatron_lm_program import Dialect
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from relayrun.lab.faults import perform
 from relayrun.lab.faults.fault import Fault
-from relayrun.lab.faults.programs import provoked, write_commands
-from relayrun.lab.faults.reach import HereReach
-from relayrun.lab.faults.stage import Stage
-from relayrun.lab.faults.table import BY_NAME
+from relayrun.lab.faults.programs import wrapper_marker, write_wrappers
+from relayrun.lab.faults.reach import LocalSignalSender
+from relayrun.lab.faults.stage import FaultTarget
+from relayrun.lab.faults.table import FAULTS_BY_NAME
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
 from tests.checkouts import ENVIRONMENT, as_one_attempt, checkout_of, plan
@@ -67,7 +67,7 @@ FAILS = {"crash-loop": "0"}
 """At which iteration of an attempt a program fails, for rows whose hook has it raise."""
 
 
-class MegatronReach(HereReach):
+class MegatronReach(LocalSignalSender):
     """Reaches the ranks of Megatron-LM."""
 
     def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
@@ -89,11 +89,11 @@ def changes(fault: Fault) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Dialect, MakeRun], Run]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[MegatronDialect, MakeRun], Run]:
     """The undisturbed run of a dialect, on one machine, made when it is first needed."""
-    made: dict[Dialect, Run] = {}
+    made: dict[MegatronDialect, Run] = {}
 
-    def get(dialect: Dialect, make: MakeRun) -> Run:
+    def get(dialect: MegatronDialect, make: MakeRun) -> Run:
         if dialect not in made:
             folder = tmp_path_factory.mktemp("undisturbed")
             whole = plan(checkout_of(dialect), folder, steps=STEPS, log_folder=str(folder / "logs"))
@@ -106,18 +106,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Dialect, Ma
     return get
 
 
-@pytest.mark.parametrize("dialect", list(Dialect), ids=lambda dialect: dialect.value)
+@pytest.mark.parametrize("dialect", list(MegatronDialect), ids=lambda dialect: dialect.value)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_chain_survives_or_stops_with_a_reason(
     name: str,
-    dialect: Dialect,
+    dialect: MegatronDialect,
     make_cluster: MakeCluster,
     make_run: MakeRun,  # noqa: F811
-    reference: Callable[[Dialect, MakeRun], Run],
+    reference: Callable[[MegatronDialect, MakeRun], Run],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fault, checkout = BY_NAME[name], checkout_of(dialect)
+    fault, checkout = FAULTS_BY_NAME[name], checkout_of(dialect)
     whole = reference(dialect, make_run) if fault.expect == "resumed" else None
     cluster = make_cluster(grace=60, node_timeout=10 if name.startswith("node-lost") else 120)
     environment = {"MASTER_ADDR": "127.0.0.1"} | ({"MEGATRON_ON_CPU_FAIL": FAILS[name]} if name in FAILS else {})
@@ -130,16 +130,18 @@ def test_a_chain_survives_or_stops_with_a_reason(
     slow = "12:1.5" if name.startswith("node-lost") else "12:0.5"
     values = plan(checkout, tmp_path, steps=STEPS, interval=10, slow=slow, environment=environment, **settings)
     run, _ = make_run(**values)
-    write_commands(fault.commands, tmp_path, search=cluster.env["PATH"], real={})
+    write_wrappers(fault.commands, tmp_path, search=cluster.env["PATH"], real={})
     (tmp_path / "logs").mkdir(exist_ok=True)
     paths = f"{tmp_path / 'bin'}:{cluster.env['PATH']}" if fault.commands else cluster.env["PATH"]
     cluster.sbatch([run.job_script], env={"PATH": paths})
     try:
         for variable in ("SLURM_CONF", "PATH"):  # of Slurm's commands that the stage runs
             monkeypatch.setenv(variable, cluster.env[variable])
-        stage = Stage(run=run, commands=tmp_path, slurm=Slurm(), reach=MegatronReach(), control=cluster, patience=4)
+        stage = FaultTarget(
+            run=run, commands=tmp_path, slurm=Slurm(), reach=MegatronReach(), control=cluster, patience=4
+        )
         if name == "latest-torn":  # its folder is there before its files are
-            stage.wait(lambda: megatron_lm_checkpoints.tracked(run.checkpoints) == 20)
+            stage.wait(lambda: megatron_lm_checkpoints.tracked_iteration(run.checkpoints) == 20)
         fault.act(stage)
         perform.wait_for_end(stage)
     finally:
@@ -153,7 +155,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
     assert SAYS.get(fault.says, fault.says) in said
     assert fault.logged in logs(run)
     if fault.commands:
-        assert provoked(tmp_path).exists()
+        assert wrapper_marker(tmp_path).exists()
     if whole is None:
         assert run.stop.exists()
     else:

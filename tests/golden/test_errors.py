@@ -25,19 +25,19 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yamlfile
-from relayrun.control.rundir import find
-from relayrun.control.rundir.records import Commit
+from relayrun.config.compose import compose, yaml_file
+from relayrun.control.rundir import find_runs
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import write_stop
 from relayrun.files import read_json, write_json
 from relayrun.submit import submission
 from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.record import MadeBy, ShardRecord, write_own_record
+from relayrun.tokens.shards.record import ShardRecord, TokenizerRecord, write_shard_record
 from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.split import prepare_dumps
 from tests.history import began
 from tests.megatron_lm.stand_in import stand_in
 from tests.unit.test_submission_refusals import ordinary_user
@@ -74,11 +74,11 @@ class Place(Workspace):
         assert isinstance(left.value.code, int)
         return left.value.code
 
-    def made(self) -> MadeBy:
+    def made(self) -> TokenizerRecord:
         """What the workspace's own tokenizer leaves on record."""
         found = load_tokenizer(TokenizeOptions(tokenizer=str(self.folder / "tokenizer.json")))
         ids = ids_fingerprint(found.definition)
-        return MadeBy(fingerprint=found.fingerprint, ids=ids, size=found.size, eos=found.eos_id)
+        return TokenizerRecord(fingerprint=found.fingerprint, ids=ids, size=found.size, eos=found.eos_id)
 
     def shard(self, name: str, tokens: int = 900) -> Path:
         writer = ShardWriter(self.folder / name, np.uint16, own_record=self.made())
@@ -91,22 +91,22 @@ class Place(Workspace):
         for name, text in files.items():
             (self.folder / "raw").mkdir(exist_ok=True)
             (self.folder / "raw" / name).write_text(text)
-        prepare(self.folder / "raw", self.folder / "meta", n_dumps=1)
+        prepare_dumps(self.folder / "raw", self.folder / "meta", n_dumps=1)
         settings = {"tokenizer": str(self.folder / "tokenizer.json"), "tokenizer_name": "t", "dataset_name": "d"}
         settings |= {name: str(self.folder / name) for name in ("metadata_folder", "output_folder", "logs")}
         settings["metadata_folder"] = str(self.folder / "meta")
         path = self.folder / "tokenization.yaml"
-        path.write_text(yamlfile.dump(settings))
+        path.write_text(yaml_file.dump_yaml(settings))
         return path
 
     def tokenize(self, files: dict[str, str], **changes: Any) -> int:
         path = self.dumps(files)
-        path.write_text(yamlfile.dump(yamlfile.read(path).values | changes))
+        path.write_text(yaml_file.dump_yaml(yaml_file.read_yaml(path).values | changes))
         return self.script("launchers/submit_tokenization.py", path)
 
     def begun(self, **sections: Any) -> Run:
         """The run `run`, submitted, without a job that lives."""
-        submission.submit(compose.load(self.config("run", **sections)))
+        submission.submit_run(compose.load_run_config(self.config("run", **sections)))
         for job in (self.folder / "run").glob("local*"):
             shutil.rmtree(job)
         return self.run("run")
@@ -116,7 +116,9 @@ class Place(Workspace):
         run = self.begun()
         began(run, 1, base=0)
         run.checkpoint(10).mkdir(parents=True)
-        commit = Commit(iteration=10, path=str(run.checkpoint(10)), consumed_samples=80, time=0.0, seconds=0.0)
+        commit = CheckpointCommit(
+            iteration=10, path=str(run.checkpoint(10)), consumed_samples=80, time=0.0, seconds=0.0
+        )
         run.attempt(1).append_commit(commit)
         return run
 
@@ -178,7 +180,7 @@ def closed_run(place: Place) -> int:
 
 def closed_output(place: Place) -> int:
     path, target = place.dumps({"a.jsonl": '{"text": "x"}\n'}), closed(place, "theirs")
-    path.write_text(yamlfile.dump(yamlfile.read(path).values | {"output_folder": str(target / "tokens")}))
+    path.write_text(yaml_file.dump_yaml(yaml_file.read_yaml(path).values | {"output_folder": str(target / "tokens")}))
     for part in (place.folder / "meta", place.folder / "meta" / ".lock"):
         part.chmod(0o777)
     with ordinary_user():
@@ -216,7 +218,7 @@ def preprocess(place: Place, *options: str, files: str = "a.jsonl\n") -> int:
 
 
 def live(place: Place) -> int:
-    submission.submit(compose.load(place.config("run")))
+    submission.submit_run(compose.load_run_config(place.config("run")))
     return place.with_settings()
 
 
@@ -286,7 +288,7 @@ def foreign(trainer: str = "command", **sections: Any) -> Provoke:
         if trainer == "command":
             values["command"] = own | sections.get("command", {})
         path = place.folder / "run.yaml"
-        path.write_text(yamlfile.dump(values), encoding="utf-8")
+        path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
         return place.submit(path)
 
     return provoke
@@ -441,7 +443,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace whose shards say which tokenizer made them."""
     made = Place(Workspace.make(tmp_path_factory.mktemp("prepared")).folder)
     for prefix in (made.folder / "data").glob("*.bin"):
-        write_own_record(str(prefix.with_suffix("")), ShardRecord(made=made.made(), xxh3_128={}))
+        write_shard_record(str(prefix.with_suffix("")), ShardRecord(made=made.made(), xxh3_128={}))
     return made.folder
 
 
@@ -450,7 +452,7 @@ def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pl
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     made = Place(tmp_path)
     monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs/slurm/training")
-    monkeypatch.setattr(find, "runs", lambda: tmp_path / "runs")
+    monkeypatch.setattr(find_runs, "runs_folder", lambda: tmp_path / "runs")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/the/cache")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 from tests.fuzz_tokenizers import random_texts
 from tests.published import published
 from tests.unit.tokenization_corpus import TEXTS
@@ -44,7 +44,7 @@ def test_the_shards_of_five_families_are_those_of_megatrons_own_script(tmp_path:
         (folder / "tokenizer_config.json").write_text(json.dumps(configuration))
         folders.append(folder)
         options = TokenizeOptions(tokenizer=str(folder), workers=1, tasks=1, keep_empty=True)
-        tokenize(
+        tokenize_paths_file(
             options, output_folder=tmp_path / f"ours-{folder.name}", dataset=tmp_path, paths_file=tmp_path / "paths"
         )
     for number, checkout in enumerate(CHECKOUTS):

@@ -9,14 +9,14 @@ import sys
 import time
 from typing import Any
 
-from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
-from relayrun.train.hooks import Context, Hook, Step
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
+from relayrun.train.hooks import Hook, HookContext, Step
 
 
 class FlipsABit(Hook):
     """A resume, or a later round, that is not exact: afterwards one bit of one moment of Adam is another."""
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self._optimizer = context.optimizer
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:
@@ -33,7 +33,7 @@ class FlipsABit(Hook):
 class LeavesItsJob(Hook):
     """Rounds that are of no use: the ranks leave their job, as if it were over, and the next one goes on."""
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self._leaves = context.attempt == 1 and context.config.chain.recovery == "node"
 
     def after_step(self, step: Step) -> None:
@@ -62,24 +62,24 @@ class HoldsUpSavesTenSeconds(HoldsUpSaves):
         super().__init__(10.0)
 
 
-def measures(setup: Setup, figures: Figures) -> None:
+def measures(setup: CheckSetup, figures: PartFigures) -> None:
     figures.add("found", setup.device)
 
 
-def raises(setup: Setup, figures: Figures) -> None:
+def raises(setup: CheckSetup, figures: PartFigures) -> None:
     figures.add("before", 1)
     raise CheckFailed("planted by a test", where="here")
 
 
-def breaks(setup: Setup, figures: Figures) -> None:
+def breaks(setup: CheckSetup, figures: PartFigures) -> None:
     raise ZeroDivisionError("a defect, planted by a test")
 
 
-def dies(setup: Setup, figures: Figures) -> None:
+def dies(setup: CheckSetup, figures: PartFigures) -> None:
     os.abort()
 
 
-def hangs(setup: Setup, figures: Figures) -> None:
+def hangs(setup: CheckSetup, figures: PartFigures) -> None:
     """For ever, with a process in a session of its own, as jobs of the local scheduler are."""
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"], start_new_session=True)
     figures.add("sleeper", sleeper.pid)

@@ -9,9 +9,9 @@ import torch
 
 from relayrun import places
 from relayrun.config.compose import compose
-from relayrun.lab.gpucheck.programs.search import is_out_of_memory, search
-from relayrun.lab.gpucheck.setup import full
-from relayrun.lab.gpucheck.speed import first_try
+from relayrun.lab.gpucheck.programs.search import is_out_of_memory, search_micro_batch
+from relayrun.lab.gpucheck.setup import full_sizes
+from relayrun.lab.gpucheck.speed import first_micro_batch
 from relayrun.train.model.size import memory_bytes
 
 
@@ -32,7 +32,7 @@ def test_the_batch_is_doubled_until_memory_is_out_or_halved_until_it_is_not(
     def attempt(micro_batch: int) -> dict[str, Any]:
         return {"micro_batch": micro_batch, "fits": micro_batch <= room}
 
-    assert [each["micro_batch"] for each in search(first, 64, attempt)] == tried
+    assert [each["micro_batch"] for each in search_micro_batch(first, 64, attempt)] == tried
 
 
 def test_errors_that_say_memory_is_out_are_known_and_no_others() -> None:
@@ -44,14 +44,14 @@ def test_errors_that_say_memory_is_out_are_known_and_no_others() -> None:
 
 def test_the_search_begins_at_half_of_what_the_estimate_says_fits() -> None:
     overrides = ["job.nodes=1", "job.ntasks_per_node=1", "training.seq_length=4096"]
-    config = compose.load(places.shared("configs/runs/llama3-1b.yaml"), overrides)
-    memory, sizes = 150_000_000_000, full()
+    config = compose.load_run_config(places.shared_file("configs/runs/llama3-1b.yaml"), overrides)
+    memory, sizes = 150_000_000_000, full_sizes()
 
     def estimate(micro_batch: int) -> float:
         training = config.training.model_copy(update={"micro_batch_size": micro_batch})
         return memory_bytes(config.model_copy(update={"training": training}), sizes.vocabulary).total
 
-    first = first_try(config, sizes.vocabulary, memory, sizes.largest_batch)
+    first = first_micro_batch(config, sizes.vocabulary, memory, sizes.largest_batch)
     assert estimate(2 * first) <= 0.9 * memory < estimate(4 * first)
-    assert first_try(config, sizes.vocabulary, None, sizes.largest_batch) == 1
-    assert first_try(config, sizes.vocabulary, 10**9, sizes.largest_batch) == 1
+    assert first_micro_batch(config, sizes.vocabulary, None, sizes.largest_batch) == 1
+    assert first_micro_batch(config, sizes.vocabulary, 10**9, sizes.largest_batch) == 1

@@ -14,21 +14,21 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import append_line
 from relayrun.lab.gpucheck import check, perform, report
-from relayrun.lab.gpucheck.check import Part
-from relayrun.lab.gpucheck.pieces import Piece, difference
-from relayrun.lab.gpucheck.save import affordable
-from relayrun.lab.gpucheck.setup import NOTES, CheckFailed, Setup
+from relayrun.lab.gpucheck.check import CheckPart
+from relayrun.lab.gpucheck.pieces import AttemptValues, first_difference
+from relayrun.lab.gpucheck.save import affordable_sizes
+from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
 
 PLANTED = "tests.gpucheck.planted"
 
 
-def part(name: str, *, seconds: float = 300, least: float = 0) -> Part:
-    return Part(name=name, what="planted", function=f"{PLANTED}:{name}", seconds=seconds, least=least)
+def part(name: str, *, seconds: float = 300, least: float = 0) -> CheckPart:
+    return CheckPart(name=name, what="planted", function=f"{PLANTED}:{name}", seconds=seconds, least=least)
 
 
 @pytest.mark.long
 def test_a_part_that_raises_breaks_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
-    setup = Setup(folder=str(tmp_path), tiny=True)
+    setup = CheckSetup(folder=str(tmp_path), tiny=True)
     parts = [
         part("measures"),
         part("raises"),
@@ -37,7 +37,7 @@ def test_a_part_that_raises_breaks_dies_or_hangs_leaves_the_others(tmp_path: Pat
         part("hangs", seconds=60),
         part("measures"),
     ]
-    found = check.run(setup, parts, lambda text: None, began=time.monotonic())
+    found = check.run_parts(setup, parts, lambda text: None, began=time.monotonic())
     assert [outcome.status for outcome in found] == ["done", "failed", "failed", "failed", "timeout", "done"]
     good, raised, broke, died, hung, last = found
     assert good.figures == last.figures == {"found": "CPU"}
@@ -50,10 +50,10 @@ def test_a_part_that_raises_breaks_dies_or_hangs_leaves_the_others(tmp_path: Pat
     assert hung.words == "was ended after 60 s; the last it said: now it hangs"
     assert not Path(f"/proc/{hung.figures['sleeper']}").exists() or is_zombie(hung.figures["sleeper"])
 
-    table = report.rows(perform.record(setup, found, seconds=1.0))
+    table = report.check_rows(perform.result_record(setup, found, seconds=1.0))
     assert [row.part for row in table] == ["raises", "breaks", "dies", "hangs"]
     assert all(row.fails for row in table)
-    assert report.exit_code(table) == 1
+    assert report.check_exit_code(table) == 1
     assert str(tmp_path) not in str(table)
 
 
@@ -62,42 +62,42 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_no_part_is_begun_that_has_no_time_left(tmp_path: Path) -> None:
-    setup = Setup(folder=str(tmp_path), tiny=True)
+    setup = CheckSetup(folder=str(tmp_path), tiny=True)
     began = time.monotonic() - setup.sizes.seconds + 100
-    found = check.run(setup, [part("hangs", least=200)], lambda text: None, began=began)
+    found = check.run_parts(setup, [part("hangs", least=200)], lambda text: None, began=began)
     assert [(outcome.status, outcome.words) for outcome in found] == [
         ("skipped", "the 1800 s of the whole check are over")
     ]
 
 
 def test_only_processes_of_the_part_are_ended() -> None:
-    assert check.MARK not in os.environ
-    check.end_marked("0123456789abcdef")  # which nobody has: this one goes on
+    assert check.PROCESS_MARK not in os.environ
+    check.kill_marked_processes("0123456789abcdef")  # which nobody has: this one goes on
 
 
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="this folder holds other things than a check"):
-        perform.prepare(Setup(folder=str(tmp_path), tiny=True))
+        perform.prepare_folder(CheckSetup(folder=str(tmp_path), tiny=True))
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_the_first_part_always_runs_and_unknown_ones_are_refused() -> None:
-    assert [each.name for each in perform.select(["save"], check.PARTS)] == ["environment", "save"]
-    assert perform.select([], check.PARTS) == list(check.PARTS)
+    assert [each.name for each in perform.select_parts(["save"], check.PARTS)] == ["environment", "save"]
+    assert perform.select_parts([], check.PARTS) == list(check.PARTS)
     with pytest.raises(ConfigError, match=r"unknown part saves; there are: environment, resume, "):
-        perform.select(["saves"], check.PARTS)
+        perform.select_parts(["saves"], check.PARTS)
 
 
 def test_without_a_gpu_there_is_nothing_to_check_but_the_tiny_way(tmp_path: Path) -> None:
-    setup = Setup(folder=str(tmp_path), tiny=False)
+    setup = CheckSetup(folder=str(tmp_path), tiny=False)
     words = "torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs"
-    none = check.Outcome(name="environment", status="failed", words=words, figures={"gpus": []})
+    none = check.PartOutcome(name="environment", status="failed", words=words, figures={"gpus": []})
     with pytest.raises(RelayrunError, match="torch sees no GPU here; --tiny"):
-        perform.learn(setup, none)
-    assert perform.learn(replace(setup, tiny=True), none).gpus == 0
+        perform.with_device(setup, none)
+    assert perform.with_device(replace(setup, tiny=True), none).gpus == 0
     gpus = [{"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}] * 2
-    found = perform.learn(setup, check.Outcome(name="environment", status="done", figures={"gpus": gpus}))
+    found = perform.with_device(setup, check.PartOutcome(name="environment", status="done", figures={"gpus": gpus}))
     assert (found.gpus, found.device, found.memory_bytes, found.precision) == (
         2,
         "NVIDIA H200",
@@ -107,15 +107,15 @@ def test_without_a_gpu_there_is_nothing_to_check_but_the_tiny_way(tmp_path: Path
 
 
 def test_a_result_goes_among_the_benchmarks_only_if_it_is_a_whole_one_of_a_gpu(tmp_path: Path) -> None:
-    tiny = Setup(folder=str(tmp_path), tiny=True)
-    h200 = Setup(folder=str(tmp_path), tiny=False, device="NVIDIA H200", gpus=1)
-    assert perform.place(tiny, partial=False) == tmp_path / "gpu-tiny.json"
-    assert perform.place(h200, partial=True) == tmp_path / "gpu-h200.json"
-    assert perform.place(h200, partial=False) == perform.RESULTS / "gpu-h200.json"
-    assert report.file_name("NVIDIA GH200 120GB") == "gpu-gh200-120gb.json"
+    tiny = CheckSetup(folder=str(tmp_path), tiny=True)
+    h200 = CheckSetup(folder=str(tmp_path), tiny=False, device="NVIDIA H200", gpus=1)
+    assert perform.result_path(tiny, partial=False) == tmp_path / "gpu-tiny.json"
+    assert perform.result_path(h200, partial=True) == tmp_path / "gpu-h200.json"
+    assert perform.result_path(h200, partial=False) == perform.RESULTS_FOLDER / "gpu-h200.json"
+    assert report.result_file_name("NVIDIA GH200 120GB") == "gpu-gh200-120gb.json"
 
 
-def piece(**changes: Any) -> Piece:
+def piece(**changes: Any) -> AttemptValues:
     """Make two iterations, 3 and 4, behind a resume at 2; `changes` replace what an iteration left."""
     lines = {3: {"loss": 5.2, "grad_norm": 1.5}, 4: {"loss": 5.1, "grad_norm": 1.25}}
     given: dict[str, Any] = {
@@ -124,7 +124,7 @@ def piece(**changes: Any) -> Piece:
         "loaded": {2: "b"},
         "weights": {4: "w"},
     }
-    return Piece(**given | changes)
+    return AttemptValues(**given | changes)
 
 
 @pytest.mark.parametrize(
@@ -143,19 +143,19 @@ def piece(**changes: Any) -> Piece:
     ],
 )
 def test_the_first_thing_that_differs_is_named(changes: dict[str, Any], words: str | None) -> None:
-    assert difference(piece(**changes), piece()) == words
+    assert first_difference(piece(**changes), piece()) == words
 
 
 def test_what_a_later_round_computes_otherwise_is_found_although_the_newest_is_right(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    notes, attempt = tmp_path / NOTES, run.attempt(1)
+    notes, attempt = tmp_path / NOTES_FOLDER, run.attempt(1)
     notes.mkdir()
     attempt.path.mkdir(parents=True)
     for iteration, loss, digest in ((1, 5.5, "a"), (2, 5.25, "b"), (2, 5.0, "c")):
         append_line(attempt.metrics, {"iteration": iteration, "loss": loss, "grad_norm": 1.0})
         note = {"attempt": 1, "kind": "state", "iteration": iteration, "ranks": [digest]}
         append_line(notes / "digest.jsonl", note)
-    assert Piece.of(run, 1).twice == [
+    assert AttemptValues.of(run, 1).twice == [
         "loss of iteration 2, when it was computed again",
         "optimizer state of iteration 2, when it was computed again",
     ]
@@ -163,15 +163,15 @@ def test_what_a_later_round_computes_otherwise_is_found_although_the_newest_is_r
 
 def test_a_loss_that_is_no_number_is_never_equal() -> None:
     broken = piece(lines={3: {"loss": float("nan"), "grad_norm": 1.5}})
-    assert difference(broken, broken) == "loss of iteration 3: nan, not nan"
+    assert first_difference(broken, broken) == "loss of iteration 3: nan, not nan"
 
 
 def test_a_small_disk_gets_a_model_of_fewer_layers(tmp_path: Path) -> None:
-    h200 = Setup(folder=str(tmp_path), tiny=False, gpus=1)
+    h200 = CheckSetup(folder=str(tmp_path), tiny=False, gpus=1)
     whole = 14 * 1_235_814_400
-    assert affordable(h200, 2e9, 100 * 10**9) == (16, 3)
-    assert affordable(h200, 0.8e9, 100 * 10**9) == (16, 2)  # the disk is slow: a save less
-    assert affordable(h200, 2e9, int(2.2 * whole)) == (8, 2)
-    assert affordable(h200, 1e6, 100 * 10**9) == (1, 2)  # however slow
+    assert affordable_sizes(h200, 2e9, 100 * 10**9) == (16, 3)
+    assert affordable_sizes(h200, 0.8e9, 100 * 10**9) == (16, 2)  # the disk is slow: a save less
+    assert affordable_sizes(h200, 2e9, int(2.2 * whole)) == (8, 2)
+    assert affordable_sizes(h200, 1e6, 100 * 10**9) == (1, 2)  # however slow
     with pytest.raises(CheckFailed, match="bytes free; two checkpoints of one layer have"):
-        affordable(h200, 2e9, 10**9)
+        affordable_sizes(h200, 2e9, 10**9)

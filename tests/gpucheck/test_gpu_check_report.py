@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relayrun.lab.gpucheck import report
-from relayrun.lab.gpucheck.report import Row
+from relayrun.lab.gpucheck.report import CheckRow
 
 CUTS = ("SIGUSR2", "SIGKILL", "asynchronous save")
 
@@ -80,14 +80,14 @@ def result(**changes: Any) -> dict[str, Any]:
     return {"device": "NVIDIA H200", "gpus": 1, "stall_allowance": 0.0, "parts": parts}
 
 
-def row(table: list[Row], what: str) -> Row:
+def row(table: list[CheckRow], what: str) -> CheckRow:
     (found,) = [row for row in table if what in row.what]
     return found
 
 
 def test_where_all_is_well_nothing_fails() -> None:
-    table = report.rows(result())
-    assert report.exit_code(table) == 0
+    table = report.check_rows(result())
+    assert report.check_exit_code(table) == 0
     assert row(table, "MFU").verdict == "met"
     assert row(table, "MFU").value == "56.0%"
     assert row(table, "time of an iteration").value == "+5.0% (60,000 tokens/s)"
@@ -106,26 +106,26 @@ def test_where_all_is_well_nothing_fails() -> None:
 def test_a_resume_that_differs_with_the_switch_fails_and_is_named(cut: str) -> None:
     figures = copy.deepcopy(PARTS["resume"])
     figures["deterministic"][cut] = resumed(equal=False, difference="loss of iteration 9: 5.2, not 5.1")
-    table = report.rows(result(resume=figures))
+    table = report.check_rows(result(resume=figures))
     (failed,) = [row for row in table if row.fails]
     assert failed.what == f"resume after {cut}, with training.deterministic"
     assert failed.value == "differs: loss of iteration 9: 5.2, not 5.1"
-    assert report.exit_code(table) == 1
+    assert report.check_exit_code(table) == 1
 
 
 def test_a_resume_that_differs_without_the_switch_is_said_and_no_failure() -> None:
     figures = copy.deepcopy(PARTS["resume"])
     figures["default"]["SIGKILL"] = resumed(equal=False, difference="x", differed_before="loss of iteration 3")
-    table = report.rows(result(resume=figures))
+    table = report.check_rows(result(resume=figures))
     assert row(table, "resume after SIGKILL, without").value == "differs: x (and before the cut: loss of iteration 3)"
-    assert report.exit_code(table) == 0
+    assert report.check_exit_code(table) == 0
 
 
 def test_a_mode_that_was_not_measured_fails_if_it_is_the_promised_one() -> None:
     for mode, code in (("deterministic", 1), ("default", 0)):
         figures = copy.deepcopy(PARTS["resume"])
         figures[mode] = {"failed": "the training run failed"}
-        assert report.exit_code(report.rows(result(resume=figures))) == code
+        assert report.check_exit_code(report.check_rows(result(resume=figures))) == code
 
 
 KILLED = failed_round(steps_lost=0)
@@ -152,16 +152,16 @@ KILLED = failed_round(steps_lost=0)
 def test_rounds_that_are_not_as_promised_fail_and_say_how_it_was(job: dict[str, Any], missed: set[str]) -> None:
     figures = copy.deepcopy(PARTS["recovery"])
     figures["job"] |= job
-    table = report.rows(result(recovery=figures))
+    table = report.check_rows(result(recovery=figures))
     assert {row.value for row in table if row.fails} == missed
-    assert report.exit_code(table) == 1
+    assert report.check_exit_code(table) == 1
 
 
 def test_rounds_that_differ_or_were_not_compared_fail() -> None:
     differs = {"iterations": 24, "equal": False, "difference": "loss of iteration 9: 5.2, not 5.1"}
-    table = report.rows(result(recovery=PARTS["recovery"] | {"bits": differs}))
+    table = report.check_rows(result(recovery=PARTS["recovery"] | {"bits": differs}))
     assert [row.value for row in table if row.fails] == ["differs: loss of iteration 9: 5.2, not 5.1"]
-    table = report.rows(result(recovery={"job": PARTS["recovery"]["job"]}))
+    table = report.check_rows(result(recovery={"job": PARTS["recovery"]["job"]}))
     assert [(row.verdict, row.target) for row in table if row.fails] == [("not measured", "bit for bit")]
 
 
@@ -170,15 +170,15 @@ def test_a_save_may_hold_training_as_long_as_two_copies(stall: float, verdict: s
     figures = copy.deepcopy(PARTS["save"])
     for save in figures["saves"]["saves"][1:]:
         save["stall_seconds"] = stall
-    table = report.rows(result(save=figures))
+    table = report.check_rows(result(save=figures))
     assert row(table, "a save of 17.3 GB").verdict == verdict
-    assert report.exit_code(table) == code
+    assert report.check_exit_code(table) == code
 
 
 def test_an_mfu_below_its_target_is_missed_and_no_broken_promise() -> None:
-    table = report.rows(result(speed={"training": TRAINING | {"mfu": 0.49}}))
+    table = report.check_rows(result(speed={"training": TRAINING | {"mfu": 0.49}}))
     assert (row(table, "MFU").value, row(table, "MFU").verdict) == ("49.0%", "missed")
-    assert report.exit_code(table) == 0
+    assert report.check_exit_code(table) == 0
 
 
 def test_a_part_without_time_fails_only_by_what_it_was_to_prove() -> None:
@@ -187,24 +187,24 @@ def test_a_part_without_time_fails_only_by_what_it_was_to_prove() -> None:
         for part in made["parts"]:
             if part["name"] == name:
                 part.update(status="skipped", words="the 480 s of the whole check are over", figures={})
-        table = report.rows(made)
+        table = report.check_rows(made)
         assert row([each for each in table if each.part == name], "the part").value.startswith("skipped: the 480 s")
-        assert report.exit_code(table) == code, name
+        assert report.check_exit_code(table) == code, name
 
 
 def test_a_part_that_failed_keeps_what_it_had_measured() -> None:
     made = result()
     part = next(part for part in made["parts"] if part["name"] == "save")
     part.update(status="timeout", words="was ended after 180 s", figures=PARTS["save"])
-    table = [row for row in report.rows(made) if row.part == "save"]
+    table = [row for row in report.check_rows(made) if row.part == "save"]
     assert table[0].value == "timeout: was ended after 180 s"
     assert row(table, "a save of 17.3 GB").verdict == "met"
-    assert report.exit_code(table) == 1
+    assert report.check_exit_code(table) == 1
 
 
 def test_an_export_that_differs_fails() -> None:
-    table = report.rows(result(export=PARTS["export"] | {"difference": 0.01}))
-    assert report.exit_code(table) == 1
+    table = report.check_rows(result(export=PARTS["export"] | {"difference": 0.01}))
+    assert report.check_exit_code(table) == 1
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,14 @@ def test_an_export_that_differs_fails() -> None:
     [({}, 0), ({"last_loss": 7.7, "exact_loss": 7.7}, 1), ({"exact_loss": 4.1}, 1)],
 )
 def test_a_model_that_does_not_learn_or_computes_something_else_fails(changes: dict[str, Any], code: int) -> None:
-    table = report.rows(result(models={"muon": PARTS["models"]["muon"] | changes}))
-    assert report.exit_code(table) == code
-    (failed,) = [row for row in report.rows(result(models={"muon": {"failed": "RuntimeError: x"}})) if row.fails]
+    table = report.check_rows(result(models={"muon": PARTS["models"]["muon"] | changes}))
+    assert report.check_exit_code(table) == code
+    (failed,) = [row for row in report.check_rows(result(models={"muon": {"failed": "RuntimeError: x"}})) if row.fails]
     assert failed.value == "failed: RuntimeError: x"
 
 
 def test_what_a_model_needs_and_is_not_here_is_no_failure() -> None:
-    table = report.rows(result())
+    table = report.check_rows(result())
     assert row([each for each in table if each.part == "models"], "fp8").value == (
         "not measured: TransformerEngine is not installed"
     )

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.lab.gpucheck import report
 from relayrun.lab.gpucheck.check import PARTS
-from relayrun.lab.gpucheck.models import LAYOUTS, WAYS
+from relayrun.lab.gpucheck.models import LAYOUT_VARIANTS, MODEL_VARIANTS
 from tests import warm
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ PLANTED = "tests.gpucheck.planted"
 def gpu_check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run it in `folder`; return how it ended and its result. Its ranks need not import."""
     cluster = folder / "cluster.yaml"
-    cluster.write_text(yamlfile.dump({"name": "here", "scheduler": "local", "python": warm.python()}))
+    cluster.write_text(yaml_file.dump_yaml({"name": "here", "scheduler": "local", "python": warm.python()}))
     command = [sys.executable, "-m", "relayrun.cli", "gpu-check", "--tiny", f"--cluster={cluster}"]
     command += [f"--folder={folder / 'check'}", f"--output={folder / 'result.json'}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
@@ -38,10 +38,10 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", *every)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(part["name"], part["status"]) for part in result["parts"]] == [(name, "done") for name in every]
-    table = report.rows(result)
+    table = report.check_rows(result)
     promised = {row.what: row.verdict for row in table if row.hard}
-    not_here = [name for name, way in WAYS.items() if "TransformerEngine" in way.what or "8 bits" in way.what]
-    assert len(promised) == 3 + 3 + 1 + len(WAYS) - len(not_here) + 1
+    not_here = [name for name, way in MODEL_VARIANTS.items() if "TransformerEngine" in way.what or "8 bits" in way.what]
+    assert len(promised) == 3 + 3 + 1 + len(MODEL_VARIANTS) - len(not_here) + 1
     assert set(promised.values()) == {"met"}
     for row in table:
         assert row.what in done.stdout or len(row.what) > 50
@@ -85,9 +85,9 @@ def test_every_layout_of_two_ranks_learns(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "layouts")
     assert done.returncode == 0, done.stdout + done.stderr
     figures = result["parts"][1]["figures"]
-    assert figures.keys() == LAYOUTS.keys()
+    assert figures.keys() == LAYOUT_VARIANTS.keys()
     assert "TransformerEngine is not installed" in figures.pop("overlap")["not_measured"]
-    assert {row.verdict for row in report.rows(result) if row.part == "layouts"} == {"met"}
+    assert {row.verdict for row in report.check_rows(result) if row.part == "layouts"} == {"met"}
     plain = figures["tensor"]
     for name in ("pipeline", "instances"):  # the same weights, and on CPUs the same ones in the beginning
         assert figures[name]["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-3)
@@ -99,7 +99,7 @@ def test_a_resume_that_is_not_exact_is_found_and_named(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "resume", f"--hook={PLANTED}:FlipsABit")
     assert done.returncode == 1, done.stdout + done.stderr
     assert [part["name"] for part in result["parts"]] == ["environment", "resume"]
-    failed = [row for row in report.rows(result) if row.fails]
+    failed = [row for row in report.check_rows(result) if row.fails]
     assert [row.what for row in failed] == [
         f"resume after {cut}, with training.deterministic" for cut in ("SIGUSR2", "SIGKILL", "asynchronous save")
     ]
@@ -111,7 +111,7 @@ def test_a_resume_that_is_not_exact_is_found_and_named(tmp_path: Path) -> None:
 def test_rounds_that_are_not_exact_are_found_and_named(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "recovery", f"--hook={PLANTED}:FlipsABit")
     assert done.returncode == 1, done.stdout + done.stderr
-    (failed,) = [row for row in report.rows(result) if row.fails]
+    (failed,) = [row for row in report.check_rows(result) if row.fails]
     assert (failed.part, failed.verdict) == ("recovery", "missed")
     assert failed.value == "differs: optimizer state as loaded, of iteration 5"
     assert f"FAILED: recovery: {failed.what}: {failed.value}" in done.stdout
@@ -120,7 +120,7 @@ def test_rounds_that_are_not_exact_are_found_and_named(tmp_path: Path) -> None:
 def test_a_job_that_its_ranks_have_left_is_found_although_every_bit_is_right(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "recovery", f"--hook={PLANTED}:LeavesItsJob")
     assert done.returncode == 1, done.stdout + done.stderr
-    table = [row for row in report.rows(result) if row.part == "recovery"]
+    table = [row for row in report.check_rows(result) if row.part == "recovery"]
     assert [row.what for row in table if row.fails] == ["a rank killed twice, training goes on inside its job"]
     assert table[0].value.startswith("2 attempts of 2 ranks, 1 new round")
     assert [row.value for row in table if row.target == "bit for bit"] == ["bit for bit"]
@@ -130,7 +130,7 @@ def test_a_job_that_its_ranks_have_left_is_found_although_every_bit_is_right(tmp
 def test_a_save_that_holds_training_is_found(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "save", f"--hook={PLANTED}:HoldsUpSavesTenSeconds")
     assert done.returncode == 1, done.stdout + done.stderr
-    (failed,) = [row for row in report.rows(result) if row.fails]
+    (failed,) = [row for row in report.check_rows(result) if row.fails]
     assert (failed.part, failed.verdict) == ("save", "missed")
     assert failed.what.startswith("what a save of 0.00")
     saves = result["parts"][1]["figures"]["saves"]["saves"]

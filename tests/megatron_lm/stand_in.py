@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun.submit.megatron_lm.table import ALWAYS, TABLE
+from relayrun.submit.megatron_lm.flag_table import FIXED_FLAGS, FLAG_TABLE
 
 OTHERS = (
     "use-precision-aware-optimizer main-grads-dtype cross-entropy-loss-fusion no-check-for-nan-in-loss-and-grad "
@@ -34,7 +34,7 @@ TAIL = """
 
 def stand_in(folder: Path, *, dialect: str = "swiss-ai", imports: str = "") -> Path:
     """Write one, and return its folder. `imports`: what stands before everything else in its arguments."""
-    names = {*OTHERS.split(), *(row.flag for row in TABLE), *(name for name, *_ in ALWAYS)}
+    names = {*OTHERS.split(), *(row.flag for row in FLAG_TABLE), *(name for name, *_ in FIXED_FLAGS)}
     names.add("trigger-path" if dialect == "swiss-ai" else "exit-signal")
     lines = [
         f"    parser.add_argument('--{name}', " + (f"type={TYPES[name]})" if name in TYPES else "nargs='*')")

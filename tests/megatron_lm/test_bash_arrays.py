@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import ConfigError
-from relayrun.submit.megatron_lm.bash_arrays import flags_of
+from relayrun.submit.megatron_lm.bash_arrays import flags_in_arrays
 
 VARIABLES = {"SEQ_LEN": "8192", "MBS": "1", "GBS": "128", "EXP_NAME": "a[$(touch hacked)]", "EMPTY": ""}
 HINTS = {"TRAINING_STEPS": "training.steps", "MBS": "training.micro_batch_size"}
@@ -22,13 +22,13 @@ def script(tmp_path: Path) -> Path:
 def words(script: Path, text: str) -> list[str]:
     """The words of all flags of a script."""
     script.write_text(text)
-    return [word for each in flags_of(script, VARIABLES, HINTS) for word in each.words]
+    return [word for each in flags_in_arrays(script, VARIABLES, HINTS) for word in each.words]
 
 
 def refused(script: Path, text: str) -> ConfigError:
     script.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        flags_of(script, VARIABLES, HINTS)
+        flags_in_arrays(script, VARIABLES, HINTS)
     return caught.value
 
 
@@ -200,9 +200,9 @@ def test_files_that_are_no_launchers(script: Path, tmp_path: Path) -> None:
     assert "'1' stands behind no flag" in refused(script, "A_ARGS=( 1 --a )").message
     script.write_bytes(b"A_ARGS=( --a \xff )")
     with pytest.raises(ConfigError, match="is no text in UTF-8"):
-        flags_of(script, VARIABLES, HINTS)
+        flags_in_arrays(script, VARIABLES, HINTS)
     with pytest.raises(ConfigError, match="cannot be read"):
-        flags_of(tmp_path / "none", VARIABLES, HINTS)
+        flags_in_arrays(tmp_path / "none", VARIABLES, HINTS)
 
 
 def test_what_bash_itself_says_is_told(script: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_restricted_bash_could_not_do_harm_if_the_check_had_a_hole(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the check switched off, what got through finds no program, no file to write, and no kill."""
-    monkeypatch.setattr("relayrun.submit.megatron_lm.bash_arrays._Body.check", lambda _: None)
+    monkeypatch.setattr("relayrun.submit.megatron_lm.bash_arrays._ArrayBody.check", lambda _: None)
     monkeypatch.chdir(tmp_path)
     for word in ("$(touch hacked)", "$(/bin/touch hacked)", "$(: >hacked)", "$(kill -9 $PPID)", "$(. /etc/profile)"):
         refused(script, f"A_ARGS=( --a {word} )")

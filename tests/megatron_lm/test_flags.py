@@ -10,38 +10,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import MegatronConfig
-from relayrun.config.sections.checkpoint import Checkpoint
-from relayrun.config.sections.data import Data
-from relayrun.config.sections.job import Tracking
-from relayrun.config.sections.model import Model
-from relayrun.config.sections.optimizer import Optimizer
-from relayrun.config.sections.parallel import Parallel
-from relayrun.config.sections.training import Training
-from relayrun.control.rundir.lineage import Durable
+from relayrun.config.sections.checkpoint import CheckpointSection
+from relayrun.config.sections.data import DataSection
+from relayrun.config.sections.job import TrackingSection
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.optimizer import OptimizerSection
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
+from relayrun.control.rundir.lineage import ResumePoint
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import long_data
-from relayrun.control.trainers.long_data import LIMIT, shortened
-from relayrun.control.trainers.megatron_lm_program import Dialect, MegatronLM
+from relayrun.control.trainers.long_data import COMMAND_LINE_BYTES, shorten_data_paths
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram
 from relayrun.control.trainers.megatron_lm_trainer import MegatronTrainer
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit import submission
-from relayrun.submit.megatron_lm import flag, table
+from relayrun.submit.megatron_lm import flag_table, flags
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
-from relayrun.submit.megatron_lm.flag import Flag
+from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.tokens.shards.indexed import ShardWriter
 from tests.megatron_lm.stand_in import stand_in
 
 SECTIONS = {
-    "model": Model,
-    "training": Training,
-    "optimizer": Optimizer,
-    "checkpoint": Checkpoint,
-    "parallel": Parallel,
-    "data": Data,
-    "tracking": Tracking,
+    "model": ModelSection,
+    "training": TrainingSection,
+    "optimizer": OptimizerSection,
+    "checkpoint": CheckpointSection,
+    "parallel": ParallelSection,
+    "data": DataSection,
+    "tracking": TrackingSection,
 }
 TRAINING = {"steps": 100, "micro_batch_size": 1, "global_batch_size": 4, "seq_length": 64}
 OPTIMIZER = {"lr": 1e-3, "lr_warmup_steps": 5}
@@ -55,12 +55,16 @@ MODEL = {
 
 
 def test_every_setting_has_a_flag_or_a_reason() -> None:
-    known = {row.setting for row in table.TABLE} | set(table.ELSEWHERE) | set(table.WITHOUT)
+    known = (
+        {row.setting for row in flag_table.FLAG_TABLE}
+        | set(flag_table.SETTINGS_IN_OTHER_FLAGS)
+        | set(flag_table.SETTINGS_WITHOUT_FLAG)
+    )
     fields = {f"{section}.{name}" for section, kind in SECTIONS.items() for name in kind.model_fields}
     assert fields <= known
     assert known <= fields | set(SECTIONS)
-    assert not set(table.ELSEWHERE) & set(table.WITHOUT)
-    for setting, (possible, _) in table.WITHOUT.items():
+    assert not set(flag_table.SETTINGS_IN_OTHER_FLAGS) & set(flag_table.SETTINGS_WITHOUT_FLAG)
+    for setting, (possible, _) in flag_table.SETTINGS_WITHOUT_FLAG.items():
         section, _, name = setting.partition(".")
         assert SECTIONS[section].model_fields[name].get_default(call_default_factory=True) in possible
 
@@ -84,8 +88,8 @@ def loaded(
         "cluster": {"name": "test", "scheduler": "slurm", "python": "/py"},
     }
     path = folder / "run.yaml"
-    path.write_text(yamlfile.dump(values | sections))
-    config = compose.load(path)
+    path.write_text(yaml_file.dump_yaml(values | sections))
+    config = compose.load_run_config(path)
     assert isinstance(config, MegatronConfig)
     return config
 
@@ -344,14 +348,14 @@ def test_a_run_may_stop_before_its_last_iteration(tmp_path: Path) -> None:
 
 
 def test_too_many_shards_for_a_command_line_lie_in_a_file(tmp_path: Path) -> None:
-    prefixes = [f"/data/{number:09}" for number in range(LIMIT // 16 + 1)]
-    words, text = shortened(["python", "p.py", "--data-path", *prefixes, "--lr", "1"], "/run/f")
+    prefixes = [f"/data/{number:09}" for number in range(COMMAND_LINE_BYTES // 16 + 1)]
+    words, text = shorten_data_paths(["python", "p.py", "--data-path", *prefixes, "--lr", "1"], "/run/f")
     assert words == ["python", "p.py", "--lr", "1", "--data-args-path", "/run/f"]
     assert text is not None
     assert text.split() == prefixes
     some = ["python", "--data-path", *prefixes[:10]]
-    assert shortened(some, "/run/f") == (some, None)
-    words, text = shortened(["python", "--train-data-path", *prefixes, "--valid-data-path", "/v"], "/run/f")
+    assert shorten_data_paths(some, "/run/f") == (some, None)
+    words, text = shorten_data_paths(["python", "--train-data-path", *prefixes, "--valid-data-path", "/v"], "/run/f")
     assert words == ["python", "--per-split-data-args-path", "/run/f"]
     assert text is not None
     assert json.loads(text) == {"train": prefixes, "valid": ["/v"], "test": None}
@@ -360,14 +364,14 @@ def test_too_many_shards_for_a_command_line_lie_in_a_file(tmp_path: Path) -> Non
     settings = line(tmp_path).settings
     settings.run.extend(["--data-path", *prefixes])
     trainer = MegatronTrainer(run, settings)
-    trainer.prepare(Durable(iteration=0, path=None), attempt=3)
+    trainer.prepare(ResumePoint(iteration=0, path=None), attempt=3)
     command = trainer.command(begin())
     file = Path(command[command.index("--data-args-path") + 1])
     assert file.read_text().split() == prefixes
 
 
 def test_a_prefix_with_a_blank_does_not_go_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_data, "LIMIT", 100)
+    monkeypatch.setattr(long_data, "COMMAND_LINE_BYTES", 100)
     args = {"train-iters": 8, "data-path": [f"/data/a b/{number:09}" for number in range(10)]}
     with pytest.raises(ConfigError, match="holds a blank"):
         line(tmp_path, args=args)
@@ -387,8 +391,8 @@ def test_a_prefix_with_a_blank_does_not_go_into_a_file(tmp_path: Path, monkeypat
 def test_flags_that_megatron_refuses_end_the_chain(said: str, words: str, tmp_path: Path) -> None:
     log = tmp_path / "log.err"
     log.write_text(f"usage: pretrain_gpt.py [-h]\n{said}\n")
-    program = MegatronLM(
-        dialect=Dialect.SWISS_AI, logs=[(str(log), 0)], folder=tmp_path, trigger_folder=tmp_path, total_steps=5
+    program = MegatronProgram(
+        dialect=MegatronDialect.SWISS_AI, logs=[(str(log), 0)], folder=tmp_path, trigger_folder=tmp_path, total_steps=5
     )
     assert program.steps() == []
     ending = program.ending(2)
@@ -397,19 +401,19 @@ def test_flags_that_megatron_refuses_end_the_chain(said: str, words: str, tmp_pa
 
 
 def test_the_last_of_a_name_holds_within_one_source() -> None:
-    found = flag.merged([[Flag(name="a", values=("1",), source="x"), Flag(name="a", values=("2",), source="y")]])
+    found = flags.merge_flags([[Flag(name="a", values=("1",), source="x"), Flag(name="a", values=("2",), source="y")]])
     assert found.words == ["--a", "2"]
     assert found.notes == ["--a 2 of y holds over --a 1 of x"]
     with pytest.raises(RelayrunError, match="'-x' stands behind no flag"):
-        flag.of_words([("--a", "f:1"), ("-x", "f:1")], where="f")
+        flags.flags_from_words([("--a", "f:1"), ("-x", "f:1")], where="f")
 
 
 def table_lines() -> list[str]:
     """The lines of the table of docs/megatron-flags.md."""
     flags: dict[str, list[str]] = {}
-    for row in table.TABLE:
+    for row in flag_table.FLAG_TABLE:
         flags.setdefault(row.setting, []).append(row.words)
-    others = [f"| `{setting}` | {words} |" for setting, words in table.ELSEWHERE.items()]
+    others = [f"| `{setting}` | {words} |" for setting, words in flag_table.SETTINGS_IN_OTHER_FLAGS.items()]
     return [
         *(f"| `{setting}` | {'; '.join(f'`{words}`' for words in each)} |" for setting, each in flags.items()),
         *others,

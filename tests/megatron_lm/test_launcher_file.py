@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from relayrun import places
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.submit import run_plan, submission
-from relayrun.submit.check.report import report
-from relayrun.submit.check.state import Intent
+from relayrun.submit.check.report import check_run
+from relayrun.submit.check.state import SubmitIntent
 from tests.megatron_lm.stand_in import stand_in
 from tests.workspace import Workspace
 
@@ -134,13 +134,17 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looked:
         for section, own in changes.items():
             values[section] = values.get(section, {}) | own if isinstance(own, dict) else own
         path = tmp_path / "run.yaml"
-        path.write_text(yamlfile.dump(values))
-        config = compose.load(path)
+        path.write_text(yaml_file.dump_yaml(values))
+        config = compose.load_run_config(path)
         if submit:
             with pytest.raises(RelayrunError) as caught:
-                submission.submit(config)
+                submission.submit_run(config)
             return [(str(caught.value), "")]
-        found = [each for each in submission.report_on(config, intent=Intent()).findings.all if each.name == NAME]
+        found = [
+            each
+            for each in submission.check_submission(config, intent=SubmitIntent()).findings.all
+            if each.name == NAME
+        ]
         assert all(
             each.where and each.where.startswith(f"{file}:") and each.remedy for each in found if each.level != "ok"
         )
@@ -354,7 +358,7 @@ def test_what_runs_is_what_flags_say_and_the_environment(
     assert looked(OWN["mail"][0], job={"sbatch": {"mail-type": "END"}}) == []
     assert looked(("--gpus-per-node=4", "--gres=gpu:4 --ntasks=8 --gpus=8 --gpus-per-task=1")) == []
     monkeypatch.chdir(tmp_path)
-    (tmp_path / places.MARKER).touch()
+    (tmp_path / places.PROJECT_MARKER).touch()
     assert looked((f'"{tmp_path}/data"', "data")) == []
 
 
@@ -385,12 +389,12 @@ def test_nothing_of_a_launcher_runs(looked: Looked, tmp_path: Path) -> None:
 def test_the_job_that_a_launcher_begins_has_options_of_its_own(looked: Looked, tmp_path: Path) -> None:
     """Those that sbatch was given, inside the job; and those of the launcher's header before."""
     assert len(looked(OWN["account"][0], OWN["time"][0])) == 2
-    config, run = compose.load(tmp_path / "run.yaml"), Run(tmp_path / "run")
+    config, run = compose.load_run_config(tmp_path / "run.yaml"), Run(tmp_path / "run")
     plan = run_plan.make_plan(config, run, ROOT, revision=1)
     options = {"account": "a-a07", "time": "01:00:00", "nodes": "2", "mem": "460000M"}
-    found = report(config, plan, run, log_folder=tmp_path / "logs", adopted=options).findings
+    found = check_run(config, plan, run, log_folder=tmp_path / "logs", adopted=options).findings
     assert [each for each in found.errors if each.name == NAME] == []
     launcher = tmp_path / "launcher.sh"
     launcher.write_text("#!/bin/bash\n#SBATCH --account=a-a07\n#SBATCH --time=60\nexit\n")
-    found = submission.report_on(config, intent=Intent(), launcher=launcher).findings
+    found = submission.check_submission(config, intent=SubmitIntent(), launcher=launcher).findings
     assert [each for each in found.errors if each.name == NAME] == []

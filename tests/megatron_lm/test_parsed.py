@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.submit.megatron_lm.checkout import Checkout
-from relayrun.submit.megatron_lm.flag import Flag
-from relayrun.submit.megatron_lm.parsed import Parsed, parsed
+from relayrun.submit.megatron_lm.flag_table import FIXED_FLAGS, FLAG_TABLE
+from relayrun.submit.megatron_lm.flags import Flag
+from relayrun.submit.megatron_lm.parsed import ParserAnswer, ask_parser
 from relayrun.submit.megatron_lm.programs import parse_flags
-from relayrun.submit.megatron_lm.table import ALWAYS, TABLE
 from tests.megatron_lm.stand_in import stand_in
 
 GOOD = Flag(name="num-layers", values=("2",), source="model.num_layers")
@@ -20,9 +20,9 @@ UNKNOWN = Flag(name="num-layerz", values=("2",), source="megatron_lm.args")
 NO_NUMBER = Flag(name="lr", values=("much",), source="A_ARGS in f:3")
 
 
-def ask(folder: Path, *flags: Flag, python: str = sys.executable, in_container: bool = False) -> Parsed:
+def ask(folder: Path, *flags: Flag, python: str = sys.executable, in_container: bool = False) -> ParserAnswer:
     checkout = Checkout.open(folder)
-    return parsed(checkout, flags, python=python, in_container=in_container, program="pretrain_gpt.py")
+    return ask_parser(checkout, flags, python=python, in_container=in_container, program="pretrain_gpt.py")
 
 
 def test_an_unknown_flag_is_refused_with_the_checkouts_version_and_the_nearest(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ CHECKOUTS = [
 def test_a_real_checkout(folder: str) -> None:
     """It names all flags that settings become; and where it can be imported, its parser has what its text has."""
     checkout = Checkout.open(folder)
-    wanted = {row.flag for row in TABLE} | {name for name, *_ in ALWAYS}
+    wanted = {row.flag for row in FLAG_TABLE} | {name for name, *_ in FIXED_FLAGS}
     newer = {"recompute-modules", "cross-entropy-fusion-impl"}  # than megatron-core 0.11
     one_fork = {"log-params-norm-per-param"}  # swiss-ai's own
     assert wanted - newer - one_fork <= checkout.flags
@@ -119,4 +119,8 @@ def test_a_real_checkout(folder: str) -> None:
 
 
 def test_words_are_grouped_by_their_flags() -> None:
-    assert parse_flags.grouped(["--a", "1", "--b=2", "--c", "-1", "x"]) == [["--a", "1"], ["--b=2"], ["--c", "-1", "x"]]
+    assert parse_flags.group_words(["--a", "1", "--b=2", "--c", "-1", "x"]) == [
+        ["--a", "1"],
+        ["--b=2"],
+        ["--c", "-1", "x"],
+    ]

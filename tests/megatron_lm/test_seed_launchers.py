@@ -19,7 +19,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm_trainer import MegatronTrainer
 from relayrun.control.trainers.nsys import nsys_command
 from relayrun.submit import launcher_environment
-from relayrun.submit.megatron_lm import flag
+from relayrun.submit.megatron_lm import flags as megatron_lm_flags
 from relayrun.submit.megatron_lm.command_line import command_line
 from relayrun.submit.trainer_settings import stop_after
 from relayrun.tokens.shards.indexed import ShardWriter
@@ -83,8 +83,8 @@ def our_words(
     """
     config = ROOT / f"configs/runs/{'' if native else 'megatron-'}llama3-{size}.yaml"
     block = {name: value for name, value in environment.items() if not (native and name == "MEGATRON_LM_DIR")}
-    overrides = launcher_environment.overrides(block, trainer=compose.trainer_of(config))
-    found = compose.load(config, [*overrides, f"run_dir={folder / 'run'}"])
+    overrides = launcher_environment.environment_overrides(block, trainer=compose.read_trainer(config))
+    found = compose.load_run_config(config, [*overrides, f"run_dir={folder / 'run'}"])
     if isinstance(found, RunConfig):
         values = found.model_dump(mode="json", exclude={"evaluation", "trainer"})
         said = {"trainer": "megatron-lm", "megatron_lm": {"dir": environment["MEGATRON_LM_DIR"]}}
@@ -112,7 +112,10 @@ def our_words(
 def flags(words: list[str]) -> dict[str, tuple[str, ...]]:
     """The flags behind the program."""
     program = next(number for number, word in enumerate(words) if word.endswith("/pretrain_gpt.py"))
-    return {each.name: each.values for each in flag.of_words([(word, "") for word in words[program + 1 :]], where="")}
+    return {
+        each.name: each.values
+        for each in megatron_lm_flags.flags_from_words([(word, "") for word in words[program + 1 :]], where="")
+    }
 
 
 def differences(seed: dict[str, tuple[str, ...]], ours: dict[str, tuple[str, ...]]) -> Differences:
@@ -120,7 +123,7 @@ def differences(seed: dict[str, tuple[str, ...]], ours: dict[str, tuple[str, ...
     return {
         name: (seed.get(name), ours.get(name))
         for name in sorted(seed | ours)
-        if name not in seed or name not in ours or not flag.same(seed[name], ours[name])
+        if name not in seed or name not in ours or not megatron_lm_flags.are_same_values(seed[name], ours[name])
     }
 
 
@@ -242,8 +245,8 @@ def test_options_of_nsys_take_the_place_of_those_that_are_there(tmp_path: Path) 
 def test_a_run_that_stops_early_keeps_its_train_iters(tmp_path: Path, data: Path, checkout: Path) -> None:
     config = ROOT / "configs/runs/megatron-llama3-8b.yaml"
     block = {"MEGATRON_LM_DIR": str(checkout), "DATASETS": str(data)}
-    overrides = launcher_environment.overrides(block, trainer=compose.trainer_of(config))
-    found = compose.load(config, [*overrides, f"run_dir={tmp_path / 'run'}", "training.stop_after=200"])
+    overrides = launcher_environment.environment_overrides(block, trainer=compose.read_trainer(config))
+    found = compose.load_run_config(config, [*overrides, f"run_dir={tmp_path / 'run'}", "training.stop_after=200"])
     assert isinstance(found, MegatronConfig)
     assert stop_after(found) == 200
     line = command_line(found, Run(tmp_path / "run"))

@@ -24,8 +24,8 @@ def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def submitted(folder: Path, checkout: Path, **sections: Any) -> MegatronSettings:
     """The settings of the trainer in the plan of a submitted run."""
     own = MEGATRON["megatron_lm"] | {"dir": str(checkout)}
-    config = compose.load(written(folder, MEGATRON | {"megatron_lm": own} | sections))
-    return MegatronSettings.of(Plan.load(submission.submit(config).run).trainer_settings)
+    config = compose.load_run_config(written(folder, MEGATRON | {"megatron_lm": own} | sections))
+    return MegatronSettings.of(Plan.load(submission.submit_run(config).run).trainer_settings)
 
 
 def test_the_checkout_itself_and_all_checkpoints_where_nothing_else_is_asked_for(tmp_path: Path) -> None:

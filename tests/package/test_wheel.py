@@ -75,8 +75,8 @@ def test_the_base_alone_submits_looks_and_makes_a_project_from_an_empty_folder(b
 def test_jobs_run_a_copy_that_an_upgrade_does_not_touch(base: Installed, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    taken = code_snapshot.snapshot(run, base.packages)
-    assert taken == code_snapshot.snapshot(run, base.packages)
+    taken = code_snapshot.snapshot_code(run, base.packages)
+    assert taken == code_snapshot.snapshot_code(run, base.packages)
     assert (taken / "launchers/lib/job.sh").read_bytes() == (ROOT / "launchers/lib/job.sh").read_bytes()
     assert sorted(path.name for path in taken.iterdir()) == ["configs", "container", "launchers", "relayrun", "scripts"]
     assert taken.with_suffix(".commit").read_text() == f"relayrun {__version__}, an installed package\n"

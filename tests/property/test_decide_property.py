@@ -8,13 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.control.chain_decide import BeginFacts, Decision, EndFacts, at_begin, at_end, default_signal_lead
-from relayrun.control.rundir.lead import first_lead, measured_lead
+from relayrun.control.chain_decide import (
+    Decision,
+    EndFacts,
+    StartFacts,
+    decide_at_end,
+    decide_at_start,
+    default_signal_seconds,
+)
+from relayrun.control.rundir.lead import first_grace_period, measured_grace_period
 
 ITERATIONS = st.integers(0, 50)
 
 BEGIN = st.builds(
-    BeginFacts,
+    StartFacts,
     stopped=st.none() | st.just("done"),
     durable_iteration=ITERATIONS,
     total_steps=st.integers(1, 50),
@@ -44,8 +51,8 @@ END = st.builds(
 
 @pytest.mark.slow
 @given(BEGIN)
-def test_begin_stops_for_every_reason(facts: BeginFacts) -> None:
-    decision = at_begin(facts)
+def test_begin_stops_for_every_reason(facts: StartFacts) -> None:
+    decision = decide_at_start(facts)
     must_stop = (
         facts.stopped is not None
         or facts.durable_iteration >= facts.total_steps
@@ -62,7 +69,7 @@ def test_begin_stops_for_every_reason(facts: BeginFacts) -> None:
 @pytest.mark.slow
 @given(END)
 def test_end_lets_nothing_run_on_that_made_no_progress_too_often(facts: EndFacts) -> None:
-    decision = at_end(facts)
+    decision = decide_at_end(facts)
     if facts.outcome in ("exit", "fatal") or facts.cancelled:
         assert decision.action == "stop"
     if decision.action in ("continue", "retry"):
@@ -85,7 +92,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
 ) -> None:
     durable = failed = 0
     for outcome, gained in attempts:
-        begin = BeginFacts(
+        begin = StartFacts(
             stopped=None,
             durable_iteration=durable,
             total_steps=1000,
@@ -95,7 +102,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
             max_failed_attempts=allowed,
             verdict=None,
         )
-        assert at_begin(begin).action == "run"
+        assert decide_at_start(begin).action == "run"
         end = EndFacts(
             outcome=outcome,
             outcome_reason="",
@@ -109,7 +116,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
             max_failed_attempts=allowed,
             auto_requeue=True,
         )
-        action = at_end(end).action
+        action = decide_at_end(end).action
         failed = 0 if gained else failed + 1
         durable += gained
         assert (action == "continue") == (gained > 0)
@@ -121,7 +128,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
 @pytest.mark.slow
 @given(END)
 def test_no_job_follows_where_the_reservation_has_ended(facts: EndFacts) -> None:
-    decision = at_end(replace(facts, reservation="reservation camp ended", cancelled=False))
+    decision = decide_at_end(replace(facts, reservation="reservation camp ended", cancelled=False))
     assert decision.action == ("stop" if facts.auto_requeue or decision.action == "stop" else "end")
     last = min(facts.total_steps or 0, facts.stop_after or 50)
     if facts.outcome in (None, "saved") and facts.durable_iteration < last:
@@ -130,9 +137,9 @@ def test_no_job_follows_where_the_reservation_has_ended(facts: EndFacts) -> None
 
 @given(st.integers(1, 10**6))
 def test_leads_leave_room_for_work_and_for_the_save(time_limit: int) -> None:
-    lead = first_lead(time_limit)
+    lead = first_grace_period(time_limit)
     assert 0 < lead <= min(600, time_limit / 4)
-    assert 1 <= default_signal_lead(lead) <= max(1, round(lead))
+    assert 1 <= default_signal_seconds(lead) <= max(1, round(lead))
 
 
 SECONDS = st.floats(0.001, 1000)
@@ -142,7 +149,7 @@ SECONDS = st.floats(0.001, 1000)
 def test_a_measured_lead_covers_a_slow_step_and_a_slow_save_within_its_bounds(
     steps: list[float], saves: list[float], floor: float, ceiling: float
 ) -> None:
-    lead = measured_lead(steps, saves, floor=floor, ceiling=ceiling)
+    lead = measured_grace_period(steps, saves, floor=floor, ceiling=ceiling)
     if not steps or not saves:
         assert lead is None
         return
@@ -152,8 +159,8 @@ def test_a_measured_lead_covers_a_slow_step_and_a_slow_save_within_its_bounds(
 
 
 def test_a_save_that_takes_twenty_seconds_longer_moves_the_deadline_by_at_least_fifteen() -> None:
-    before = measured_lead([0.5] * 50, [2.0] * 5, floor=10, ceiling=600)
-    after = measured_lead([0.5] * 50, [2.0] * 5 + [22.0], floor=10, ceiling=600)
+    before = measured_grace_period([0.5] * 50, [2.0] * 5, floor=10, ceiling=600)
+    after = measured_grace_period([0.5] * 50, [2.0] * 5 + [22.0], floor=10, ceiling=600)
     assert before is not None
     assert after is not None
     assert after - before >= 15

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relayrun.tokens.readers.inputs import read_paths_file
-from relayrun.tokens.tokenize.split import DataFile, find_files, prepare, split
+from relayrun.tokens.tokenize.split import DataFile, find_data_files, prepare_dumps, split_files
 
 NAMES = st.text(
     st.characters(exclude_characters="/\n\0", exclude_categories=()).filter(lambda c: not "\ud800" <= c <= "\udc7f")
@@ -30,18 +30,18 @@ def _encodable(name: str) -> bool:
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.integers(1, 50), st.randoms())
 def test_every_file_is_in_exactly_one_dump_whatever_the_order(sizes: list[int], n: int, rng: random.Random) -> None:
     files = [DataFile(path=f"{i}.parquet", size=size, identity=(0, i)) for i, size in enumerate(sizes)]
-    dumps = split(files, n, first_index=3)
+    dumps = split_files(files, n, first_index=3)
     assert sorted(file.path for dump in dumps for file in dump.files) == sorted(file.path for file in files)
     assert [dump.index for dump in dumps] == list(range(3, 3 + min(n, len(files))))
     assert all(dump.files for dump in dumps)
     shuffled = rng.sample(files, len(files))
-    assert split(shuffled, n, first_index=3) == dumps
+    assert split_files(shuffled, n, first_index=3) == dumps
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.integers(1, 50))
 def test_dumps_differ_by_at_most_the_largest_file(sizes: list[int], n: int) -> None:
     files = [DataFile(path=f"{i}.parquet", size=size, identity=(0, i)) for i, size in enumerate(sizes)]
-    weights = [dump.size for dump in split(files, n)]
+    weights = [dump.size for dump in split_files(files, n)]
     assert max(weights) - min(weights) <= max(sizes)
 
 
@@ -54,8 +54,8 @@ def test_any_file_name_survives_the_way_to_the_paths_files_and_back(names: set[s
         for name in names:
             (dataset / name).mkdir(parents=True)
             (dataset / name / f"{name}.parquet").write_bytes(b"x" * len(name))
-        expected = sorted(file.path for file in find_files(dataset))
+        expected = sorted(file.path for file in find_data_files(dataset))
         assert len(expected) == len(names)
-        dumps = prepare(dataset, metadata, n_dumps=n)
+        dumps = prepare_dumps(dataset, metadata, n_dumps=n)
         read = [read_paths_file(metadata / "dumps" / f"paths_file_{dump.index}.txt") for dump in dumps]
         assert sorted(name for paths in read for name in paths) == expected

@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode import engines, libraries
-from relayrun.tokens.tokenize.encode.characters import holding_bytes, not_ascii, unassigned
-from relayrun.tokens.tokenize.encode.engines import HuggingFace, select, without_vocabulary
+from relayrun.tokens.tokenize.encode.characters import not_ascii, texts_holding_bytes, unassigned
+from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, parse_without_vocabulary, select_engine
 from relayrun.tokens.tokenize.options import EngineName
-from relayrun.tokens.tokenize.split_points import places, split_points
+from relayrun.tokens.tokenize.split_points import cut_unit, split_points
 
 from ..unit.tokenization_corpus import TEXTS
 
@@ -75,12 +75,12 @@ def tokenizer(kind: str) -> Tokenizer:
 
 @functools.cache
 def engine(kind: str, wanted: EngineName) -> tuple[engines.Engine, str]:
-    selection = select(wanted, tokenizer(kind), Texts.of(list(TEXTS)), lambda line: None)
+    selection = select_engine(wanted, tokenizer(kind), Texts.of(list(TEXTS)), lambda line: None)
     return selection.build(tokenizer(kind).to_str()), selection.engine
 
 
 def same(kind: str, wanted: EngineName, texts: list[str]) -> None:
-    right, lengths = HuggingFace(tokenizer(kind)).encode(Texts.of(texts))
+    right, lengths = HuggingFaceEngine(tokenizer(kind)).encode(Texts.of(texts))
     ids, ours = engine(kind, wanted)[0].encode(Texts.of(texts))
     if ids.tolist() != right.tolist() or ours.tolist() != lengths.tolist():
         ends, our_ends = np.cumsum(lengths)[:-1], np.cumsum(ours)[:-1]
@@ -144,7 +144,7 @@ def test_the_ids_of_a_document_are_those_of_its_pieces(kind: str, text: str, siz
     assert (ends or [0])[-1] == data.size
     assert all(end - begin >= size for begin, end in itertools.pairwise([0, *ends[:-1]]))
     pieces = Texts(data=data, offsets=np.array([0, *ends], np.int64))
-    reference = HuggingFace(tokenizer(kind))
+    reference = HuggingFaceEngine(tokenizer(kind))
     assert reference.encode(pieces)[0].tolist() == reference.encode(Texts.of([text]))[0].tolist()
 
 
@@ -153,8 +153,8 @@ def test_a_tokenizer_is_known_without_its_vocabulary(kind: str) -> None:
     made = Tokenizer.from_str(tokenizer(kind).to_str())
     made.add_tokens([AddedToken('"vocab":{', normalized=False)])
     whole = json.loads(made.to_str())
-    known = without_vocabulary(made.to_str())
-    assert without_vocabulary(json.dumps(whole, indent=1)) == whole
+    known = parse_without_vocabulary(made.to_str())
+    assert parse_without_vocabulary(json.dumps(whole, indent=1)) == whole
     assert known["model"]["type"] == whole["model"]["type"]
     if whole["model"]["type"] == "BPE":
         assert not known["model"].pop("vocab")
@@ -164,7 +164,7 @@ def test_a_tokenizer_is_known_without_its_vocabulary(kind: str) -> None:
 
 
 def test_documents_are_cut_for_known_tokenizers_alone_and_at_known_places_alone() -> None:
-    found = {kind: places(json.loads(tokenizer(kind).to_str()), merges=True) for kind in (*KINDS, "o200k")}
+    found = {kind: cut_unit(json.loads(tokenizer(kind).to_str()), merges=True) for kind in (*KINDS, "o200k")}
     assert {kind for kind, where in found.items() if where == "lines"} == set(CUTTABLE)
     assert set(found.values()) == {"lines", None}
     for text, right in (
@@ -187,15 +187,18 @@ def test_a_tokenizer_without_merges_is_cut_between_any_characters(text: str, siz
     data = np.frombuffer(text.encode(), np.uint8)
     made = Tokenizer(models.BPE({letter: id_ for id_, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    assert places(json.loads(made.to_str()), merges=False) == "characters"
-    assert places(json.loads(made.to_str()) | {"normalizer": {"type": "NFC"}}, merges=False) == "lines"
+    assert cut_unit(json.loads(made.to_str()), merges=False) == "characters"
+    assert cut_unit(json.loads(made.to_str()) | {"normalizer": {"type": "NFC"}}, merges=False) == "lines"
     ends = list(split_points(data, size, "characters"))
     assert ends == sorted(set(ends))
     assert (ends or [0])[-1] == data.size
     assert all(size <= end - begin < size + 4 for begin, end in itertools.pairwise([0, *ends[:-1]]))
     pieces = Texts(data=data, offsets=np.array([0, *ends], np.int64))
     pieces.strings()  # no character is cut
-    assert HuggingFace(made).encode(pieces)[0].tolist() == HuggingFace(made).encode(Texts.of([text]))[0].tolist()
+    assert (
+        HuggingFaceEngine(made).encode(pieces)[0].tolist()
+        == HuggingFaceEngine(made).encode(Texts.of([text]))[0].tolist()
+    )
 
 
 def test_a_place_to_cut_is_found_across_windows() -> None:
@@ -241,7 +244,7 @@ def test_routed_texts_are_counted_and_come_back_in_their_place() -> None:
     assert routed.routed - before == 2
 
 
-class Lying(HuggingFace):
+class Lying(HuggingFaceEngine):
     """Gives every text one id too many."""
 
     def __init__(self, definition: str) -> None:
@@ -253,20 +256,22 @@ class Lying(HuggingFace):
 
 @pytest.mark.slow
 def test_an_engine_that_differs_or_fails_is_left_out_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines._built.cache_clear()  # or the engine of the test before is taken, where it had the same tokenizer
-    monkeypatch.setitem(libraries.LIBRARIES, "gigatoken", Lying)
+    engines._build_engine.cache_clear()  # or the engine of the test before is taken, where it had the same tokenizer
+    monkeypatch.setitem(libraries.FAST_ENGINES, "gigatoken", Lying)
     told: list[str] = []
-    selection = select("auto", tokenizer("gpt2"), Texts.of(["x"]), told.append)
+    selection = select_engine("auto", tokenizer("gpt2"), Texts.of(["x"]), told.append)
     assert selection.engine == "huggingface"
     assert "gigatoken gives other ids than Hugging Face's tokenizers for" in told[0]
     assert "going on without gigatoken" in told[1]
     told.clear()
-    assert select("splintr", tokenizer("gpt2"), Texts.of(["x"]), told.append).engine == "huggingface"
+    assert select_engine("splintr", tokenizer("gpt2"), Texts.of(["x"]), told.append).engine == "huggingface"
     assert "splintr is not known to be exact for this kind of tokenizer" in told[0]
 
 
 def test_pieces_of_text_are_found_in_the_text_that_holds_them_alone() -> None:
     texts = Texts.of(["", "ab", "", "c", "abab", "a", "b", "xab"])
-    assert holding_bytes(texts, (b"ab",)).tolist() == [False, True, False, False, True, False, False, True]
-    assert holding_bytes(texts, ()).any() is np.False_
-    assert holding_bytes(texts.take(np.array([0, 0, 0, 0, 0, 1, 1, 0], np.bool_)), (b"ab",)).tolist() == [False] * 2
+    assert texts_holding_bytes(texts, (b"ab",)).tolist() == [False, True, False, False, True, False, False, True]
+    assert texts_holding_bytes(texts, ()).any() is np.False_
+    assert (
+        texts_holding_bytes(texts.take(np.array([0, 0, 0, 0, 0, 1, 1, 0], np.bool_)), (b"ab",)).tolist() == [False] * 2
+    )

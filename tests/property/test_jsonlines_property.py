@@ -55,8 +55,8 @@ def strings(pieces: list[bytes]) -> st.SearchStrategy[bytes]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonlines, "_LONG", 40)
-    monkeypatch.setattr(spill, "MOST_IN_MEMORY", 60)
+    monkeypatch.setattr(jsonlines, "_LONG_BYTES", 40)
+    monkeypatch.setattr(spill, "MAX_BYTES_IN_MEMORY", 60)
 
 
 def read(content: bytes, column: str) -> Iterator[str | None]:

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayrun.tokens.mixture.select import (
-    TOLERANCE,
+    WEIGHT_TOLERANCE,
     nearest_end,
-    normalised,
+    normalise_weights,
     select_shards,
     select_whole_shards,
-    wanted,
+    tokens_per_dataset,
 )
 
 Sizes = list[list[int]]
@@ -39,7 +39,7 @@ def zipf(rng: np.random.Generator, shards: int, exponent: float) -> list[int]:
 
 
 def shares(count: int) -> st.SearchStrategy[list[float]]:
-    return st.lists(st.floats(0.01, 100), min_size=count, max_size=count).map(normalised)
+    return st.lists(st.floats(0.01, 100), min_size=count, max_size=count).map(normalise_weights)
 
 
 @st.composite
@@ -113,7 +113,7 @@ def test_no_end_of_a_document_is_nearer(lengths: list[int], tokens: int) -> None
 def test_the_first_or_the_last_dataset_is_used_up_exactly(mixture: tuple[Sizes, list[float]], repeat: bool) -> None:
     sizes, weights = mixture
     available = [sum(own) for own in sizes]
-    targets = wanted(available, weights, repeat=repeat)
+    targets = tokens_per_dataset(available, weights, repeat=repeat)
     ratios = [target / have for target, have in zip(targets, available, strict=True)]
     assert 1 in ratios
     assert all(ratio >= 1 - 1e-9 for ratio in ratios) if repeat else max(ratios) == 1
@@ -136,7 +136,7 @@ def documents(draw: st.DrawFn) -> tuple[list[Sizes], list[float]]:
 def test_every_weight_holds_to_a_document(mixture: tuple[list[Sizes], list[float]], tokens: int | None) -> None:
     datasets, weights = mixture
     sizes = [[sum(shard) for shard in dataset] for dataset in datasets]
-    targets = wanted([sum(own) for own in sizes], weights, tokens=tokens)
+    targets = tokens_per_dataset([sum(own) for own in sizes], weights, tokens=tokens)
     reached, longest = [], []
     for dataset, own, target in zip(datasets, sizes, targets, strict=True):
         take = select_shards(own, target)
@@ -149,5 +149,5 @@ def test_every_weight_holds_to_a_document(mixture: tuple[list[Sizes], list[float
     for own_tokens, weight, document in zip(reached, weights, longest, strict=True):
         off = abs(own_tokens - weight * sum(reached))
         assert off <= document / 2 + weight * sum(longest) / 2 + 1 + len(weights)
-        if all(length <= TOLERANCE * goal for length, goal in zip(longest, targets, strict=True)):
-            assert off <= TOLERANCE * weight * sum(reached) * 1.001 + 1 + len(weights)
+        if all(length <= WEIGHT_TOLERANCE * goal for length, goal in zip(longest, targets, strict=True)):
+            assert off <= WEIGHT_TOLERANCE * weight * sum(reached) * 1.001 + 1 + len(weights)

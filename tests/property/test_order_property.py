@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayrun.config.sections.rampup import BatchSizes
-from relayrun.tokens.order.batches import BatchReader, Samples
-from relayrun.tokens.order.sampler import MixtureSampler, Part
-from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.order.batches import BatchReader, SampleSource
+from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
+from relayrun.tokens.order.samples import WindowOrder
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
 
@@ -43,7 +43,7 @@ def layouts(draw: st.DrawFn) -> tuple[int, int, int]:
     return draw(st.integers(1, 16)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
 
 
-def iteration(order: Samples, layout: tuple[int, int, int], consumed: int, count: int) -> Iterator[np.ndarray]:
+def iteration(order: SampleSource, layout: tuple[int, int, int], consumed: int, count: int) -> Iterator[np.ndarray]:
     """All ranks of `layout` for `count` iterations: per iteration the samples by number, int64 [gbs, seq + 1]."""
     size, micro, steps = layout
     readers = [
@@ -76,7 +76,11 @@ def test_restarts_and_layouts_do_not_change_the_sequence(
 
     def mixed() -> MixtureSampler:
         return MixtureSampler(
-            {"train": Part(dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed), weight=1.0, record={})},
+            {
+                "train": MixturePart(
+                    dataset=WindowOrder(manifest, seq_length=SEQ_LENGTH, seed=seed), weight=1.0, record={}
+                )
+            },
             {"seed": seed},
         )
 
@@ -89,7 +93,7 @@ def test_restarts_and_layouts_do_not_change_the_sequence(
             seen.append(samples)
             consumed += len(samples)
         saved = json.dumps(order.state(consumed))
-    plain = SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed)
+    plain = WindowOrder(manifest, seq_length=SEQ_LENGTH, seed=seed)
     expected = np.stack([plain.sample(k) for k in range(consumed)])
     assert (np.concatenate(seen) == expected).all()
 
@@ -101,8 +105,8 @@ def test_two_layouts_of_one_batch_give_the_same_token_hashes(
 ) -> None:
     def hashes(size: int, micro: int) -> list[str]:
         parts = {
-            name: Part(
-                dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=9, name=name), weight=weight, record={}
+            name: MixturePart(
+                dataset=WindowOrder(manifest, seq_length=SEQ_LENGTH, seed=9, name=name), weight=weight, record={}
             )
             for name, weight in (("a", 0.3), ("b", 0.7))
         }
@@ -131,7 +135,7 @@ def test_every_token_is_a_label_exactly_once_per_epoch(
         shards = [*shards, [seq_length + 1]]
         tokens += seq_length + 1
     with tempfile.TemporaryDirectory() as folder:
-        order = SampleOrder(write(Path(folder), shards), seq_length=seq_length, seed=seed)
+        order = WindowOrder(write(Path(folder), shards), seq_length=seq_length, seed=seed)
         n = order.windows_per_epoch
         assert n == (tokens - 1) // seq_length
         samples = [order.sample(k) for k in range(epoch * n, (epoch + 1) * n)]

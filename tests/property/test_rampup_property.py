@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relayrun.config.sections.rampup import BatchSizes
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.tokens.order.schedule import Schedule, integer_weights
 
 
@@ -102,7 +102,7 @@ def test_every_position_is_trained_or_passed_over_once_whatever_changes(
 ) -> None:
     """Real readers of all ranks; attempts begin from an earlier state through JSON, not always the newest one."""
     schedule = Schedule.of({"a": 1, "b": 2})
-    progress = Progress(plan[0][2])
+    progress = TrainingProgress(plan[0][2])
     saved = [json.dumps({"phases": schedule.to_json(), "progress": progress.state()})]
     trained: list[dict[tuple[str, int], int]] = [{}]  # the iteration by place, by saved state
     for ranks, micro, sizes, mixture, iterations, over in plan:
@@ -110,7 +110,7 @@ def test_every_position_is_trained_or_passed_over_once_whatever_changes(
         del saved[number + 1 :], trained[number + 1 :]
         state = json.loads(saved[number])
         seen = dict(trained[number])
-        progress = Progress.resume(state["progress"], sizes)
+        progress = TrainingProgress.resume(state["progress"], sizes)
         schedule = Schedule.from_json(state["phases"])
         if mixture is not None:
             schedule = schedule.with_phase(progress.consumed_samples, integer_weights(mixture))

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.control.rundir import rounds, views
-from relayrun.control.rundir.lineage import Durable, line
-from relayrun.control.rundir.records import AttemptStart, Commit, End
-from relayrun.control.rundir.rewinds import Rewind, append
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir import merged_metrics, rounds
+from relayrun.control.rundir.lineage import ResumePoint, lineage_commits
+from relayrun.control.rundir.merged_metrics import MergedViews, newest_valid_lines, valid_lines
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart, CheckpointCommit
+from relayrun.control.rundir.rewinds import Rollback, record_rollback
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.views import Views, lines_that_count, newest_lines
 from relayrun.files import append_line, read_lines, read_lines_backwards
 from tests.history import began
 
@@ -36,14 +36,14 @@ def begin(run: Run, number: int, base: int) -> AttemptStart:
 
 
 def end(run: Run, number: int) -> None:
-    End(attempt=number, cause="saved", reason="x", exit_code=0, durable_iteration=0, progress=True, end_time=0.0).write(
-        run.attempt(number).end
-    )
+    AttemptEnd(
+        attempt=number, cause="saved", reason="x", exit_code=0, durable_iteration=0, progress=True, end_time=0.0
+    ).write(run.attempt(number).end)
 
 
-def line_from_the_beginning(run: Run) -> list[Commit]:
+def line_from_the_beginning(run: Run) -> list[CheckpointCommit]:
     """The rule of decision 0001, attempt by attempt."""
-    found: list[Commit] = []
+    found: list[CheckpointCommit] = []
     for number in run.attempt_numbers():
         began = AttemptStart.read(run.attempt(number).begin)
         if began is None:
@@ -51,7 +51,7 @@ def line_from_the_beginning(run: Run) -> list[Commit]:
         found = [commit for commit in found if commit.iteration <= began.base_iteration]
         if began.base_path is not None and not any(commit.iteration == began.base_iteration for commit in found):
             found.append(
-                Commit(
+                CheckpointCommit(
                     iteration=began.base_iteration,
                     path=began.base_path,
                     consumed_samples=-1,
@@ -80,9 +80,11 @@ def test_the_line_read_from_its_end_is_the_line_read_from_the_beginning(
             for gain in gains:
                 at += gain
                 attempt.append_commit(
-                    Commit(iteration=at, path=str(run.checkpoint(at)), consumed_samples=at, time=number, seconds=1.0)
+                    CheckpointCommit(
+                        iteration=at, path=str(run.checkpoint(at)), consumed_samples=at, time=number, seconds=1.0
+                    )
                 )
-        assert line(run) == line_from_the_beginning(run)
+        assert lineage_commits(run) == line_from_the_beginning(run)
 
 
 LINES = st.lists(
@@ -126,9 +128,9 @@ STEP = st.one_of(
 )
 
 
-def failed_round(durable: int) -> FailedRound:
+def failed_round(durable: int) -> FailedRestart:
     values = {"round": 1, "time": 1.0, "rank": 0, "node": "n", "words": "killed", "iteration": 0, "again": True}
-    return FailedRound.of(values | {"base_iteration": 0, "durable_iteration": durable, "next_iteration": durable})
+    return FailedRestart.of(values | {"base_iteration": 0, "durable_iteration": durable, "next_iteration": durable})
 
 
 @pytest.mark.slow
@@ -139,7 +141,7 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
         begin(run, 1, 0)
         number = newest = 1
         at, base, bare = 0, 0, False
-        watch = Views(run)
+        watch = MergedViews(run)
         for what, much in [*steps, ("end", 0)]:
             metrics = run.attempt(number).metrics
             if what == "train" and not bare:
@@ -153,28 +155,30 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                     file.write(b'{"iteration": ')
             elif what.startswith("rewind") and not bare and at > base:
                 at = max(base, at - much)
-                append(run.attempt(number), Rewind(iteration=9, reason="", base_iteration=at, next_sample=1, time=1.0))
+                record_rollback(
+                    run.attempt(number), Rollback(iteration=9, reason="", base_iteration=at, next_sample=1, time=1.0)
+                )
                 if what == "rewind":
                     append_line(metrics, {"iteration": at, "rewind": {}}, durable=False)
                 else:
                     bare = True  # it was killed between the two
             elif what == "next round":  # its ranks were killed wherever they were, and are started again
                 at, bare = max(base, at - much), False
-                rounds.append(run.attempt(number), failed_round(at))
-                rounds.go_back(run, run.attempt(number), Durable(iteration=at, path=None), next_round=2)
+                rounds.record_failed_restart(run.attempt(number), failed_round(at))
+                rounds.prepare_restart(run, run.attempt(number), ResumePoint(iteration=at, path=None), next_round=2)
             elif what == "next attempt":
                 newest += 1
                 number, at, bare = newest, max(0, at - much), False
                 base = at
                 begin(run, number, base)
-                watch = Views(run)
+                watch = MergedViews(run)
             elif what == "killed before it began":
                 newest += 1
                 run.attempt(newest).path.mkdir()
             elif what == "watch":
                 watch.update(attempt=number)
             elif what == "another watch":
-                watch = Views(run)
+                watch = MergedViews(run)
             elif what == "lose views.json":
                 run.views.unlink(missing_ok=True)
             elif what == "tear views.json":
@@ -189,12 +193,12 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                     file.write(b'{"iteration": 1, "zombie": 1}\n')
             elif what == "end":
                 end(run, number)
-                Views(Run(run.path)).update()
-                expected = list(lines_that_count(run))
+                MergedViews(Run(run.path)).update()
+                expected = list(valid_lines(run))
                 assert list(read_lines(run.metrics_view)) == expected
-                assert list(newest_lines(run))[::-1] == expected or bare
+                assert list(newest_valid_lines(run))[::-1] == expected or bare
                 seconds = [entry["evaluation_seconds"] for entry in expected if "evaluation_seconds" in entry]
-                assert views.evaluation_seconds(run, 1000) == seconds
+                assert merged_metrics.evaluation_seconds(run, 1000) == seconds
                 rows = list(read_lines(run.attempts_view))
                 begun = [n for n in run.attempt_numbers() if AttemptStart.read(run.attempt(n).begin) is not None]
                 assert [row["attempt"] for row in rows] == begun
@@ -206,4 +210,4 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                 number, bare = newest, False
                 base = at
                 begin(run, number, base)
-                watch = Views(run)
+                watch = MergedViews(run)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.tokens.order.schedule import TOTAL, Interleave, Schedule, integer_weights
+from relayrun.tokens.order.schedule import WEIGHT_TOTAL, Interleave, Schedule, integer_weights
 
 NAMES = "abcdefg"
 
@@ -26,7 +26,7 @@ def mixtures(draw: st.DrawFn) -> dict[str, float]:
 @given(mixtures(), st.randoms(use_true_random=False))
 def test_integer_weights_sum_exactly_and_do_not_depend_on_the_order(mixture: dict[str, float], random: object) -> None:
     weights = integer_weights(mixture)
-    assert sum(weights.values()) == TOTAL
+    assert sum(weights.values()) == WEIGHT_TOTAL
     assert min(weights.values()) >= 1
     items = list(mixture.items())
     random.shuffle(items)  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def test_locate_and_counts_agree_anywhere_in_a_phase(mixture: dict[str, float], 
 def test_counts_stay_within_two_of_the_weights(mixture: dict[str, float], n: int) -> None:
     weights = integer_weights(mixture)
     for name, count in Interleave(weights).counts(n).items():
-        assert abs(count * TOTAL - weights[name] * n) < 2 * TOTAL
+        assert abs(count * WEIGHT_TOTAL - weights[name] * n) < 2 * WEIGHT_TOTAL
 
 
 @st.composite

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.document_window import DocumentWindowSection
 from relayrun.tokens.order.sampler import MixtureSampler
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.cursor import LaneCursor
+from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
 
 LANES = 8
 SAMPLES = 260
-WINDOW = DocumentWindow(window=48, packing="best_fit")
+WINDOW = DocumentWindowSection(window=48, packing="best_fit")
 
 
 class Numbered:
@@ -165,7 +165,7 @@ def check(folder: Path, seed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 2)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 2)
 
 
 @pytest.mark.slow

@@ -257,7 +257,7 @@ class TestCluster:
 
 def job_fields(line: str) -> dict[str, str]:
     """The fields of a job, of which those that Slurm writes are never taken from a name, a path or a comment."""
-    return parse_fields(line) | job_text.fields(line)
+    return parse_fields(line) | job_text.job_fields(line)
 
 
 def parse_fields(line: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import campaign
-from relayrun.control.rundir.campaign import Begun, Campaign, Member
+from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberStarted
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
@@ -41,8 +41,8 @@ def submit_and_kill(cluster: TestCluster, kind: str, config: Path, when: Path) -
         os.killpg(shell.pid, signal.SIGKILL)
 
 
-def begun(folder: Path, member: Member) -> Begun | None:
-    return Begun.read(campaign.begun_path(folder, member.name))
+def begun(folder: Path, member: CampaignMember) -> MemberStarted | None:
+    return MemberStarted.read(campaign.member_started_path(folder, member.name))
 
 
 def open_chains(folder: Path) -> list[str]:

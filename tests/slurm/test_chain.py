@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.nodes import expand, read_strikes
+from relayrun.control.chain.nodes import expand_nodelist, read_node_failures
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import SchedulerError
@@ -49,8 +49,8 @@ def wait_for_end(cluster: TestCluster, run: Run, plan: Plan, timeout: float = 60
     cluster.wait_until(over, timeout=timeout, interval=0.5)
 
 
-def ends(run: Run) -> list[End]:
-    return [end for number in run.attempt_numbers() if (end := End.read(run.attempt(number).end)) is not None]
+def ends(run: Run) -> list[AttemptEnd]:
+    return [end for number in run.attempt_numbers() if (end := AttemptEnd.read(run.attempt(number).end)) is not None]
 
 
 def logs(run: Run) -> str:
@@ -70,7 +70,7 @@ def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestClus
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert ends(run)[0].reason in ("SIGUSR2", "stop file")
-    assert durable(run).iteration == 60
+    assert resume_point(run).iteration == 60
     assert run.stop.read_text().startswith("the last iteration, 60, is durable")
 
 
@@ -100,7 +100,7 @@ def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, m
         if attempt == 1:
             cluster.run(["scancel", "--signal=USR2", "--batch", begin.job_id])
             wait_for_iteration(cluster, run, attempt=2)
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, plan)
     assert ends(run)[-1].cause == "exit", logs(run)
 
@@ -121,7 +121,7 @@ def test_cancel_stops_the_chain_and_touches_nothing_else(cluster: TestCluster, m
     assert run.stop.read_text().splitlines()[0] in ("the job was cancelled", "the job before this one was cancelled")
     assert not twin.stop.exists()
     assert [job.state for job in cluster.queue() if job.name == twin_plan.job_name] != []
-    triggers.touch(twin, "exit")
+    triggers.touch_trigger(twin, "exit")
     wait_for_end(cluster, twin, twin_plan)
     assert json.loads((twin.triggers / "exit.done").read_text())["result"] == "saved"
     assert cluster.job(other)["JobState"] == "RUNNING"
@@ -154,7 +154,7 @@ def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCl
     run = dies_twice_on_n1(cluster, make_run, exclude="n3")
     causes = [end.cause for end in ends(run)]
     assert causes == ["failed", "failed", "done"], logs(run)
-    assert [strike.node for strike in read_strikes(run)] == ["n1", "n1"]
+    assert [strike.node for strike in read_node_failures(run)] == ["n1", "n1"]
     begins = [AttemptStart.read(run.attempt(number).begin) for number in run.attempt_numbers()]
     # the third job waited behind the second one, and was changed: Slurm keeps such a list as it was given
     assert [begin.options.get("exclude") for begin in begins if begin] == ["n3", "n3", "n1,n3"]
@@ -166,7 +166,7 @@ def test_a_node_that_nobody_can_replace_is_used_again(cluster: TestCluster, make
     assert [end.cause for end in ends(run)] == ["failed", "failed", "done"], logs(run)
     begin = AttemptStart.read(run.attempt(3).begin)
     assert begin is not None
-    assert (begin.nodes, expand(begin.options["exclude"])) == ("n[0-1]", ["n2", "n3"])
+    assert (begin.nodes, expand_nodelist(begin.options["exclude"])) == ("n[0-1]", ["n2", "n3"])
     assert "without n1 this job has too few nodes that are up" in logs(run)
 
 
@@ -210,7 +210,7 @@ def test_a_job_with_less_time_than_its_lead_trains_and_the_next_one_has_the_plan
     assert cluster.job(begun[1].job_id)["TimeLimit"] == "01:00:00"  # type: ignore[union-attr]
     (record,) = ends(run)
     assert record.reason.startswith("time limit near"), logs(run)
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, plan)
 
 

@@ -11,8 +11,8 @@ from relayrun.config.compose import compose
 from relayrun.control.rundir.run import Run
 from relayrun.errors import SchedulerError
 from relayrun.submit import submission
-from relayrun.submit.check.finding import Finding
-from relayrun.submit.check.state import Intent
+from relayrun.submit.check.findings import CheckFinding
+from relayrun.submit.check.state import SubmitIntent
 from tests.workspace import Workspace
 
 from .cluster import ROOT, TestCluster
@@ -29,10 +29,10 @@ def workspace(cluster: TestCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     return Workspace.make(tmp_path / "workspace")
 
 
-def looked(workspace: Workspace, *overrides: str, launcher: Path | None = None) -> list[Finding]:
+def looked(workspace: Workspace, *overrides: str, launcher: Path | None = None) -> list[CheckFinding]:
     path = workspace.config("run", cluster={"name": "test", "scheduler": "slurm"})
-    config = compose.load(path, overrides)
-    found = submission.report_on(config, intent=Intent(), launcher=launcher).findings.all
+    config = compose.load_run_config(path, overrides)
+    found = submission.check_submission(config, intent=SubmitIntent(), launcher=launcher).findings.all
     return [finding for finding in found if finding.name.startswith("slurm.")]
 
 
@@ -46,7 +46,7 @@ def test_slurm_is_asked_about_the_very_job_and_nothing_is_queued(cluster: TestCl
         assert [job for job in looked(workspace, "job.time=2:00:00", "job.nodes=4", GBS) if job.level == "error"][
             :2
         ] == [
-            Finding(
+            CheckFinding(
                 name="slurm.time",
                 level="error",
                 words="0-02:00:00 is more than partition debug allows, 01:00:00",
@@ -54,7 +54,7 @@ def test_slurm_is_asked_about_the_very_job_and_nothing_is_queued(cluster: TestCl
                 value="2:00:00",
                 remedy="lower job.time: a chain goes on in the next job",
             ),
-            Finding(
+            CheckFinding(
                 name="slurm.nodes",
                 level="error",
                 words="4 nodes are more than partition debug allows, 3",
@@ -86,9 +86,9 @@ def test_slurm_is_asked_about_the_job_of_an_evaluation_too(cluster: TestCluster,
     assert "invalid partition specified: gpuu" in refused.words
     assert (refused.remedy or "").startswith("change evaluation.job")
     path = workspace.config("run", cluster={"name": "test", "scheduler": "slurm"})
-    config = compose.load(path, [*given, "evaluation.job.partition=gpuu"])
+    config = compose.load_run_config(path, [*given, "evaluation.job.partition=gpuu"])
     with pytest.raises(SchedulerError, match=r"the job of an evaluation: sbatch: .*invalid partition"):
-        submission.submit(config)
+        submission.submit_run(config)
     assert not Run(Path(config.run_dir or "")).plan.exists()
     assert cluster.queue() == []
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
@@ -60,7 +60,7 @@ def test_a_command_goes_on_from_its_launcher_to_its_exit(cluster: TestCluster, t
         "job": {"time": "7"},
         "cluster": site | {"environment": {"MASTER_ADDR": "127.0.0.1"}},  # pretended nodes have no addresses
     }
-    path.write_text(yamlfile.dump(values), encoding="utf-8")
+    path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     settings = {"CONFIG": str(path), "TRAINING_STEPS": "100000", "PYTHON": sys.executable}
     launcher = ROOT / "launchers/submit-demo.sh"  # two nodes with a rank each
     first = cluster.sbatch(["--time=7", launcher], cwd=tmp_path, env=settings | {"HOST_PYTHON": site["host_python"]})
@@ -82,13 +82,13 @@ def test_a_command_goes_on_from_its_launcher_to_its_exit(cluster: TestCluster, t
     second = run.attempt(2).read_begin()
     assert second is not None
     assert second.base_iteration == cut.durable_iteration > 0
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
 
     def over() -> bool:
         return not any(job.name == plan.job_name for job in cluster.queue())
 
     cluster.wait_until(over, timeout=300, interval=0.5)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
-    assert durable(run).iteration > cut.durable_iteration
+    assert resume_point(run).iteration > cut.durable_iteration
     lines = [line["iteration"] for line in read_lines(run.metrics_view)]
-    assert lines == list(range(1, durable(run).iteration + 1))
+    assert lines == list(range(1, resume_point(run).iteration + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
@@ -43,18 +43,20 @@ def test_ranks_of_a_program_on_two_nodes_start_again_in_their_job(cluster: TestC
         "cluster": {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}},
     }
     path = tmp_path / "rounds.yaml"
-    path.write_text(yamlfile.dump(values), encoding="utf-8")
+    path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     cluster.run([sys.executable, "-m", "relayrun.cli", "submit", path], cwd=ROOT)
     run = Run(tmp_path / "run")
 
     def reached(iteration: int) -> bool:
         return any(line["iteration"] >= iteration for line in read_lines(run.attempt(1).metrics))
 
-    cluster.wait_until(lambda: len(rounds.read(run.attempt(1))) == 2 and reached(30), timeout=600, interval=0.1)
+    cluster.wait_until(
+        lambda: len(rounds.read_failed_restarts(run.attempt(1))) == 2 and reached(30), timeout=600, interval=0.1
+    )
     os.kill(ranks_of(run)[0], signal.SIGKILL)
     cluster.wait_until(run.attempt(1).end.exists, timeout=600, interval=0.5)
     (record,) = ends(run)
-    found = rounds.read(run.attempt(1))
+    found = rounds.read_failed_restarts(run.attempt(1))
     begin = run.attempt(1).read_begin()
     assert begin is not None
     assert record.cause == "done", Path(begin.log or "").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
@@ -67,7 +67,7 @@ def test_examples_that_are_cut_twice_and_killed_once_are_as_uncut(cluster: TestC
         assert causes[:3] == ["saved", "saved", "failed"], (name, causes)
         assert (causes[-1], causes.count("failed")) == ("done", 1), (name, causes)
         assert {end.reason.partition(";")[0] for end in ends(run) if end.cause == "saved"} == {"time limit near"}
-        assert durable(run).iteration == LAST
+        assert resume_point(run).iteration == LAST
         found = losses(run.metrics_view)
         assert sorted(found) == list(range(1, LAST + 1))
         assert found == uncut[name].losses(), name

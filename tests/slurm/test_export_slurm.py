@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.run import Run
 from tests.workspace import VOCABULARY, Workspace, ends
 
@@ -60,7 +60,7 @@ def test_a_trained_checkpoint_becomes_a_folder_with_its_logits(cluster: TestClus
 
 
 def test_what_cannot_be_converted_fails_the_job_with_one_error(cluster: TestCluster, run: Run) -> None:
-    checkpoint = Path(str(durable(run).path))
+    checkpoint = Path(str(resume_point(run).path))
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1000])

@@ -278,7 +278,7 @@ def test_a_held_job_behind_which_the_fallback_job_waits_stays_held(
     cluster.run(["scontrol", "release", waiting])
     wait_for_iteration(cluster, run, attempt=2)
     assert begin_of(run, 2).job_id == waiting
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, plan)
     assert ends(run)[0].cause == "saved"
     no_fallback_job(cluster, plan)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
@@ -32,7 +32,7 @@ def start(cluster: TestCluster, run: Run, plan: Plan, monkeypatch: pytest.Monkey
     """Queue the first job as a submit does; return its id."""
     for name, value in cluster.env.items():
         monkeypatch.setenv(name, value)
-    return submission.queue_first(run, plan)
+    return submission.queue_first_job(run, plan)
 
 
 def fallback_jobs(cluster: TestCluster, plan: Plan) -> list[QueuedJob]:
@@ -88,7 +88,7 @@ def test_a_batch_script_that_is_killed_inside_begin_does_not_end_the_chain(
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert begin_of(run, 2).job_id == following
     assert begin_of(run, 2).base_iteration == ends(run)[0].durable_iteration > 0
-    assert durable(run).iteration == 60
+    assert resume_point(run).iteration == 60
     no_fallback_job(cluster, plan)
     said = "".join(path.read_text() for path in (tmp_path / "logs").glob("*-fallback-*.err"))
     assert said.count("failed and left no successor; job ") == len(numbers.split()), said
@@ -103,7 +103,7 @@ def test_a_waiting_job_that_is_cancelled_while_nothing_runs_ends_the_chain(
     other = cluster.sbatch(["--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 100"])
     job = start(cluster, run, plan, monkeypatch)
     (waiting,) = fallback_jobs(cluster, plan)
-    found = queue.ask(run)
+    found = queue.query_queue(run)
     assert [job.id for job in found.jobs] == [job]
     assert [job.id for job in found.fallback_jobs] == [waiting.id]
     known = cluster.job(waiting.id)
@@ -142,7 +142,7 @@ def test_a_batch_script_that_is_killed_before_the_fallback_job_is_moved(
         ),
         what="one fallback job behind the newest job",
     )
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["unknown", "exit"], logs(run)
     no_fallback_job(cluster, plan)
@@ -163,7 +163,7 @@ def test_it_is_there_for_each_job_and_gone_with_the_chain(
     cluster.run(["scancel", "--signal=USR2", "--batch", begin_of(run, 1).job_id])
     wait_for_iteration(cluster, run, attempt=2)
     assert [job.id for job in fallback_jobs(cluster, plan)] == [only.id]
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, plan)
     no_fallback_job(cluster, plan)
     assert cluster.job(only.id)["JobState"] == "CANCELLED"

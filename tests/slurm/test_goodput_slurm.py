@@ -8,8 +8,8 @@ import pytest
 
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.watch.goodput.account import Account, account
-from relayrun.watch.goodput.ledger import SECOND
+from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.workspace import Workspace
 
@@ -22,12 +22,12 @@ from .test_spare_nodes_slurm import without_n1, workspace  # noqa: F401 - the la
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
 
-def accounted(cluster: TestCluster, run: Run) -> Account:
+def accounted(cluster: TestCluster, run: Run) -> NodeTimeAccount:
     """As a person on this cluster sees it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SLURM_CONF", "PATH"):
             patch.setenv(name, cluster.env[name])
-        return account(Run(run.path))
+        return account_for_run(Run(run.path))
 
 
 def booked(cluster: TestCluster, run: Run) -> list[int]:
@@ -35,7 +35,7 @@ def booked(cluster: TestCluster, run: Run) -> list[int]:
     begins = [AttemptStart.read(run.attempt(number).begin) for number in run.attempt_numbers()]
     ids = [begin.job_id for begin in begins if begin is not None]
     rows = cluster.allocations(f"--jobs={','.join(ids)}", ids=ids, columns=["ElapsedRaw", "NNodes"])
-    return [int(row["ElapsedRaw"]) * int(row["NNodes"]) * SECOND for row in rows]
+    return [int(row["ElapsedRaw"]) * int(row["NNodes"]) * MICROSECONDS_PER_SECOND for row in rows]
 
 
 @pytest.mark.usefixtures("accounting")
@@ -68,7 +68,7 @@ def test_the_parts_of_a_chain_of_ten_attempts_sum_to_what_sacct_has(
 
     wanted = booked(cluster, run)
     found = accounted(cluster, run)
-    print({part: round(amount / SECOND, 1) for part, amount in found.parts.items() if amount})
+    print({part: round(amount / MICROSECONDS_PER_SECOND, 1) for part, amount in found.parts.items() if amount})
     assert [stay.stay.source for stay in found.stays if stay.attempt is not None] == ["sacct"] * 10
     allocated = [stay.allocated for stay in found.stays if stay.attempt is not None]
     assert allocated == wanted
@@ -112,8 +112,8 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
     assert found.parts["unknown"] <= 0.01 * found.allocated
     assert found.parts["redone"] > 0
     for stay in found.stays:
-        assert stay.parts["prolog"] >= 2 * 3 * SECOND, stay.parts
-        assert stay.parts["launch"] >= 2 * 2 * SECOND, stay.parts
+        assert stay.parts["prolog"] >= 2 * 3 * MICROSECONDS_PER_SECOND, stay.parts
+        assert stay.parts["launch"] >= 2 * 2 * MICROSECONDS_PER_SECOND, stay.parts
     assert [(loss.cause, loss.times) for loss in found.losses if loss.lost] == [("failed", 1)]
 
 
@@ -132,7 +132,7 @@ def test_a_job_that_goes_on_with_fewer_nodes_is_booked_as_slurm_books_it(
     found = accounted(cluster, run)
     (stay,) = found.stays
     assert stay.allocated == found.allocated == sum(booked(cluster, run))
-    assert 0 < stay.parts["given up"] < 40 * SECOND
+    assert 0 < stay.parts["given up"] < 40 * MICROSECONDS_PER_SECOND
     first, second = stay.rounds
     assert "given up" not in first.parts
     assert stay.parts["step"] == first.parts["step"] + second.parts["step"]
@@ -165,7 +165,7 @@ def test_a_slow_prolog_is_booked_as_prolog_and_as_nothing_else(
         booked(cluster, run)  # until sacct knows the end
         (stay,) = (each for each in accounted(cluster, run).stays if each.attempt is not None)
         assert stay.stay.source == "sacct"
-        parts[name] = {part: amount / SECOND for part, amount in stay.parts.items()}
+        parts[name] = {part: amount / MICROSECONDS_PER_SECOND for part, amount in stay.parts.items()}
     beyond = {
         part: parts["with"].get(part, 0.0) - parts["without"].get(part, 0.0)
         for part in {**parts["with"], **parts["without"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.lab.gpucheck import report
 from tests import warm
 
@@ -24,7 +24,7 @@ LOGS = ROOT / "logs" / "slurm" / "training"
 @pytest.mark.long
 def test_all_nodes_measure_the_bandwidth_and_the_first_one_the_rest(cluster: TestCluster, tmp_path: Path) -> None:
     site = tmp_path / "it's a site.yaml"
-    site.write_text(yamlfile.dump(SLURM | {"job": {"partition": "debug"}, "python": warm.python()}))
+    site.write_text(yaml_file.dump_yaml(SLURM | {"job": {"partition": "debug"}, "python": warm.python()}))
     folder = tmp_path / "it's a check"
     command = [sys.executable, "-m", "relayrun.cli", "gpu-check", "--tiny", f"--cluster={site}", "--nodes=2"]
     submitted = cluster.run([*command, f"--folder={folder}", "--only", "bandwidth", "save"])
@@ -43,4 +43,4 @@ def test_all_nodes_measure_the_bandwidth_and_the_first_one_the_rest(cluster: Tes
     assert bandwidth["nodes"]["ranks"] == 4  # two on each of two nodes
     assert bandwidth["machine"]["ranks"] == 2
     assert all(entry["bus_bytes_per_second"] > 0 for entry in bandwidth["nodes"]["all_reduce"])
-    assert report.exit_code(report.rows(result)) == 0
+    assert report.check_exit_code(report.check_rows(result)) == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -420,7 +420,7 @@ def test_the_end_of_an_attempt_is_recorded_once(cluster: TestCluster, make_run: 
     start(cluster, run)
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
-    assert isinstance(ends(run)[0], End)
+    assert isinstance(ends(run)[0], AttemptEnd)
     assert once.exists()
 
 

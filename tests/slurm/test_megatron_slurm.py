@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_checkpoints
-from relayrun.control.trainers.megatron_lm_program import Dialect
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from relayrun.files import read_lines
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.checkouts import as_one_attempt, checkout_of, plan
@@ -28,7 +28,7 @@ from .test_triggers_uids import MEMBER, OTHER, TEAM, touch_by_hand
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(3000)]
 
-BOTH = pytest.mark.parametrize("dialect", list(Dialect), ids=lambda dialect: dialect.value)
+BOTH = pytest.mark.parametrize("dialect", list(MegatronDialect), ids=lambda dialect: dialect.value)
 ON_SLURM = {name: SLURM[name] for name in ("scheduler", "nodes", "ntasks_per_node")}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1"}
 """Pretended nodes have no addresses."""
@@ -73,7 +73,7 @@ def test_three_attempts_cut_by_a_real_time_limit(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811
     tmp_path: Path,
-    dialect: Dialect,
+    dialect: MegatronDialect,
 ) -> None:
     checkout = checkout_of(dialect)
     whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=100, environment=ADDRESS, **ON_SLURM))
@@ -101,29 +101,29 @@ def test_triggers_by_another_member_of_the_group(
     make_run: MakeRun,  # noqa: F811
     open_folder: Path,
     tmp_path: Path,
-    dialect: Dialect,
+    dialect: MegatronDialect,
 ) -> None:
     checkout = checkout_of(dialect)
     values = plan(checkout, tmp_path, steps=10_000, interval=4, slow="5:2", environment=ADDRESS, **ON_SLURM)
     run, made = make_run(folder=str(open_folder / "run"), log_folder=str(open_folder / "logs"), **values)
-    triggers.create_folder(run, str(TEAM))
+    triggers.create_trigger_folder(run, str(TEAM))
     start(cluster, run)
     wait_for_step(cluster, run, 6)
     assert touch_by_hand(OTHER, run.triggers / "exit") != 0
     assert touch_by_hand(MEMBER, run.triggers / "save") == 0
     cluster.wait_until((run.triggers / "save.done").exists, timeout=300)
     answer = json.loads((run.triggers / "save.done").read_text())
-    saved = durable(run).iteration
+    saved = resume_point(run).iteration
     assert touch_by_hand(MEMBER, run.triggers / "exit") == 0
     wait_for_end(cluster, run, made, timeout=600)
     assert answer["user"] == str(MEMBER.uid)
-    if dialect is Dialect.SWISS_AI:
+    if dialect is MegatronDialect.SWISS_AI:
         assert answer["result"].startswith("saved iteration ")
     else:
         assert answer["result"].startswith("refused: this Megatron-LM has no way")
     assert [end.cause for end in ends(run)] == ["exit"], logs(run)
     assert run.stop.read_text().startswith(f"exit trigger by {MEMBER.uid}")
-    assert durable(run).iteration > saved
+    assert resume_point(run).iteration > saved
     assert json.loads((run.triggers / "exit.done").read_text())["user"] == str(MEMBER.uid)
 
 
@@ -132,13 +132,13 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811
     tmp_path: Path,
-    dialect: Dialect,
+    dialect: MegatronDialect,
 ) -> None:
     checkout = checkout_of(dialect)
     values = plan(checkout, tmp_path, steps=20, interval=5, slow="11:2", environment=ADDRESS, **ON_SLURM)
     run, made = make_run(**values)
     start(cluster, run)
-    cluster.wait_until(lambda: durable(run).iteration >= 10, timeout=600)
+    cluster.wait_until(lambda: resume_point(run).iteration >= 10, timeout=600)
     wait_for_step(cluster, run, 12)
     os.kill(ranks(run)[1], signal.SIGKILL)
     torn = next(run.checkpoint(10).glob("__1_*.distcp"))
@@ -151,7 +151,7 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
     assert begin is not None
     assert begin.base_iteration == 5
     assert [path.name for path in (run.checkpoints / ".quarantine").iterdir()] == ["iter_0000010-0002"]
-    assert megatron_lm_checkpoints.tracked(run.checkpoints) == durable(run).iteration == 20
+    assert megatron_lm_checkpoints.tracked_iteration(run.checkpoints) == resume_point(run).iteration == 20
 
 
 @BOTH
@@ -159,7 +159,7 @@ def test_a_crash_loop_stops(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811
     tmp_path: Path,
-    dialect: Dialect,
+    dialect: MegatronDialect,
 ) -> None:
     checkout = checkout_of(dialect)
     failing = ADDRESS | {"MEGATRON_ON_CPU_FAIL": "2"}

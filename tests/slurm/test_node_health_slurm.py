@@ -29,7 +29,9 @@ def config(workspace: Workspace, folder: str, *, spare_nodes: int, **chain: obje
 
 
 def found(run: Run, attempt: int) -> list[tuple[str, str, str]]:
-    return [(each.node, each.check, each.action) for each in node_health.read(run.attempt(attempt)) if each.hard]
+    return [
+        (each.node, each.check, each.action) for each in node_health.read_findings(run.attempt(attempt)) if each.hard
+    ]
 
 
 def test_a_sick_node_is_left_out_of_its_job_or_of_the_next_one(cluster: TestCluster, tmp_path: Path) -> None:
@@ -56,5 +58,5 @@ def test_a_sick_node_is_left_out_of_its_job_or_of_the_next_one(cluster: TestClus
     assert found(run, 2) == []
     begin = run.attempt(2).read_begin()
     assert begin is not None
-    assert "n1" not in nodes.expand(begin.nodes)
+    assert "n1" not in nodes.expand_nodelist(begin.nodes)
     assert_same_run(run, workspace.run("whole"))

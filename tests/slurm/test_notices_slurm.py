@@ -29,7 +29,7 @@ def test_a_chain_that_stops_sends_one_message_to_each_target(
     tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", "${HOOK}", since=time.time() - 1)
     cluster.sbatch([f"--export=ALL,HOOK=http://127.0.0.1:{web.port}/hook", run.job_script])
     wait_for_end(cluster, run, plan)
-    wait_for(lambda: notices.pending(run) == [])
+    wait_for(lambda: notices.pending_notices(run) == [])
     (letter,) = mail.letters
     assert "the chain has stopped: fatal: " in letter["Subject"], logs(run)
     begin = run.attempt(1).read_begin()

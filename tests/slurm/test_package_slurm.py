@@ -52,7 +52,7 @@ def test_a_launcher_of_a_project_and_its_chain_go_on_when_the_package_is_gone(
     shutil.rmtree(installed.packages / "relayrun")
     cluster.run(["scancel", "--signal=USR2", "--batch", first])
     wait_for_iteration(cluster, run, 2)
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     assert list((project / "logs/slurm/training").glob("*.err"))

@@ -12,8 +12,8 @@ import pytest
 from relayrun.control.notify import notices
 from relayrun.control.rundir.run import Run
 from relayrun.errors import user_name
-from relayrun.watch import sentinel
-from relayrun.watch.status import sentinel as records
+from relayrun.watch import cron_check
+from relayrun.watch.status import cron_check_record as records
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_notices import tell
 
@@ -29,13 +29,13 @@ def look(cluster: TestCluster, run: Run) -> list[str]:
     for _ in range(2):
         done = cluster.run([sys.executable, "-S", "-m", "relayrun.cli", "sentinel", run.path], env=environment())
         assert (done.stdout, done.stderr) == ("", "")
-        memory = records.read_memory(run.path, user_name(os.geteuid()))
+        memory = records.read_cron_check(run.path, user_name(os.geteuid()))
         assert memory is not None
         for causes in memory.seen.values():
             for known in causes.values():
-                known["since"] -= sentinel.SETTLE_SECONDS
-        records.write_memory(run.path, memory)
-    return sorted(notices.known(run))
+                known["since"] -= cron_check.SETTLE_SECONDS
+        records.write_cron_check(run.path, memory)
+    return sorted(notices.known_notices(run))
 
 
 def environment() -> dict[str, str]:
@@ -52,7 +52,7 @@ def test_a_job_that_is_gone_and_one_that_is_held(
     told.chmod(0o755)
     policy = tell(run, "http://127.0.0.1:9/x", since=1.0)
     target = policy.targets[0] | {"url": None, "command": [str(told)]}
-    notices.write_policy(run, type(policy)(**(vars(policy) | {"targets": [target]})))
+    notices.write_notice_policy(run, type(policy)(**(vars(policy) | {"targets": [target]})))
     start(cluster, run)
     cluster.wait_until(run.attempt(1).metrics.exists, timeout=600)
     assert look(cluster, run) == []  # it runs, and its successor waits for it

@@ -15,8 +15,8 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab.compare import gaps
-from relayrun.tokens.mixture.audit import audit, ledger
+from relayrun.lab.compare_runs import sample_gaps
+from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
 from tests.workspace import Workspace, ends, steps
 
@@ -54,7 +54,10 @@ def config(
     host_python: str | None = None,
     **chain: object,
 ) -> Path:
-    hook = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": f"slow-after=6:{step_seconds}"}}
+    hook = {
+        "hook": "relayrun.lab.faults.injection:FaultInjection",
+        "options": {"faults": f"slow-after=6:{step_seconds}"},
+    }
     sections = SETTINGS | {
         "training": SETTINGS["training"] | {"hooks": [hook], "elastic": elastic},
         "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": memory_interval},
@@ -83,7 +86,7 @@ def wait_for(cluster: TestCluster, run: Run, iteration: int, *, attempt: int = 1
 
 def without_n1(
     cluster: TestCluster, workspace: Workspace, name: str, **settings: Any
-) -> tuple[Run, rounds.FailedRound]:
+) -> tuple[Run, rounds.FailedRestart]:
     """A run that loses its second node at iteration 8 and is done all the same, and the round that failed then."""
     submit(cluster, config(workspace, name, **settings))
     run = workspace.run(name)
@@ -91,7 +94,7 @@ def without_n1(
     power_loss.lose(cluster, "n1")
     wait_for_end(cluster, run, timeout=600)
     assert [end.cause for end in ends(run)] == ["done"]
-    (failed,) = rounds.read(run.attempt(1))
+    (failed,) = rounds.read_failed_restarts(run.attempt(1))
     return run, failed
 
 
@@ -108,7 +111,7 @@ def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Wo
         power_loss.bring_back(gone)
     wait_for_end(cluster, run, timeout=600)
     assert [end.cause for end in ends(run)] == ["done"]
-    (failed,) = rounds.read(run.attempt(1))
+    (failed,) = rounds.read_failed_restarts(run.attempt(1))
     assert (failed.rank, failed.node, failed.lost) == (None, "n1", {"n1": "n2"})
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
@@ -139,7 +142,7 @@ def test_a_spare_node_begins_with_the_copies_that_the_next_node_keeps(
 
 
 def agents_of_round_2(run: Run) -> list[object]:
-    return [failed for failed in rounds.read(run.attempt(1)) if failed.seconds.get("all")]
+    return [failed for failed in rounds.read_failed_restarts(run.attempt(1)) if failed.seconds.get("all")]
 
 
 def test_the_batch_host_is_lost_and_the_job_begins_again_under_its_id(
@@ -230,7 +233,7 @@ def test_the_next_job_of_an_elastic_run_has_the_nodes_that_are_up(cluster: TestC
     begin = AttemptStart.read(run.attempt(2).begin)
     assert begin is not None
     assert begin.nodes == "n0"
-    assert gaps(run, max(steps(run))) == []
+    assert sample_gaps(run, max(steps(run))) == []
 
 
 def test_fewer_nodes_train_on_with_the_same_samples(cluster: TestCluster, workspace: Workspace) -> None:
@@ -247,5 +250,7 @@ def test_fewer_nodes_train_on_with_the_same_samples(cluster: TestCluster, worksp
     losses, others = ([float.fromhex(found[number][0]) for number in sorted(own)] for found in (own, expected))
     assert losses == pytest.approx(others, rel=1e-3)
     assert losses != others, "nothing was divided otherwise"
-    assert gaps(run, max(own)) == []
-    assert [vars(row) for row in ledger(audit(run))] == [vars(row) for row in ledger(audit(whole))]
+    assert sample_gaps(run, max(own)) == []
+    assert [vars(row) for row in dataset_ledgers(audit_run(run))] == [
+        vars(row) for row in dataset_ledgers(audit_run(whole))
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.nodes import read_strikes
+from relayrun.control.chain.nodes import read_node_failures
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.watch.status import queue, run_status
@@ -26,7 +26,7 @@ def status(cluster: TestCluster, run: Run) -> run_status.RunStatus:
     """As a person on this cluster sees it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(cluster.conf))
-        return run_status.gather(run, queue.ask(run), now=0.0)
+        return run_status.read_run_status(run, queue.query_queue(run), now=0.0)
 
 
 def test_a_rank_that_is_killed_is_blamed_and_its_neighbour_that_noticed_is_not(
@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed_is_blamed_and_its_neighbour_that_noticed_is_not(
     assert [end.cause for end in ends(run)] == ["failed", "failed"], logs(run)
     hosts = [run.attempt(number).read_begin().nodes for number in (1, 2)]  # type: ignore[union-attr]
     assert hosts == ["n[0-1]", "n[0-1]"]
-    assert [strike.node for strike in read_strikes(run)] == ["n1", "n1"], logs(run)
+    assert [strike.node for strike in read_node_failures(run)] == ["n1", "n1"], logs(run)
     assert "task 1 on n1: Killed" in ends(run)[0].reason
     assert "task 1 on n1: Killed" in run.stop.read_text()
 
@@ -53,7 +53,7 @@ def test_a_python_that_is_on_no_node_stops_the_chain_at_once(cluster: TestCluste
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["fatal"], logs(run)
     assert "/no/such/python is not found on any rank" in run.stop.read_text()
-    assert read_strikes(run) == []
+    assert read_node_failures(run) == []
 
 
 def test_a_first_job_that_dies_in_a_second_is_broken_and_not_idle(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811

@@ -15,9 +15,9 @@ import pytest
 
 from relayrun.files import read_lines
 from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.tokenize.dump_status import read_status
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.settings import TokenizationSettings
-from relayrun.tokens.tokenize.status import read_status
 
 from .cluster import TestCluster
 from .conftest import MakeCluster

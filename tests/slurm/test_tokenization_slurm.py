@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.settings import TokenizationSettings
-from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.split import prepare_dumps
 from tests import stand_ins
 
 from .cluster import TestCluster
@@ -76,14 +76,14 @@ def test_pending_and_running_jobs_keep_the_dumps_from_being_prepared_anew(
     cluster.run([sys.executable, PYTHON, config])
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     with pytest.raises(RelayrunError, match="pending or running as Slurm jobs"):
-        prepare(dataset.folder / "data", settings.metadata_folder)
+        prepare_dumps(dataset.folder / "data", settings.metadata_folder)
     again = cluster.run([BASH], env=environment(settings), check=False)
     assert again.returncode == 1
     assert "pending or running as Slurm jobs" in again.stderr
     array = cluster.queue()[-1].id.partition("_")[0]
     cluster.run(["scancel", blocker, array])
     cluster.wait_until(lambda: not cluster.queue(), what="the queue is empty")
-    assert len(prepare(dataset.folder / "data", settings.metadata_folder, n_dumps=DUMPS)) == DUMPS
+    assert len(prepare_dumps(dataset.folder / "data", settings.metadata_folder, n_dumps=DUMPS)) == DUMPS
 
 
 def break_end(file: Path) -> None:
@@ -173,7 +173,7 @@ def test_dumps_in_a_container_have_the_same_bytes(
         "command_prefix": ["bash", "-c", f'echo "$IN_CONTAINER $FROM_SETUP" >>{seen}; exec "$@"', "wrapper"],
         "python": sys.executable,
     }
-    (tmp_path / "here.yaml").write_text(yamlfile.dump(site))
+    (tmp_path / "here.yaml").write_text(yaml_file.dump_yaml(site))
     settings = dataset.settings(f"container-{launcher}")
     given = environment(settings) | {"PATH": path}
     if launcher == "yaml":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
@@ -75,7 +75,7 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     assert [end.cause for end in ends(reference)] == ["done"]
     # A job makes 35 steps and then few, so that 120 take at least three, however fast the machine is; of its two
     # minutes, the least that Slurm's clock of whole minutes allows, it has 40 s: some steps, however slow it is
-    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "slow-after=35:3"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "slow-after=35:3"}}
     submit(
         cluster,
         workspace.config(
@@ -156,7 +156,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     name = Plan.load(run).fallback_job_name
     assert [job.state for job in cluster.queue() if job.name == name] == ["PENDING"]
 
-    triggers.touch(run, "save")
+    triggers.touch_trigger(run, "save")
     cluster.wait_until((run.triggers / "save.done").exists, timeout=600)
     saved = json.loads((run.triggers / "save.done").read_text())
     assert (saved["result"], run.checkpoint(saved["iteration"]).is_dir()) == ("saved", True)
@@ -167,18 +167,18 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     job = cluster.job(job_of(run, 2))
     assert (job["NumNodes"], job["TimeLimit"]) == ("1", "00:05:00")  # nodes as in the command line, time as in the plan
 
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     assert json.loads((run.triggers / "exit.done").read_text())["result"] == "saved"
-    at = durable(run).iteration
+    at = resume_point(run).iteration
 
     refused = cluster.sbatch(["--nodes=1", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
     assert cluster.wait_job(refused, timeout=300) == "FAILED"
     errors = ROOT / "logs/slurm/training" / f"relayrun-demo-{refused}.err"
     assert "the chain of this run has ended: exit trigger by" in errors.read_text()
 
-    triggers.touch(run, "exit")  # older than the submit that follows: stale
+    triggers.touch_trigger(run, "exit")  # older than the submit that follows: stale
     time.sleep(0.1)
     resumed = cluster.sbatch(
         ["--nodes=1", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings | {"RESUME": "true"}
@@ -220,7 +220,7 @@ def test_the_job_of_a_bash_launcher_that_queues_itself_again_goes_on(
     wait_for_iteration(cluster, run, 1)
     cluster.run(["scancel", "--signal=USR2", "--batch", job])
     wait_for_iteration(cluster, run, 2)
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     assert (job_of(run, 2), run.revisions()) == (job, [1])
@@ -253,7 +253,7 @@ def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
     break_code(root)
     cluster.run(["scancel", "--signal=USR2", "--batch", first])
     wait_for_iteration(cluster, run, 2)
-    triggers.touch(run, "exit")
+    triggers.touch_trigger(run, "exit")
     wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     begin = AttemptStart.read(run.attempt(2).begin)

@@ -73,7 +73,7 @@ def run() -> Iterator[Run]:
         os.chown(made.path, OWNER.uid, TEAM)
         made.path.chmod(0o755)
         with acting_as(OWNER):
-            triggers.create_folder(made)
+            triggers.create_trigger_folder(made)
         yield made
     finally:
         shutil.rmtree(top)
@@ -94,10 +94,10 @@ def test_owner_and_group_may_touch_and_the_answer_says_who(run: Run, person: Per
     file = (run.triggers / "save").stat()
     assert (file.st_uid, file.st_gid) == (person.uid, TEAM)  # the folder hands its group on
     with acting_as(OWNER):  # whose job trains
-        trigger = triggers.look(run, "save")
+        trigger = triggers.read_trigger(run, "save")
         assert trigger is not None
         assert trigger.user == str(person.uid)
-        triggers.acknowledge(run, trigger, iteration=7, result="saved")
+        triggers.acknowledge_trigger(run, trigger, iteration=7, result="saved")
     assert sorted(path.name for path in run.triggers.iterdir()) == ["save.done"]
     done = json.loads((run.triggers / "save.done").read_text())
     assert (done["user"], done["iteration"], done["result"]) == (str(person.uid), 7, "saved")
@@ -107,44 +107,44 @@ def test_owner_and_group_may_touch_and_the_answer_says_who(run: Run, person: Per
 def test_others_may_not_and_are_told_who_may(run: Run) -> None:
     assert touch_by_hand(OTHER, run.triggers / "exit") != 0
     with acting_as(OTHER), pytest.raises(RunDirError) as refused:
-        triggers.touch(run, "exit")
+        triggers.touch_trigger(run, "exit")
     assert f"only the user {OWNER.uid} and the group {TEAM} may" in refused.value.message
     assert list(run.triggers.iterdir()) == []
 
 
 def test_what_two_members_ask_for_is_asked_once(run: Run) -> None:
     with acting_as(MEMBER):
-        triggers.touch(run, "exit")
+        triggers.touch_trigger(run, "exit")
     with acting_as(OWNER):
-        triggers.touch(run, "exit")  # not its file, but the wish is there
-        trigger = triggers.look(run, "exit")
+        triggers.touch_trigger(run, "exit")  # not its file, but the wish is there
+        trigger = triggers.read_trigger(run, "exit")
     assert trigger is not None
     assert trigger.user == str(MEMBER.uid)
 
 
 def test_a_colleague_who_submits_finds_the_folder_as_it_should_be(run: Run) -> None:
     with acting_as(MEMBER):
-        triggers.create_folder(run)  # may set nothing, and need not
+        triggers.create_trigger_folder(run)  # may set nothing, and need not
     assert stat.S_IMODE(run.triggers.stat().st_mode) == 0o2770
 
 
 def test_a_closed_folder_on_the_way_is_named(run: Run) -> None:
-    assert triggers.barrier(run) is None
+    assert triggers.first_closed_folder(run) is None
     run.path.chmod(0o700)  # as under umask 077
-    assert triggers.barrier(run) == run.path
+    assert triggers.first_closed_folder(run) == run.path
     assert touch_by_hand(MEMBER, run.triggers / "save") != 0
     run.path.chmod(0o710)
-    assert triggers.barrier(run) is None
+    assert triggers.first_closed_folder(run) is None
     assert touch_by_hand(MEMBER, run.triggers / "save") == 0
 
 
 def test_the_group_is_a_setting(run: Run) -> None:
     with acting_as(OWNER):
-        triggers.create_folder(run, str(ELSEWHERE))
+        triggers.create_trigger_folder(run, str(ELSEWHERE))
     folder = run.triggers.stat()
     assert (folder.st_gid, stat.S_IMODE(folder.st_mode)) == (ELSEWHERE, 0o2770)
     assert touch_by_hand(MEMBER, run.triggers / "save") != 0
     with acting_as(OWNER), pytest.raises(ConfigError, match="cannot be given to the group 61999"):
-        triggers.create_folder(run, "61999")
+        triggers.create_trigger_folder(run, "61999")
     with pytest.raises(ConfigError, match="there is no group 'no-such-group'"):
-        triggers.create_folder(run, "no-such-group")
+        triggers.create_trigger_folder(run, "no-such-group")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import yamlfile
-from relayrun.control.rundir.lineage import durable
+from relayrun.config.compose import yaml_file
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.run import Run
 from tests.workspace import ends
 
@@ -61,7 +61,9 @@ def test_one_project_runs_on_both(teams: dict[str, Team]) -> None:
     for name, job in SITES.items():
         site = {"name": name, "scheduler": "slurm", "job": job, "python": str(program), "host_python": home.python}
         job["setup"] = [f'echo "$SLURM_JOB_PARTITION" >"{home.folder}/runs/setup-{name}"']
-        (clusters / f"{name}.yaml").write_text(yamlfile.dump(site | {"environment": {"MASTER_ADDR": "127.0.0.1"}}))
+        (clusters / f"{name}.yaml").write_text(
+            yaml_file.dump_yaml(site | {"environment": {"MASTER_ADDR": "127.0.0.1"}})
+        )
     config = home.workspace.config(
         "project",
         cluster="east",
@@ -98,4 +100,4 @@ def test_one_project_runs_on_both(teams: dict[str, Team]) -> None:
         own.relayrun(own.owner if name == "east" else own.member, "stop", run.path)
         own.wait_over(run)
         assert [end.cause for end in ends(run)] == ["exit"]
-        assert durable(run).iteration > 0
+        assert resume_point(run).iteration > 0

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.plan import FORMAT, Plan
+from relayrun.control.rundir.merged_metrics import valid_lines
+from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.views import lines_that_count
 from relayrun.files import read_json, read_lines
 from tests.workspace import Workspace, ends, steps
 
@@ -61,14 +61,14 @@ def test_the_checkout_is_updated_in_place_between_two_jobs(cluster: TestCluster,
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     cluster.run(["scontrol", "release", successor])
     cluster.wait_until(lambda: trained(run, 2), timeout=600)
-    assert read_json(run.plan)["format"] == FORMAT
-    triggers.touch(run, "exit")
+    assert read_json(run.plan)["format"] == PLAN_FORMAT
+    triggers.touch_trigger(run, "exit")
     cluster.wait_until(lambda: not [j for j in cluster.queue() if j.name == plan.job_name], timeout=600)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     second = AttemptStart.read(run.attempt(2).begin)
     assert second is not None
     assert second.base_iteration == ends(run)[0].durable_iteration > 0
-    assert list(read_lines(run.metrics_view)) == list(lines_that_count(run))
+    assert list(read_lines(run.metrics_view)) == list(valid_lines(run))
     assert list(steps(run)) == list(range(1, ends(run)[1].durable_iteration + 1))
     assert [row["cause"] for row in read_lines(run.attempts_view)] == ["saved", "exit"]
     assert run.stop.read_text().startswith("exit trigger by ")

@@ -25,9 +25,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, Successor
+from relayrun.control.rundir.records import AttemptStart, SuccessorJob
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.files import read_lines
@@ -224,7 +224,7 @@ def test_one_owner_at_a_time_where_everybody_sees_the_queue(team: Team) -> None:
     assert json.loads((run.triggers / "exit.done").read_text())["user"] == team.member
     assert [end.cause for end in ends(run)] == ["exit"]
     assert stop_reason(run)
-    reached = durable(run).iteration
+    reached = resume_point(run).iteration
 
     refused = team.relayrun(team.member, "submit", config, "--resume", check=False)
     assert f"this run is {team.owner}'s" in refused
@@ -238,8 +238,10 @@ def test_one_owner_at_a_time_where_everybody_sees_the_queue(team: Team) -> None:
     team.relayrun(team.owner, "stop", run.path)
     team.wait_over(run)
     assert [end.cause for end in ends(run)] == ["exit", "exit"]
-    assert durable(run).iteration > reached
-    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, durable(run).iteration + 1))
+    assert resume_point(run).iteration > reached
+    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(
+        range(1, resume_point(run).iteration + 1)
+    )
     assert f"this run is {team.member}'s" in team.relayrun(team.owner, "submit", config, "--resume", check=False)
     assert_open_to_the_group(run, team.group)
 
@@ -270,7 +272,7 @@ def test_one_owner_at_a_time_where_nobody_sees_the_jobs_of_others(team: Team) ->
 
     # the job that waits behind the first one is held, and so it outlives the take-over
     team.cluster.wait_until(run.attempt(1).successor.exists, what="a successor")
-    successor = Successor.read(run.attempt(1).successor)
+    successor = SuccessorJob.read(run.attempt(1).successor)
     assert successor is not None
     team.act(team.owner, "scontrol", "hold", successor.job_id)
     team.act(team.owner, "scancel", "--signal=USR2", "--batch", job_of(run, 1))
@@ -303,7 +305,7 @@ def test_a_limit_of_one_submitted_job_is_no_end_of_the_chain(team: Team) -> None
     team.wait_over(run)
     assert [end.cause for end in ends(run)] == ["saved", "done"]
     assert [job_of(run, number) for number in (1, 2)] == [job_id, job_id]
-    assert durable(run).iteration == 60
+    assert resume_point(run).iteration == 60
 
 
 def test_stop_names_who_cancelled_the_job_that_waited(team: Team) -> None:
@@ -356,7 +358,7 @@ def test_a_run_that_is_closed_to_the_group_is_refused_before_anything_is_queued(
 @pytest.mark.long
 def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> None:
     """With all that a chain writes: views, checkpoints that are removed, copies of the code, TensorBoard's files."""
-    slow = {"hook": "relayrun.lab.faults.inject:Faults", "options": {"faults": "slow-after=5:0.5"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "slow-after=5:0.5"}}
     sections: dict[str, Any] = {
         "chain": {"auto_requeue": True},
         "checkpoint": {"interval": 5, "keep_last": 2},
@@ -374,7 +376,7 @@ def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> 
     for name in ("save.done", "exit.done"):
         done = json.loads((run.triggers / name).read_text())
         assert (done["user"], done["result"]) == (team.member, "saved")
-    assert 0 < durable(run).iteration < 40
+    assert 0 < resume_point(run).iteration < 40
     team.relayrun(team.member, "submit", config, "--resume", "--take-over", "--set", "training.hooks=[]")
     team.relayrun(team.owner, "submit", whole)
     for each in (run, team.run("whole")):

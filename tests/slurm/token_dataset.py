@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.tokens.tokenize.dumps_jobs import tokenize_dump
-from relayrun.tokens.tokenize.settings import TokenizationSettings
-from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
+from relayrun.tokens.tokenize.split import prepare_dumps
 
 from .cluster import ROOT
 
@@ -33,7 +33,7 @@ class Dataset:
 
     def settings(self, name: str) -> TokenizationSettings:
         """A fresh metadata folder and output `name`, with all dumps prepared."""
-        prepare(self.folder / "data", self.folder / name / "meta", n_dumps=DUMPS)
+        prepare_dumps(self.folder / "data", self.folder / name / "meta", n_dumps=DUMPS)
         return TokenizationSettings(
             tokenizer=str(self.tokenizer),
             tokenizer_name="T",

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.trainers.base import ENDED_BY_ITSELF, Ending
+from relayrun.control.trainers.base import ENDED_BY_ITSELF, ProgramEnding
 from relayrun.control.trainers.command_checkpoints import CheckpointRule
 from relayrun.control.trainers.command_program import CommandProgram
 from relayrun.control.trainers.progress import LogPattern
 from relayrun.errors import RunDirError
-from relayrun.files import sizes
+from relayrun.files import file_sizes
 
 PROGRESS = LogPattern(re.compile(r"step (?P<iteration>\d+) loss (?P<loss>\S+)"))
 
@@ -61,7 +61,7 @@ def test_a_pattern_is_no_regular_expression(tmp_path: Path) -> None:
     (tmp_path / "stepx8ypt").write_text("12345")
     found = CheckpointRule(folder=tmp_path, pattern="step.{iteration}.pt", whole_when=None).whole()
     assert [checkpoint.iteration for checkpoint in found] == [7]
-    assert sizes(tmp_path / "step.7.pt") == {".": 5}
+    assert file_sizes(tmp_path / "step.7.pt") == {".": 5}
 
 
 def test_what_lies_beyond_the_base_is_moved_away(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_lies_beyond_the_base_is_moved_away(tmp_path: Path) -> None:
     assert "state.json is missing" in said
     assert (tmp_path / ".quarantine" / "checkpoint-10-0002" / "weights").exists()
     assert [iteration for iteration, _ in rule(tmp_path).every()] == [5]
-    assert sizes(tmp_path / "checkpoint-5") == {"state.json": 2, "weights": 5}
+    assert file_sizes(tmp_path / "checkpoint-5") == {"state.json": 2, "weights": 5}
 
 
 def test_steps_by_the_log_or_by_the_client(tmp_path: Path) -> None:
@@ -248,7 +248,9 @@ def test_a_file_of_progress_that_is_written_anew_on_resume_begins_with_old_lines
 
 
 def test_a_good_exit_code_is_an_end_on_purpose(tmp_path: Path) -> None:
-    assert program(tmp_path).ending(0) == Ending(outcome="done", words="the program ended by itself, with exit code 0")
+    assert program(tmp_path).ending(0) == ProgramEnding(
+        outcome="done", words="the program ended by itself, with exit code 0"
+    )
     left = program(tmp_path, asked_to_leave=lambda: True).ending(0)
     assert left is not None
     assert left.outcome == "left"
@@ -279,7 +281,7 @@ def test_a_program_that_is_asked_to_leave_at_its_last_iteration_is_done(tmp_path
     save(tmp_path / "checkpoints", 10)
     checkpoints = rule(tmp_path / "checkpoints")
     ending = program(tmp_path, rule=checkpoints, total_steps=10, asked_to_leave=lambda: True).ending(exit_code)
-    assert ending == Ending(outcome="done", words="the last iteration, 10, is saved")
+    assert ending == ProgramEnding(outcome="done", words="the last iteration, 10, is saved")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from signal import Signals
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import BEGINNING, Durable, durable
+from relayrun.control.rundir.lineage import BEGINNING, ResumePoint, resume_point
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.base import Observing
-from relayrun.control.trainers.command_trainer import Command, CommandSettings
+from relayrun.control.trainers.base import AttemptObserver
+from relayrun.control.trainers.command import CommandSettings, CommandTrainer
 from relayrun.files import read_lines
 from tests.history import began
 
@@ -21,16 +21,16 @@ from tests.history import began
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path / "run")
-    triggers.create_folder(run)
+    triggers.create_trigger_folder(run)
     run.checkpoints.mkdir()
     return run
 
 
-def trainer(run: Run, /, **settings: object) -> Command:
-    return Command(run, CommandSettings.of({"run": ["train"], **settings}), total_steps=None)
+def trainer(run: Run, /, **settings: object) -> CommandTrainer:
+    return CommandTrainer(run, CommandSettings.of({"run": ["train"], **settings}), total_steps=None)
 
 
-def follow(run: Run, trainer: Command, number: int = 1, signals: list[Signals] | None = None) -> Observing:
+def follow(run: Run, trainer: CommandTrainer, number: int = 1, signals: list[Signals] | None = None) -> AttemptObserver:
     begin = run.attempt(number).read_begin()
     assert begin is not None
     send: Callable[[Signals], None] = (signals if signals is not None else []).append
@@ -86,7 +86,7 @@ def test_a_file_and_a_signal_ask_for_a_checkpoint(run: Run) -> None:
     observer = follow(run, made, signals=signals)
     observer.look()
     assert not (run.path / "ask/SAVE").exists()
-    triggers.touch(run, "save")
+    triggers.touch_trigger(run, "save")
     observer.look()
     assert (run.path / "ask/SAVE").exists()
     assert signals == [Signals.SIGUSR1]
@@ -115,10 +115,10 @@ def test_it_goes_on_from_an_older_one_where_the_program_removed_its_newest(run: 
         save(run, iteration)
         observer.look()
         observer.look()
-    assert durable(run).iteration == 10
+    assert resume_point(run).iteration == 10
     shutil.rmtree(run.checkpoints / "step-10")
-    base = durable(run)
-    assert base == Durable(iteration=5, path=str(run.checkpoints / "step-5"))
+    base = resume_point(run)
+    assert base == ResumePoint(iteration=5, path=str(run.checkpoints / "step-5"))
     began(run, 2, base=5, base_path=base.path)
     assert made.prepare(base, attempt=2) == []
     assert made.environment(run.attempt(2).read_begin())["RELAYRUN_CHECKPOINT"] == base.path  # type: ignore[arg-type]
@@ -128,6 +128,6 @@ def test_another_runs_checkpoint_leaves_nothing_of_this_run_to_go_on_from(run: R
     made = trainer(run, pattern="step-{iteration}")
     save(run, 3)
     began(run, 1)
-    other = Durable(iteration=100, path=str(tmp_path / "other/step-100"))
+    other = ResumePoint(iteration=100, path=str(tmp_path / "other/step-100"))
     (said,) = made.prepare(other, attempt=1)
     assert "step-3 (no attempt has it on record)" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.trainers import megatron_lm_program as module
-from relayrun.control.trainers.megatron_lm_program import Dialect, MegatronLM
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram
 
 
 class Clock:
@@ -43,10 +43,10 @@ class Clock:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    def make(seconds: float, dialect: Dialect = Dialect.SWISS_AI) -> tuple[Clock, MegatronLM]:
+    def make(seconds: float, dialect: MegatronDialect = MegatronDialect.SWISS_AI) -> tuple[Clock, MegatronProgram]:
         clock = Clock(tmp_path / "log", seconds)
         monkeypatch.setattr(module, "time", clock)
-        found = MegatronLM(
+        found = MegatronProgram(
             dialect=dialect,
             logs=[(str(clock.log), 0)],
             folder=tmp_path,
@@ -72,7 +72,7 @@ def test_who_waits_comes_out_inside_a_step(make: object, seconds: float, later: 
 
 
 def test_who_agrees_is_not_waited_for(make: object) -> None:
-    clock, program = make(5.0, Dialect.NVIDIA)  # type: ignore[operator]
+    clock, program = make(5.0, MegatronDialect.NVIDIA)  # type: ignore[operator]
     program.wait_inside_step()
     assert clock.now == 1000.0
 

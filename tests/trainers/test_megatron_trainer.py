@@ -10,11 +10,11 @@ from signal import Signals
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import BEGINNING, Durable
+from relayrun.control.rundir.lineage import BEGINNING, ResumePoint
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import checkout
-from relayrun.control.trainers.megatron_lm_program import Dialect, MegatronLM, dialect_of
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram, megatron_dialect_of
 from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings, MegatronTrainer
 from tests.history import began
 
@@ -29,7 +29,9 @@ def run(tmp_path: Path) -> Run:
     return found
 
 
-def trainer(run: Run, *flags: str, dialect: Dialect = Dialect.SWISS_AI, **settings: object) -> MegatronTrainer:
+def trainer(
+    run: Run, *flags: str, dialect: MegatronDialect = MegatronDialect.SWISS_AI, **settings: object
+) -> MegatronTrainer:
     words = ["python", "pretrain_gpt.py", *flags]
     return MegatronTrainer(
         run, MegatronSettings.of({"run": words, "dialect": dialect.value, "total_steps": 10, **settings})
@@ -49,14 +51,14 @@ def value(words: list[str], flag: str) -> str | None:
 @pytest.mark.parametrize(
     ("dialect", "flags", "signal"),
     [
-        (Dialect.SWISS_AI, [], "SIGUSR2"),
-        (Dialect.NVIDIA, [], "SIGTERM"),
-        (Dialect.NVIDIA, ["--exit-signal", "SIGUSR2"], "SIGUSR2"),
-        (Dialect.NVIDIA, ["--exit-signal", "SIGUSR2", "--exit-signal=SIGINT"], "SIGINT"),
+        (MegatronDialect.SWISS_AI, [], "SIGUSR2"),
+        (MegatronDialect.NVIDIA, [], "SIGTERM"),
+        (MegatronDialect.NVIDIA, ["--exit-signal", "SIGUSR2"], "SIGUSR2"),
+        (MegatronDialect.NVIDIA, ["--exit-signal", "SIGUSR2", "--exit-signal=SIGINT"], "SIGINT"),
     ],
 )
 def test_the_signal_to_leave_is_the_one_that_the_program_is_told(
-    run: Run, dialect: Dialect, flags: list[str], signal: str
+    run: Run, dialect: MegatronDialect, flags: list[str], signal: str
 ) -> None:
     assert trainer(run, *flags, dialect=dialect).leave_signal is Signals[signal]
 
@@ -65,7 +67,7 @@ def test_the_folders_of_an_attempt(run: Run) -> None:
     words = trainer(run).command(begin_of(run))
     assert value(words, "--save") == value(words, "--load") == str(run.checkpoints)
     assert value(words, "--trigger-path") == str(run.attempt(1).client)
-    assert "--trigger-path" not in trainer(run, dialect=Dialect.NVIDIA).command(begin_of(run))
+    assert "--trigger-path" not in trainer(run, dialect=MegatronDialect.NVIDIA).command(begin_of(run))
     assert {"--wandb-save-dir", "--tensorboard-dir"}.isdisjoint(words)
 
 
@@ -138,7 +140,7 @@ def cloned(tmp_path: Path) -> Path:
 
 def test_commit_and_difference_are_on_record_of_each_attempt(run: Run, cloned: Path) -> None:
     (cloned / "pretrain_gpt.py").write_text(f"new\nlogin('{TOKEN}')\n")
-    trainer(run, dir=str(cloned)).prepare(Durable(iteration=0, path=None), attempt=1)
+    trainer(run, dir=str(cloned)).prepare(ResumePoint(iteration=0, path=None), attempt=1)
     path = run.debug_of(1) / "compute_environment.txt"
     commit = subprocess.run(["git", "-C", str(cloned), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     text = path.read_text()
@@ -155,7 +157,7 @@ def test_a_program_that_the_checkout_names_for_differences_is_not_run(cloned: Pa
     program.chmod(0o755)
     git(cloned, "config", "diff.external", str(program))
     (cloned / "pretrain_gpt.py").write_text("new\n")
-    assert "+new" in checkout.state(cloned)[1]
+    assert "+new" in checkout.checkout_state(cloned)[1]
     assert not (tmp_path / "harm").exists()
 
 
@@ -163,7 +165,7 @@ def test_of_a_snapshot_what_lies_beside_it_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "0001").mkdir()
     (tmp_path / "0001.commit").write_text("abc\n")
     (tmp_path / "0001.diff").write_text("+new\n")
-    assert checkout.state(tmp_path / "0001") == ("abc", "+new\n")
+    assert checkout.checkout_state(tmp_path / "0001") == ("abc", "+new\n")
 
 
 def test_a_folder_without_git_says_so(run: Run, tmp_path: Path) -> None:
@@ -182,8 +184,8 @@ def test_a_folder_without_git_says_so(run: Run, tmp_path: Path) -> None:
 def test_how_it_says_that_it_saved_and_left(tmp_path: Path, line: str, words: str) -> None:
     log = tmp_path / "log"
     log.write_text(f"{line}\n")
-    program = MegatronLM(
-        dialect=Dialect.SWISS_AI,
+    program = MegatronProgram(
+        dialect=MegatronDialect.SWISS_AI,
         logs=[(str(log), 0)],
         folder=tmp_path,
         trigger_folder=tmp_path,
@@ -198,17 +200,17 @@ def test_how_it_says_that_it_saved_and_left(tmp_path: Path, line: str, words: st
 @pytest.mark.parametrize(
     ("dialect", "flags", "asked"),
     [
-        (Dialect.SWISS_AI, [], ["SIGUSR2"]),
-        (Dialect.NVIDIA, ["--profile", "--exit-signal", "SIGUSR2"], ["SIGUSR2"]),
-        (Dialect.SWISS_AI, ["--profile"], ["exit", "save"]),
+        (MegatronDialect.SWISS_AI, [], ["SIGUSR2"]),
+        (MegatronDialect.NVIDIA, ["--profile", "--exit-signal", "SIGUSR2"], ["SIGUSR2"]),
+        (MegatronDialect.SWISS_AI, ["--profile"], ["exit", "save"]),
     ],
 )
 def test_with_its_profiler_swiss_ai_is_asked_by_its_own_files(
-    run: Run, dialect: Dialect, flags: list[str], asked: list[str]
+    run: Run, dialect: MegatronDialect, flags: list[str], asked: list[str]
 ) -> None:
     """--profile switches its signal handler off."""
-    triggers.create_folder(run)
-    triggers.touch(run, "exit")
+    triggers.create_trigger_folder(run)
+    triggers.touch_trigger(run, "exit")
     signals: list[Signals] = []
     observer = trainer(run, *flags, dialect=dialect).follow(begin_of(run), signal_ranks=signals.append)
     assert observer is not None
@@ -219,7 +221,9 @@ def test_with_its_profiler_swiss_ai_is_asked_by_its_own_files(
 
 @pytest.mark.parametrize(("exit_code", "left"), [(0, True), (1, False), (None, False)])
 def test_it_may_have_left_by_its_own_exit_file(tmp_path: Path, exit_code: int | None, left: bool) -> None:
-    program = MegatronLM(dialect=Dialect.SWISS_AI, logs=[], folder=tmp_path, trigger_folder=tmp_path, total_steps=1000)
+    program = MegatronProgram(
+        dialect=MegatronDialect.SWISS_AI, logs=[], folder=tmp_path, trigger_folder=tmp_path, total_steps=1000
+    )
     assert program.ending(exit_code) is None
     (tmp_path / "exit").touch()
     assert (program.ending(exit_code) is not None) is left
@@ -229,6 +233,6 @@ def test_the_dialect_is_told_by_the_arguments(tmp_path: Path) -> None:
     path = tmp_path / "megatron" / "training" / "arguments.py"
     path.parent.mkdir(parents=True)
     path.write_text("group.add_argument('--trigger-path')")
-    assert dialect_of(tmp_path) is Dialect.SWISS_AI
+    assert megatron_dialect_of(tmp_path) is MegatronDialect.SWISS_AI
     path.write_text("group.add_argument('--exit-signal-handler')")
-    assert dialect_of(tmp_path) is Dialect.NVIDIA
+    assert megatron_dialect_of(tmp_path) is MegatronDialect.NVIDIA

@@ -12,12 +12,12 @@ import pytest
 
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import durable, is_own
-from relayrun.control.rundir.records import AttemptStart, Heartbeat, Outcome, Started
+from relayrun.control.rundir.lineage import is_checkpoint_of, resume_point
+from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, Heartbeat, StartTimes
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.base import Ending, FoundCheckpoint, ObservedStep
-from relayrun.control.trainers.observer import Observer
-from relayrun.control.trainers.retention import Retention
+from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding
+from relayrun.control.trainers.observer import ProgramObserver
+from relayrun.control.trainers.retention import CheckpointRetention
 from relayrun.files import read_lines
 from tests.history import began
 
@@ -30,7 +30,7 @@ class Script:
         self.said: list[ObservedStep] = []
         self.saved: list[int] = []
         self.under_way: int | None = None
-        self.end: Ending | None = None
+        self.end: ProgramEnding | None = None
         self.asked = 0
         self.refuses: str | None = None
         self.may_change = False
@@ -53,7 +53,7 @@ class Script:
         self.asked += 1
         return self.refuses
 
-    def ending(self, exit_code: int | None) -> Ending | None:
+    def ending(self, exit_code: int | None) -> ProgramEnding | None:
         return self.end
 
     def step(self, *iterations: int) -> None:
@@ -80,20 +80,26 @@ class Script:
 class Scene:
     def __init__(self, run: Run) -> None:
         self.run = run
-        triggers.create_folder(run)
+        triggers.create_trigger_folder(run)
         began(run, 1, base=0)
         self.attempt: Attempt = run.attempt(1)
         self.script = Script(run.checkpoints)
         self.left = 0
         self.observer = self.observe()
 
-    def observe(self, script: Script | None = None, *, keep_last: int | None = None, **change: object) -> Observer:
+    def observe(
+        self, script: Script | None = None, *, keep_last: int | None = None, **change: object
+    ) -> ProgramObserver:
         begin = self.attempt.read_begin()
         assert begin is not None
         if change:
             begin = AttemptStart.of({**begin.__dict__, **change})
-        retention = None if keep_last is None else Retention(self.run, self.attempt, begin, keep_last=keep_last)
-        return Observer(self.run, self.attempt, begin, script or self.script, leave=self._leave, retention=retention)
+        retention = (
+            None if keep_last is None else CheckpointRetention(self.run, self.attempt, begin, keep_last=keep_last)
+        )
+        return ProgramObserver(
+            self.run, self.attempt, begin, script or self.script, leave=self._leave, retention=retention
+        )
 
     def _leave(self) -> None:
         self.left += 1
@@ -144,12 +150,12 @@ def test_the_start_is_over_with_the_first_step(scene: Scene) -> None:
     before = time.time()
     scene.script.step(1)
     scene.observer.look()
-    started = Started.read(scene.attempt.started)
+    started = StartTimes.read(scene.attempt.started)
     assert started is not None
     assert started.loaded >= before
     scene.script.step(2)
     scene.observer.look()
-    assert Started.read(scene.attempt.started) == started
+    assert StartTimes.read(scene.attempt.started) == started
 
 
 def test_a_program_that_stands_still_has_no_heartbeat(scene: Scene) -> None:
@@ -175,21 +181,21 @@ def test_nothing_is_recorded_twice_or_left_out_whenever_the_observer_is_killed(s
 
 
 def outcome(scene: Scene) -> tuple[str, str] | None:
-    found = Outcome.read(scene.attempt.outcome)
+    found = AttemptOutcome.read(scene.attempt.outcome)
     return None if found is None else (found.outcome, found.reason)
 
 
 def test_the_end_of_a_program_that_obeyed(scene: Scene) -> None:
     scene.script.step(1, 2)
     scene.script.save(2)
-    scene.script.end = Ending(outcome="left", words="SIGUSR2")
+    scene.script.end = ProgramEnding(outcome="left", words="SIGUSR2")
     scene.observer.conclude(0)
     assert outcome(scene) == ("saved", "SIGUSR2")
 
 
 def test_why_the_batch_script_asked_stands_in_the_outcome(scene: Scene) -> None:
     scene.attempt.stop.write_text("SIGTERM\n")
-    scene.script.end = Ending(outcome="left", words="SIGUSR2")
+    scene.script.end = ProgramEnding(outcome="left", words="SIGUSR2")
     scene.observer.conclude(0)
     assert outcome(scene) == ("saved", "SIGTERM")
 
@@ -197,7 +203,7 @@ def test_why_the_batch_script_asked_stands_in_the_outcome(scene: Scene) -> None:
 def test_a_program_that_left_without_a_whole_checkpoint_has_no_outcome(scene: Scene) -> None:
     scene.script.step(1, 2, 3)
     scene.script.save(2)
-    scene.script.end = Ending(outcome="left", words="SIGUSR2")
+    scene.script.end = ProgramEnding(outcome="left", words="SIGUSR2")
     scene.observer.conclude(0)
     assert outcome(scene) is None
     assert [commit.iteration for commit in scene.attempt.read_commits()] == [2]
@@ -205,10 +211,10 @@ def test_a_program_that_left_without_a_whole_checkpoint_has_no_outcome(scene: Sc
 
 @pytest.mark.parametrize("end", ["done", "fatal"])
 def test_the_end_of_a_program_that_goes_by_itself(scene: Scene, end: str) -> None:
-    scene.script.end = Ending(outcome=end, words="so it is")  # type: ignore[arg-type]
+    scene.script.end = ProgramEnding(outcome=end, words="so it is")  # type: ignore[arg-type]
     scene.observer.conclude(0)
     assert outcome(scene) == (end, "so it is")
-    scene.script.end = Ending(outcome="left", words="another")
+    scene.script.end = ProgramEnding(outcome="left", words="another")
     scene.observer.conclude(0)
     assert outcome(scene) == (end, "so it is")  # what is on record holds
 
@@ -221,19 +227,19 @@ def test_a_crash_leaves_no_outcome(scene: Scene) -> None:
 
 
 def test_the_exit_trigger_asks_once_and_is_answered_behind_the_outcome(scene: Scene) -> None:
-    triggers.touch(scene.run, "exit")
+    triggers.touch_trigger(scene.run, "exit")
     scene.observer.look()
     scene.observer.look()
     assert scene.left == 1
-    assert triggers.look(scene.run, "exit") is not None
+    assert triggers.read_trigger(scene.run, "exit") is not None
     scene.script.step(1)
     scene.script.save(1)
-    scene.script.end = Ending(outcome="left", words="SIGUSR2")
+    scene.script.end = ProgramEnding(outcome="left", words="SIGUSR2")
     scene.observer.conclude(0)
     found = outcome(scene)
     assert found is not None
     assert found[0] == "exit"
-    assert triggers.look(scene.run, "exit") is None
+    assert triggers.read_trigger(scene.run, "exit") is None
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -241,7 +247,7 @@ def test_a_program_that_trains_on_has_not_heard_it_and_is_asked_again(scene: Sce
     """The batch script writes why it asks, and its signal may be lost: before a handler is there, say."""
     begin = scene.attempt.read_begin()
     assert begin is not None
-    scene.observer = Observer(scene.run, scene.attempt, begin, scene.script, leave=scene._leave, ask_again=again)
+    scene.observer = ProgramObserver(scene.run, scene.attempt, begin, scene.script, leave=scene._leave, ask_again=again)
     scene.script.step(1)
     scene.attempt.stop.write_text("SIGUSR2\n")
     scene.observer.look()
@@ -258,24 +264,24 @@ def test_a_program_that_trains_on_has_not_heard_it_and_is_asked_again(scene: Sce
 
 
 def test_the_save_trigger_is_answered_when_a_checkpoint_has_come(scene: Scene) -> None:
-    triggers.touch(scene.run, "save")
+    triggers.touch_trigger(scene.run, "save")
     scene.observer.look()
     scene.observer.look()
     assert scene.script.asked == 1
-    assert triggers.look(scene.run, "save") is not None
+    assert triggers.read_trigger(scene.run, "save") is not None
     scene.script.step(1)
     scene.script.save(1)
     scene.observer.look()
-    assert triggers.look(scene.run, "save") is None
+    assert triggers.read_trigger(scene.run, "save") is None
     assert "saved iteration 1" in (scene.run.triggers / "save.done").read_text()
 
 
 def test_a_program_that_cannot_save_says_so_in_the_answer(scene: Scene) -> None:
     scene.script.refuses = "it has no ears"
-    triggers.touch(scene.run, "save")
+    triggers.touch_trigger(scene.run, "save")
     scene.observer.look()
     assert "refused: it has no ears" in (scene.run.triggers / "save.done").read_text()
-    assert triggers.look(scene.run, "save") is None
+    assert triggers.read_trigger(scene.run, "save") is None
 
 
 @pytest.mark.parametrize(("left", "asked"), [(100.0, 0), (5.0, 1)])
@@ -338,14 +344,14 @@ def test_a_program_whose_steps_go_back_lives(scene: Scene) -> None:
     assert scene.lines() == [4, 5, 6]
 
 
-def goes_on(scene: Scene, base: int) -> tuple[Observer, list[str]]:
+def goes_on(scene: Scene, base: int) -> tuple[ProgramObserver, list[str]]:
     """An observer of an attempt that goes on from `base`, and what it has ended."""
     begin = scene.attempt.read_begin()
     assert begin is not None
     begin = AttemptStart.of({**begin.__dict__, "base_iteration": base, "base_path": f"checkpoints/iter_{base:07}"})
     ended: list[str] = []
     end = partial(ended.append, "ranks")
-    return Observer(scene.run, scene.attempt, begin, scene.script, leave=scene._leave, end=end), ended
+    return ProgramObserver(scene.run, scene.attempt, begin, scene.script, leave=scene._leave, end=end), ended
 
 
 @pytest.mark.parametrize("said", [(1,), (0, 1), (10, 20), (1, 2, 100, 101)])
@@ -356,7 +362,7 @@ def test_a_program_that_does_not_go_on_from_the_base_is_ended_before_it_saves(
     observer, ended = goes_on(scene, 100)
     scene.script.step(*said)
     scene.script.save(120)
-    triggers.touch(scene.run, "save")
+    triggers.touch_trigger(scene.run, "save")
     observer.look()
     assert ended == ["ranks"]
     assert scene.attempt.read_commits() == []
@@ -439,7 +445,7 @@ def test_it_is_asked_to_leave_also_where_its_files_cannot_be_read(scene: Scene) 
         raise OSError("stale file handle")
 
     scene.script.checkpoints = away  # type: ignore[method-assign]
-    triggers.touch(scene.run, "exit")
+    triggers.touch_trigger(scene.run, "exit")
     with pytest.raises(OSError, match="stale"):
         scene.observer.look()
     assert scene.left == 1
@@ -457,7 +463,7 @@ def test_old_checkpoints_go_where_that_is_asked_for_and_what_others_removed_does
     assert on_disk(scene) == ["iter_0000003", "iter_0000004"]
     shutil.rmtree(scene.run.checkpoints / "iter_0000004")  # by the program itself
     scene.script.saved.remove(4)
-    assert durable(scene.run).iteration == 3
+    assert resume_point(scene.run).iteration == 3
     (scene.run.checkpoints / ".removing" / "iter_0000002").mkdir(parents=True, exist_ok=True)  # of a killed process
     (scene.run.checkpoints / "final").mkdir()  # nothing has it on record
     scene.script.save(5)
@@ -474,8 +480,8 @@ def test_of_a_checkpoint_that_is_a_link_the_link_alone_is_removed(scene: Scene, 
     moved = tmp_path / "archive"
     (scene.run.checkpoints / "iter_0000001").rename(moved)
     (scene.run.checkpoints / "iter_0000001").symlink_to(moved)
-    assert durable(scene.run).iteration == 1
-    assert is_own(scene.run, durable(scene.run))  # the run does not begin anew
+    assert resume_point(scene.run).iteration == 1
+    assert is_checkpoint_of(scene.run, resume_point(scene.run))  # the run does not begin anew
     scene.script.save(2)
     scene.observer.look()
     assert on_disk(scene) == ["iter_0000002"]

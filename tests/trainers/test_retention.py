@@ -10,9 +10,9 @@ import pytest
 
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import retention
-from relayrun.control.trainers.base import Ending
-from relayrun.control.trainers.observer import Observer
-from relayrun.control.trainers.retention import Retention
+from relayrun.control.trainers.base import ProgramEnding
+from relayrun.control.trainers.observer import ProgramObserver
+from relayrun.control.trainers.retention import CheckpointRetention
 from tests.history import began
 
 from .test_observer import Scene
@@ -25,10 +25,10 @@ class Kept(Scene):
     keep_every: int | None = None
     named: int | None = None
 
-    def observe(self, script: object = None, **change: object) -> Observer:
+    def observe(self, script: object = None, **change: object) -> ProgramObserver:
         begin = self.attempt.read_begin()
         assert begin is not None
-        kept = Retention(
+        kept = CheckpointRetention(
             self.run,
             self.attempt,
             begin,
@@ -36,7 +36,7 @@ class Kept(Scene):
             keep_every=self.keep_every,
             tracked=lambda: self.named,
         )
-        return Observer(self.run, self.attempt, begin, self.script, leave=self._leave, retention=kept)
+        return ProgramObserver(self.run, self.attempt, begin, self.script, leave=self._leave, retention=kept)
 
     def there(self) -> list[int]:
         return sorted(int(path.name[5:]) for path in self.run.checkpoints.glob("iter_*"))
@@ -113,7 +113,7 @@ def test_the_last_look_of_a_run_that_is_done_removes_too(scene: Kept) -> None:
     scene.make(1, 2)
     scene.script.step(3)
     scene.script.save(3)
-    scene.script.end = Ending(outcome="done", words="all of it")
+    scene.script.end = ProgramEnding(outcome="done", words="all of it")
     scene.observer.conclude(0)
     assert scene.there() == [2, 3]
     assert list((scene.run.checkpoints / ".removing").iterdir()) == []
@@ -171,7 +171,7 @@ def test_a_kill_at_any_point_leaves_no_half_checkpoint_under_its_name(tmp_path: 
 
 
 def test_a_look_removes_for_a_short_time_only(scene: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "SLICE_SECONDS", -1.0)
+    monkeypatch.setattr(retention, "REMOVE_SECONDS", -1.0)
     scene.keep_last = 1
     scene.observer = scene.observe()
     scene.script.step(1)

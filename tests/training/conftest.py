@@ -23,8 +23,8 @@ import yaml
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.attempt import Attempt as AttemptDir
-from relayrun.control.rundir.lineage import durable
-from relayrun.control.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, CheckpointCommit, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import free_port
 from relayrun.files import read_lines
@@ -35,7 +35,7 @@ from tests.waiting import wait_for
 
 VOCABULARY = 300
 RANKS = 2
-FAULTS = "relayrun.lab.faults.inject:Faults"
+FAULTS = "relayrun.lab.faults.injection:FaultInjection"
 Rank = subprocess.Popen[bytes] | warm.Warm
 STARTED: list[Rank] = []
 """Ranks of the test that runs."""
@@ -115,19 +115,19 @@ class Attempt:
         return self.log.read_text()
 
     @property
-    def outcome(self) -> Outcome | None:
-        return Outcome.read(self.directory.outcome)
+    def outcome(self) -> AttemptOutcome | None:
+        return AttemptOutcome.read(self.directory.outcome)
 
     @property
-    def commits(self) -> list[Commit]:
+    def commits(self) -> list[CheckpointCommit]:
         return self.directory.read_commits()
 
     def heartbeats(self) -> list[Heartbeat]:
         found = [Heartbeat.read(path) for path in sorted(self.directory.heartbeats.glob("*.json"))]
         return [beat for beat in found if beat is not None]
 
-    def failures(self) -> list[Failure]:
-        found = [Failure.read(path) for path in sorted(self.directory.failures.glob("*.json"))]
+    def failures(self) -> list[RankFailure]:
+        found = [RankFailure.read(path) for path in sorted(self.directory.failures.glob("*.json"))]
         return [failure for failure in found if failure is not None]
 
     def steps(self) -> dict[int, dict[str, Any]]:
@@ -163,7 +163,7 @@ class Harness:
 
     def begin(self, **changes: Any) -> AttemptDir:
         """Open the next attempt from what is durable."""
-        base = durable(self.run)
+        base = resume_point(self.run)
         number = max(self.run.attempt_numbers(), default=0) + 1
         attempt = self.run.attempt(number)
         attempt.path.mkdir(parents=True)
@@ -194,7 +194,7 @@ class Harness:
     ) -> Attempt:
         """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes.
 
-        `inject`: faults of `relayrun.lab.faults.inject`, of this attempt alone. `prefix`: put before the program.
+        `inject`: faults of `relayrun.lab.faults.injection`, of this attempt alone. `prefix`: put before the program.
         `imported`: from a process that has done the imports, see tests/warm.
         """
         attempt = attempt or self.begin(**changes)
@@ -259,7 +259,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Harness]:
         run = Run(tmp_path_factory.mktemp("run"))
         for folder in (run.config, run.attempts, run.checkpoints):
             folder.mkdir()
-        triggers.create_folder(run)
+        triggers.create_trigger_folder(run)
         manifest.write(run.manifest)
         config: dict[str, Any] = {
             "project": "tests",

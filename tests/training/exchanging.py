@@ -19,31 +19,31 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from relayrun.train.checkpoint.checksums import Damaged
-from relayrun.train.checkpoint.division import Place, divide
-from relayrun.train.checkpoint.exchange import Exchange
-from relayrun.train.messages import Messages
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint
+from relayrun.train.checkpoint.division import BlockLocation, assign_reads
+from relayrun.train.checkpoint.exchange import BlockExchange
+from relayrun.train.messages import RankMessages
 
 RANKS = 4
 FOLDER = Path(sys.argv[1])
 
 
-def blocks() -> list[Place]:
+def blocks() -> list[BlockLocation]:
     """60 blocks of random sizes, one of which is a third of all."""
     generator = random.Random(5)
     sizes = [generator.randrange(1, 9000) for _ in range(60)]
     sizes[11] = sum(sizes) // 2
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return [Place("data", start, size) for start, size in zip(starts, sizes, strict=True)]
+    return [BlockLocation("data", start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def wanted(rank: int) -> list[Place]:
+def wanted(rank: int) -> list[BlockLocation]:
     """All ranks want the first ones, two of them others, and each has some of its own."""
     every = blocks()
     return every[:40] + (every[40:48] if rank in (1, 3) else []) + every[48 + 3 * rank : 51 + 3 * rank]
 
 
-def content(place: Place) -> bytearray:
+def content(place: BlockLocation) -> bytearray:
     with (FOLDER / "data").open("rb") as file:
         file.seek(place.at)
         return bytearray(file.read(place.bytes))
@@ -51,23 +51,23 @@ def content(place: Place) -> bytearray:
 
 def exchange(
     rank: int,
-    read: Callable[[Place], bytearray] = content,
-    put: Callable[[Place, bytearray], None] = lambda place, data: None,
+    read: Callable[[BlockLocation], bytearray] = content,
+    put: Callable[[BlockLocation, bytearray], None] = lambda place, data: None,
 ) -> dict[str, Any]:
     """What this rank read and got, or what it met."""
     has_read: list[int] = []
-    got: dict[Place, str] = {}
+    got: dict[BlockLocation, str] = {}
 
-    def counted(place: Place) -> bytearray:
+    def counted(place: BlockLocation) -> bytearray:
         has_read.append(place.bytes)
         return read(place)
 
-    def kept(place: Place, data: bytearray) -> None:
+    def kept(place: BlockLocation, data: bytearray) -> None:
         put(place, data)
         assert place not in got
         got[place] = xxhash.xxh3_128_hexdigest(data)
 
-    found = Exchange(dist.group.WORLD, torch.device("cpu"), round_size=20_000, piece=4096)
+    found = BlockExchange(dist.group.WORLD, torch.device("cpu"), round_size=20_000, piece=4096)
     try:
         found.blocks(wanted(rank), counted, kept)
     except Exception as error:
@@ -78,11 +78,11 @@ def exchange(
 
 def damaged(rank: int) -> dict[str, Any]:
     """The third block of rank 2 is not what was saved; only who reads it sees that."""
-    place = divide([wanted(rank) for rank in range(RANKS)]).shared[2][2]
+    place = assign_reads([wanted(rank) for rank in range(RANKS)]).shared[2][2]
 
-    def read(asked: Place) -> bytearray:
+    def read(asked: BlockLocation) -> bytearray:
         if asked == place:
-            raise Damaged(f"read by rank {rank}", where=FOLDER)
+            raise DamagedCheckpoint(f"read by rank {rank}", where=FOLDER)
         return content(asked)
 
     return exchange(rank, read)
@@ -99,7 +99,7 @@ class Stubborn(Exception):
 def not_unpacked(rank: int) -> dict[str, Any]:
     """Rank 1 cannot unpack a block that all of them have."""
 
-    def put(place: Place, data: bytearray) -> None:
+    def put(place: BlockLocation, data: bytearray) -> None:
         if rank == 1 and place == blocks()[20]:
             raise Stubborn("not ", "unpacked")
 
@@ -108,7 +108,7 @@ def not_unpacked(rank: int) -> dict[str, Any]:
 
 def lost(rank: int) -> dict[str, Any]:
     """Rank 0 does not know what it wants."""
-    found = Exchange(dist.group.WORLD, torch.device("cpu"))
+    found = BlockExchange(dist.group.WORLD, torch.device("cpu"))
     try:
         found.blocks(wanted(rank), content, lambda place, data: None, met=KeyError("index") if rank == 0 else None)
     except Exception as error:
@@ -119,9 +119,9 @@ def lost(rank: int) -> dict[str, Any]:
 def alone(rank: int) -> dict[str, Any]:
     """Rank 3 cannot read what it alone wants: the others have all that they want."""
 
-    def read(place: Place) -> bytearray:
+    def read(place: BlockLocation) -> bytearray:
         if place == blocks()[48 + 9]:
-            raise Damaged("its own", where=FOLDER)
+            raise DamagedCheckpoint("its own", where=FOLDER)
         return content(place)
 
     return exchange(rank, read)
@@ -129,7 +129,7 @@ def alone(rank: int) -> dict[str, Any]:
 
 def messages(rank: int) -> dict[str, Any]:
     """A thread that sends messages, beside collectives of the same group in the main thread."""
-    talk = Messages(dist.group.WORLD, tag=1)
+    talk = RankMessages(dist.group.WORLD, tag=1)
     heard: list[Any] = []
 
     def send() -> None:

@@ -19,15 +19,15 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 
-from relayrun.config.compose import yamlfile  # noqa: E402
+from relayrun.config.compose import yaml_file  # noqa: E402
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.checkpoint import strategy  # noqa: E402
+from relayrun.train.checkpoint import megatron_strategy  # noqa: E402
+from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
 from relayrun.train.checkpoint.reader import CheckedReader  # noqa: E402
-from relayrun.train.checkpoint.strategy import InProcessStrategy  # noqa: E402
-from relayrun.train.messages import Messages  # noqa: E402
-from relayrun.train.model import device_shim, layers  # noqa: E402
-from relayrun.train.model.gpt import Model  # noqa: E402
+from relayrun.train.messages import RankMessages  # noqa: E402
+from relayrun.train.model import cpu_patches, layers  # noqa: E402
+from relayrun.train.model.gpt import ModelStage  # noqa: E402
 from relayrun.train.model.norm import Norm, NormWithState  # noqa: E402
 
 VOCABULARY = 300
@@ -48,34 +48,36 @@ class EngineNorm(Norm):
         self.given.append(state)
 
 
-def model(final: type[Norm], inner: type[Norm] = Norm) -> Model:
+def model(final: type[Norm], inner: type[Norm] = Norm) -> ModelStage:
     """A model with these norms, its weights drawn anew."""
     layers.NormWithState, layers.Norm = final, inner  # type: ignore[attr-defined,misc,assignment]
-    return Model(config, ranks, VOCABULARY)
+    return ModelStage(config, ranks, VOCABULARY)
 
 
-def save(made: Model, name: str) -> Path:
+def save(made: ModelStage, name: str) -> Path:
     folder = target / name
     folder.mkdir()
     wanted = {"model": made.sharded_state_dict({})}
-    dist_checkpointing.save(wanted, str(folder), InProcessStrategy(Messages(ranks.cpu_group, tag=1)))
+    dist_checkpointing.save(wanted, str(folder), InProcessStrategy(RankMessages(ranks.cpu_group, tag=1)))
     return folder
 
 
-def ours(made: Model, folder: Path) -> None:
-    made.load(strategy.load({"model": made.sharded_state_dict({})}, CheckedReader(folder, None))["model"])
+def ours(made: ModelStage, folder: Path) -> None:
+    made.load(
+        megatron_strategy.load_state({"model": made.sharded_state_dict({})}, CheckedReader(folder, None))["model"]
+    )
 
 
-def megatrons(made: Model, folder: Path) -> None:
+def megatrons(made: ModelStage, folder: Path) -> None:
     """As a program does it that knows nothing of relayrun: strictly."""
     made.load(dist_checkpointing.load({"model": made.sharded_state_dict({})}, str(folder))["model"])
 
 
-def weights(made: Model) -> list[str]:
+def weights(made: ModelStage) -> list[str]:
     return [parameter.detach().numpy().tobytes().hex() for _, parameter in sorted(made.chunks[0].named_parameters())]
 
 
-def loaded(load: Callable[[Model, Path], None], into: Model, folder: Path, wanted: list[str] | None) -> str:
+def loaded(load: Callable[[ModelStage, Path], None], into: ModelStage, folder: Path, wanted: list[str] | None) -> str:
     try:
         load(into, folder)
     except BaseException as error:  # torch's own is no Exception
@@ -83,14 +85,14 @@ def loaded(load: Callable[[Model, Path], None], into: Model, folder: Path, wante
     return "same" if wanted is None or weights(into) == wanted else "other"
 
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 target, imported = Path(sys.argv[1]), Path(sys.argv[2])
 config = RunConfig.model_validate(
     {
         "project": "tests",
         "name": "state",
-        "model": yamlfile.read(imported / "model.yaml").values["model"],
+        "model": yaml_file.read_yaml(imported / "model.yaml").values["model"],
         "data": {"tokenizer": "none", "datasets": ["none"]},
         "training": {"steps": 10, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 16, "threads": 1},
         "optimizer": {"lr": 1e-2},
@@ -99,7 +101,7 @@ config = RunConfig.model_validate(
         "cluster": {"name": "test", "scheduler": "local"},
     }
 )
-ranks = parallel.start(config)
+ranks = parallel.start_process_groups(config)
 
 local = model(NormWithState)
 now = save(local, "now")

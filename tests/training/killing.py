@@ -15,9 +15,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.agent.memory import HEADER
-from relayrun.train.checkpoint.neighbour import Neighbour
-from relayrun.train.hooks import Context, Gradients, Hook, StepStart
+from relayrun.control.agent.memory_copies import HEADER_BYTES
+from relayrun.train.checkpoint.neighbour import NeighbourReplica
+from relayrun.train.hooks import Gradients, Hook, HookContext, StepStart
 
 
 class Kills(Hook):
@@ -26,7 +26,7 @@ class Kills(Hook):
         self._kills = [kill.split(":", 1)[1] for kill in kills if kill.split(":")[0] == number]
         self._iteration = 0
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self._rank = context.ranks.rank
         self._folders = context.run_dir
         self._folder = Path(os.environ.get("RELAYRUN_MEMORY", ""))
@@ -66,15 +66,15 @@ class Kills(Hook):
 
     def _watch_neighbour(self) -> None:
         """Kill this rank when it has sent the header of its copy, and not the copy."""
-        sends = Neighbour._pass
+        sends = NeighbourReplica._pass
 
-        def send(neighbour: Neighbour, to: int | None, out: Any, source: int | None, into: Any) -> None:
+        def send(neighbour: NeighbourReplica, to: int | None, out: Any, source: int | None, into: Any) -> None:
             self._sent += 1
             if self._sent % 2 == 0:  # behind a header
                 self._here(f"send:{self._iteration}")
             sends(neighbour, to, out, source, into)
 
-        Neighbour._pass = send  # type: ignore[method-assign]
+        NeighbourReplica._pass = send  # type: ignore[method-assign]
 
     def before_publish(self, iteration: int, folder: Path) -> None:
         """All bytes of the checkpoint are written, and it does not count yet."""
@@ -85,7 +85,7 @@ def spoil(folder: Path, names: str) -> None:
     """Change a byte of each of these files."""
     for path in folder.glob(names):
         with path.open("r+b") as file:
-            file.seek(HEADER + 5000)
+            file.seek(HEADER_BYTES + 5000)
             byte = file.read(1)
-            file.seek(HEADER + 5000)
+            file.seek(HEADER_BYTES + 5000)
             file.write(bytes([byte[0] ^ 1]))

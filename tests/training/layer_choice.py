@@ -14,7 +14,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.config.sections.transformer import Transformer  # noqa: E402
+from relayrun.config.sections.transformer import TransformerSection  # noqa: E402
 from relayrun.errors import FatalTrainingError  # noqa: E402
 from relayrun.train.model import fp8, fusions  # noqa: E402
 from relayrun.train.model.gpt import layers  # noqa: E402
@@ -69,7 +69,9 @@ def kernels(changes: dict[str, dict[str, Any]], device: str) -> dict[str, bool] 
     """The fused kernels that are used, or why one that is asked for is not."""
     sections = {name: CONFIG.get(name, {}) | values for name, values in changes.items()}
     try:
-        return fusions.choose(RunConfig.model_validate_json(json.dumps(CONFIG | sections)), torch.device(device))
+        return fusions.choose_fused_kernels(
+            RunConfig.model_validate_json(json.dumps(CONFIG | sections)), torch.device(device)
+        )
     except FatalTrainingError as error:
         return error.message
 
@@ -93,7 +95,7 @@ def overlap(*, new: bool) -> dict[str, Any]:
         sys.modules.setdefault(name, types.ModuleType(name))
     parallel = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
     config = RunConfig.model_validate_json(json.dumps(CONFIG | parallel | {"model": CONFIG["model"] | GROUPS}))
-    fusions.start_overlap(config, types.SimpleNamespace(fp8=None))
+    fusions.start_communication_overlap(config, types.SimpleNamespace(fp8=None))
     return asked
 
 
@@ -117,9 +119,9 @@ def in_8_bits(recipe: str | None, *, known: bool = True) -> str:
             raise ValueError("no such recipe")
 
     fp8.fp8_utils.get_fp8_recipe = made
-    settings = Transformer.model_validate({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})
+    settings = TransformerSection.model_validate({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})
     try:
-        fp8.check(settings, types.SimpleNamespace())
+        fp8.check_fp8(settings, types.SimpleNamespace())
     except FatalTrainingError as error:
         return error.message
     return "can"

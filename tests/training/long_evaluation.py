@@ -11,9 +11,9 @@ import sys
 def main() -> None:
     module = sys.argv.index("relayrun.train")
     sys.argv = sys.argv[module:]
-    from relayrun.train.evaluation import Evaluation
+    from relayrun.train.validation import Validation
 
-    Evaluation.samples = property(lambda self: 10**12)  # type: ignore[assignment]
+    Validation.samples = property(lambda self: 10**12)  # type: ignore[assignment]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

@@ -20,11 +20,11 @@ import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.model import device_shim  # noqa: E402
+from relayrun.train.model import cpu_patches  # noqa: E402
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 
-from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH, EOD = 64, 32, 8, 5
 SHARES = (0.0, 0.9, 0.1, 0.5, 0.3, 1.0, 0.02, 0.7)
@@ -69,14 +69,14 @@ def config(mean: str | None, size: int) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(sections))
 
 
-def parameters(model: Model, first_layer: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def parameters(model: ModelStage, first_layer: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """By the names that they have where the model is one; a pipeline stage counts its own layers."""
     for chunk in model.chunks:
         for name, parameter in chunk.module.named_parameters():
             yield re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + first_layer}", name), parameter
 
 
-def same_weights(model: Model, first_layer: int) -> None:
+def same_weights(model: ModelStage, first_layer: int) -> None:
     """Every layout begins with the same ones, which the seed alone does not give."""
     with torch.no_grad():
         for name, parameter in parameters(model, first_layer):
@@ -87,13 +87,13 @@ def same_weights(model: Model, first_layer: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = parallel.start(config("token", 1))
+    ranks = parallel.start_process_groups(config("token", 1))
     found: dict[str, Any] = {}
     tokens = samples()
     first_layer = ranks.pipeline_rank * 2 // ranks.pipeline_size
     for mean in ("micro_batch", "sample", "token", None):
         for size in SIZES:
-            model = Model(config(mean, size), ranks, VOCABULARY, eod=EOD)
+            model = ModelStage(config(mean, size), ranks, VOCABULARY, eod=EOD)
             same_weights(model, first_layer)
             first = ranks.data_parallel_rank * size
             batches = [
@@ -108,7 +108,7 @@ def main() -> None:
             for name, parameter in parameters(model, first_layer):
                 found[f"{mean}/{size}/gradient/{name}"] = parameter.main_grad.numpy().copy()
     np.savez(f"{FOLDER}/{rank}.npz", **found)
-    parallel.stop()
+    parallel.stop_process_groups()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
-from relayrun.config.sections.optimizer import Optimizer  # noqa: E402
+from relayrun.config.sections.optimizer import OptimizerSection  # noqa: E402
 from relayrun.train.optimizer import muon  # noqa: E402
 
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -38,7 +38,7 @@ def parameter(rows: int, columns: int, seed: int) -> torch.nn.Parameter:
 
 
 def stepped(kind: str | None, held: list[torch.nn.Parameter], **changes: object) -> list[torch.Tensor]:
-    settings = Optimizer.model_validate(SETTINGS | changes)
+    settings = OptimizerSection.model_validate(SETTINGS | changes)
     group = {"params": held, "is_expert_parallel": False} | ({"muon": kind} if kind else {})
     optimizer = muon.Muon([group], settings=settings, qkv=QKV)
     for _ in range(3):
@@ -71,7 +71,7 @@ adam = torch.optim.AdamW(adams, lr=0.02, weight_decay=0.1, betas=(0.9, 0.95), ep
 for _ in range(3):
     adam.step()
 matrix = parameter(24, 40, 1).detach()
-orthogonal = muon.orthogonalized(matrix, 5)
+orthogonal = muon.orthogonalize(matrix, 5)
 values = torch.linalg.svdvals(orthogonal)
 
 qkv = parameter(32, 24, 7)
@@ -81,7 +81,7 @@ rows = torch.arange(32).view(2, 16)
 apart = torch.zeros_like(before)
 for part in rows.split(QKV, dim=1):
     own = part.reshape(-1)
-    apart[own] = muon.orthogonalized(qkv.grad[own], 5) * max(1.0, (len(own) / 24) ** 0.5)
+    apart[own] = muon.orthogonalize(qkv.grad[own], 5) * max(1.0, (len(own) / 24) ** 0.5)
 for _ in range(3):
     before.add_(apart, alpha=-0.02)
 

@@ -23,13 +23,17 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.tokens.order.progress import Progress  # noqa: E402
+from relayrun.tokens.order.progress import TrainingProgress  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.checkpoint.strategy import InProcessStrategy  # noqa: E402
-from relayrun.train.messages import Messages  # noqa: E402
-from relayrun.train.model import device_shim  # noqa: E402
-from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
-from relayrun.train.optimizer.optimizer import Optimizer, ShardedDistributedOptimizer, TorchDistributedOptimizer  # noqa: E402
+from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
+from relayrun.train.messages import RankMessages  # noqa: E402
+from relayrun.train.model import cpu_patches  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
+from relayrun.train.optimizer.optimizer import (  # noqa: E402
+    ScheduledOptimizer,
+    ShardedDistributedOptimizer,
+    TorchDistributedOptimizer,
+)
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 CONFIG = {
@@ -52,14 +56,14 @@ CONFIG = {
 }
 
 
-def step(model: Model, optimizer: Optimizer, number: int) -> None:
+def step(model: ModelStage, optimizer: ScheduledOptimizer, number: int) -> None:
     optimizer.zero_grad()
     tokens = np.random.default_rng(number).integers(0, 100, (2, 17))
     model.run([MicroBatch(tokens=tokens)], train=True)
     optimizer.step(optimizer.prepare())
 
 
-def sharded(model: Model, optimizer: Optimizer, *, loading: bool) -> Any:
+def sharded(model: ModelStage, optimizer: ScheduledOptimizer, *, loading: bool) -> Any:
     weights = model.sharded_state_dict(dict(FORMAT))
     state = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=dict(FORMAT))
     return {"model": weights, "optimizer": state}
@@ -68,7 +72,7 @@ def sharded(model: Model, optimizer: Optimizer, *, loading: bool) -> Any:
 def save(folder: Path) -> None:
     folder.mkdir()
     dist_checkpointing.save(
-        sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(Messages(ranks.cpu_group, tag=1))
+        sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(RankMessages(ranks.cpu_group, tag=1))
     )
 
 
@@ -93,7 +97,7 @@ def gathered(*_: Any, **__: Any) -> None:
     raise AssertionError("the state was gathered")
 
 
-def weights_and_steps(model: Model, optimizer: Optimizer) -> dict[str, Any]:
+def weights_and_steps(model: ModelStage, optimizer: ScheduledOptimizer) -> dict[str, Any]:
     inner = optimizer.inner.chained_optimizers[0].optimizer
     return {
         "weights": [parameter.detach().numpy().tobytes().hex() for parameter in model.chunks[0].parameters()],
@@ -102,9 +106,9 @@ def weights_and_steps(model: Model, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def resume(folder: Path) -> dict[str, Any]:
-    model = Model(config, ranks, 100)
+    model = ModelStage(config, ranks, 100)
     try:
-        optimizer = Optimizer(config, model)
+        optimizer = ScheduledOptimizer(config, model)
         state = dist_checkpointing.load(sharded(model, optimizer, loading=True), str(folder))
         model.load(state["model"])
         optimizer.load(state["optimizer"], position)
@@ -114,17 +118,17 @@ def resume(folder: Path) -> dict[str, Any]:
     return weights_and_steps(model, optimizer)
 
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 config = RunConfig.model_validate_json(json.dumps(CONFIG))
-ranks = parallel.start(config)
+ranks = parallel.start_process_groups(config)
 folder = Path(sys.argv[1])
 
-model = Model(config, ranks, 100)
-optimizer = Optimizer(config, model)
+model = ModelStage(config, ranks, 100)
+optimizer = ScheduledOptimizer(config, model)
 for number in range(3):
     step(model, optimizer, number)
-position = Progress(config.training.batch_sizes)
+position = TrainingProgress(config.training.batch_sizes)
 for _ in range(3):
     position.advance()
 with replaced(DistributedOptimizer, "get_parameter_state_dp_zero", gathered):

@@ -22,11 +22,11 @@ import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.model import device_shim  # noqa: E402
+from relayrun.train.model import cpu_patches  # noqa: E402
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 
-from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
 
 VOCABULARY, LENGTH, EOD, STEPS = 64, 96, 5, 12
 SECTIONS: dict[str, Any] = json.loads(settings)
@@ -75,18 +75,18 @@ def rows(cuts: Sequence[Sequence[int]], seed: int) -> np.ndarray:
     return tokens
 
 
-def gradients(model: Model, batches: list[MicroBatch]) -> tuple[float, list[torch.Tensor]]:
+def gradients(model: ModelStage, batches: list[MicroBatch]) -> tuple[float, list[torch.Tensor]]:
     """Sum of the samples' mean losses, and the gradients of their mean."""
     model.zero_grad()
     loss = model.run(batches, train=True)
     return loss.total, [p.main_grad.clone().double() for chunk in model.chunks for p in chunk.parameters()]
 
 
-def together(model: Model, batches: list[np.ndarray]) -> tuple[float, list[torch.Tensor]]:
+def together(model: ModelStage, batches: list[np.ndarray]) -> tuple[float, list[torch.Tensor]]:
     return gradients(model, [MicroBatch(tokens=tokens) for tokens in batches])
 
 
-def apart(model: Model, batches: list[np.ndarray]) -> tuple[float, list[torch.Tensor]]:
+def apart(model: ModelStage, batches: list[np.ndarray]) -> tuple[float, list[torch.Tensor]]:
     """The same from each document as a sequence of its own, weighted by its tokens."""
     total, sums = 0.0, None
     count = sum(len(tokens) for tokens in batches)
@@ -106,7 +106,7 @@ def apart(model: Model, batches: list[np.ndarray]) -> tuple[float, list[torch.Te
     return total, sums
 
 
-def sharpen(model: Model, batches: list[np.ndarray]) -> None:
+def sharpen(model: ModelStage, batches: list[np.ndarray]) -> None:
     for _ in range(STEPS):
         _, found = together(model, batches)
         square = torch.stack([part.norm() for part in found]).square().sum()
@@ -120,9 +120,9 @@ def sharpen(model: Model, batches: list[np.ndarray]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = parallel.start(config(LENGTH, documents=True))
-    packed = Model(config(LENGTH, documents=True), ranks, VOCABULARY, eod=EOD)
-    plain = Model(config(LENGTH, documents=False), ranks, VOCABULARY, eod=EOD)
+    ranks = parallel.start_process_groups(config(LENGTH, documents=True))
+    packed = ModelStage(config(LENGTH, documents=True), ranks, VOCABULARY, eod=EOD)
+    plain = ModelStage(config(LENGTH, documents=False), ranks, VOCABULARY, eod=EOD)
     batches = [rows(cuts, seed) for seed, cuts in enumerate(CUTS)]
     found: dict[str, Any] = {}
     for weights in ("fresh", "sharp"):
@@ -147,7 +147,7 @@ def main() -> None:
         }
     print(json.dumps(found if ranks.is_last_stage else {}))
     sys.stdout.flush()
-    parallel.stop()
+    parallel.stop_process_groups()
     os._exit(0)
 
 

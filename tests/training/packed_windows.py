@@ -20,16 +20,16 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.tokens.order.document_order import DocumentOrder  # noqa: E402
-from relayrun.tokens.order.rows import Rows  # noqa: E402
+from relayrun.tokens.order.document_order import DocumentWindowOrder  # noqa: E402
+from relayrun.tokens.order.rows import RowBatch  # noqa: E402
 from relayrun.tokens.shards.indexed import ShardWriter  # noqa: E402
 from relayrun.tokens.shards.manifest import DatasetManifest  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.model import device_shim  # noqa: E402
+from relayrun.train.model import cpu_patches  # noqa: E402
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 
-from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
 
 VOCABULARY, LENGTH, BOS, EOS = 64, 48, 1, 2
 PACKINGS = ("none", "pad", "greedy", "first_fit", "best_fit")
@@ -65,7 +65,7 @@ def config(data: dict[str, Any], mean: str) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(sections))
 
 
-def gradients(model: Model, batches: list[MicroBatch]) -> tuple[float, float, list[torch.Tensor]]:
+def gradients(model: ModelStage, batches: list[MicroBatch]) -> tuple[float, float, list[torch.Tensor]]:
     """Sum and count of the losses, and the gradients of their mean."""
     model.zero_grad()
     loss = model.run(batches, train=True)
@@ -81,19 +81,19 @@ def main() -> None:
     writer.finish()
     manifest = DatasetManifest.build([Path(folder) / "s"])
     plain_config = config({}, "token")
-    ranks = parallel.start(plain_config)
-    plain = Model(plain_config, ranks, VOCABULARY)
+    ranks = parallel.start_process_groups(plain_config)
+    plain = ModelStage(plain_config, ranks, VOCABULARY)
     found: dict[str, Any] = {}
     for packing in PACKINGS:
         cut = {"window": 40, "overlap": 7, "bos": BOS, "eos": EOS, "packing": packing}
         packed_config = config({"order": "document-window", "document_window": cut}, "token")
-        packed = Model(packed_config, ranks, VOCABULARY)
+        packed = ModelStage(packed_config, ranks, VOCABULARY)
         with torch.no_grad():
             for to, of in zip(packed.chunks[0].parameters(), plain.chunks[0].parameters(), strict=True):
                 to.copy_(of)
         settings = packed_config.data.cut_by_document["train"]
-        order = DocumentOrder(manifest, settings, seq_length=LENGTH, seed=1, name="train")
-        rows = [Rows.of([order.row(0, i)]) for i in range(len(order))]
+        order = DocumentWindowOrder(manifest, settings, seq_length=LENGTH, seed=1, name="train")
+        rows = [RowBatch.of([order.row(0, i)]) for i in range(len(order))]
         batches = [MicroBatch(tokens=row.tokens, lengths=row.lengths, loss_mask=row.loss_mask) for row in rows]
         total, count, together = gradients(packed, batches)
         right, targets, apart = 0.0, 0, [torch.zeros_like(part) for part in together]
@@ -117,7 +117,7 @@ def main() -> None:
         }
     print(json.dumps(found))
     sys.stdout.flush()
-    parallel.stop()
+    parallel.stop_process_groups()
     os._exit(0)
 
 

@@ -29,11 +29,11 @@ from pydantic import ValidationError  # noqa: E402
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.errors import RelayrunError  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.model import device_shim  # noqa: E402
+from relayrun.train.model import cpu_patches  # noqa: E402
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 
-from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
 
 VOCABULARY, LENGTH, EOD = 64, 32, 5
 EXPERTS = {"num_moe_experts": 4}
@@ -143,7 +143,7 @@ def found(ranks: parallel.Ranks, changes: dict[str, Any]) -> Found:
     except (ValidationError, RelayrunError) as error:
         return Found(f"refused: {error.errors()[0]['msg'] if isinstance(error, ValidationError) else error}")
     tokens = np.random.default_rng(0).integers(EOD, VOCABULARY, (2, LENGTH + 1))
-    model = Model(settings, ranks, VOCABULARY, eod=EOD)
+    model = ModelStage(settings, ranks, VOCABULARY, eod=EOD)
     model.train_mode(True)
     model.zero_grad()
     loss = model.run([MicroBatch(tokens=tokens)] * 2, train=True).total
@@ -172,7 +172,7 @@ def outcome(ranks: parallel.Ranks, changes: dict[str, Any]) -> Found:
 
 
 def main() -> None:
-    ranks = parallel.start(config({}))
+    ranks = parallel.start_process_groups(config({}))
     plain = found(ranks, {}).digest
     alone = {name: outcome(ranks, changes) for name, changes in CHOICES.items()}
     answers = {name: each.said for name, each in alone.items()}
@@ -185,7 +185,7 @@ def main() -> None:
                 both.said = f"{name} changes nothing"
         answers[" + ".join(names)] = both.said
     print(json.dumps(answers if rank == "0" else {}))
-    parallel.stop()
+    parallel.stop_process_groups()
 
 
 main()

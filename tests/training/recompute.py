@@ -17,15 +17,15 @@ import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.model import device_shim  # noqa: E402
+from relayrun.train.model import cpu_patches  # noqa: E402
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from relayrun.train.model.attention import CausalAttention  # noqa: E402
-from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
 
 VOCABULARY, LENGTH, SIZE = 64, 48, 2
 CONFIG: dict[str, Any] = {
@@ -63,7 +63,7 @@ def pass_with(way: dict[str, Any], dropout: dict[str, float], precision: str) ->
         "model": CONFIG["model"] | dropout,
         "training": CONFIG["training"] | way | {"precision": precision},
     }
-    model = Model(RunConfig.model_validate_json(json.dumps(sections)), ranks, VOCABULARY)
+    model = ModelStage(RunConfig.model_validate_json(json.dumps(sections)), ranks, VOCABULARY)
     model.train_mode(True)
     generator = np.random.default_rng(1)
     tokens = generator.integers(0, VOCABULARY, (2, SIZE, LENGTH + 1))
@@ -77,7 +77,7 @@ def pass_with(way: dict[str, Any], dropout: dict[str, float], precision: str) ->
     return {"loss": loss.total.hex(), "gradients": digest.hexdigest(), "kept": kept(model, tokens[0])}
 
 
-def kept(model: Model, tokens: np.ndarray) -> int:
+def kept(model: ModelStage, tokens: np.ndarray) -> int:
     """Bytes of all tensors but weights that autograd holds between the passes."""
     storages: dict[int, int] = {}
 
@@ -117,7 +117,7 @@ def attention_within_a_fork(again: bool) -> list[str]:
 
 
 torch.set_num_threads(1)
-ranks = parallel.start(RunConfig.model_validate_json(json.dumps(CONFIG)))
+ranks = parallel.start_process_groups(RunConfig.model_validate_json(json.dumps(CONFIG)))
 passes = {
     f"{precision}, {'dropout' if dropout else 'none'}": {
         name: pass_with(way, dropout, precision) for name, way in WAYS.items()

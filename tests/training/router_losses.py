@@ -20,12 +20,12 @@ import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.train import parallel  # noqa: E402
-from relayrun.train.model import device_shim  # noqa: E402
+from relayrun.train.model import cpu_patches  # noqa: E402
 
-device_shim.install()
+cpu_patches.patch_for_cpu()
 
-from relayrun.train.model.gpt import MicroBatch, Model  # noqa: E402
-from relayrun.train.optimizer.optimizer import Optimizer  # noqa: E402
+from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH, EOD = 64, 32, 8, 5
 LOSSES: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def samples(share: float) -> np.ndarray:
     return np.where(ends, EOD, tokens)
 
 
-def parameters(model: Model, ranks: parallel.Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def parameters(model: ModelStage, ranks: parallel.Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """By the names that they have where the model is one; a pipeline stage counts its own layers."""
     first = ranks.pipeline_rank * 2 // ranks.pipeline_size
     for chunk in model.chunks:
@@ -75,7 +75,7 @@ def parameters(model: Model, ranks: parallel.Ranks) -> Iterator[tuple[str, torch
             yield re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + first}", name), parameter
 
 
-def same_weights(model: Model, ranks: parallel.Ranks) -> None:
+def same_weights(model: ModelStage, ranks: parallel.Ranks) -> None:
     """Every layout begins with the same ones, each rank with its part of them."""
     with torch.no_grad():
         for name, parameter in parameters(model, ranks):
@@ -97,7 +97,7 @@ def router_gradients(ranks: parallel.Ranks, mean: str, size: int, loss: str, sha
     found: list[dict[str, np.ndarray]] = []
     tokens = samples(share)
     for experts in (LOSSES[loss], {"moe_aux_loss_coeff": 0.0}):
-        model = Model(config(mean, size, experts), ranks, VOCABULARY, eod=EOD)
+        model = ModelStage(config(mean, size, experts), ranks, VOCABULARY, eod=EOD)
         same_weights(model, ranks)
         model.train_mode(True)
         step = ranks.data_parallel_size * size
@@ -120,8 +120,8 @@ def router_gradients(ranks: parallel.Ranks, mean: str, size: int, loss: str, sha
 
 def biases(ranks: parallel.Ranks, precision: str) -> dict[str, Any]:
     """Whether skipped updates move any state of the model, and whether one that is done moves the biases."""
-    model = Model(made := config("micro_batch", 4, BIASED, precision), ranks, VOCABULARY, eod=EOD)
-    optimizer = Optimizer(made, model)
+    model = ModelStage(made := config("micro_batch", 4, BIASED, precision), ranks, VOCABULARY, eod=EOD)
+    optimizer = ScheduledOptimizer(made, model)
     model.train_mode(True)
     batches = [MicroBatch(tokens=samples(0.0)[:4])]
 
@@ -151,7 +151,7 @@ def biases(ranks: parallel.Ranks, precision: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = parallel.start(config("token", 1, LOSSES["aux"]))
+    ranks = parallel.start_process_groups(config("token", 1, LOSSES["aux"]))
     found = {}
     for name, *case in CASES:
         for key, value in router_gradients(ranks, *case).items():
@@ -159,7 +159,7 @@ def main() -> None:
     np.savez(f"{FOLDER}/{rank}.npz", **found)
     if not CASES:
         print(json.dumps({precision: biases(ranks, precision) for precision in ("fp32", "bf16")}))
-    parallel.stop()
+    parallel.stop_process_groups()
 
 
 if __name__ == "__main__":

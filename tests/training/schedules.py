@@ -10,9 +10,9 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 from relayrun.config.compose import compose  # noqa: E402
-from relayrun.places import CODE as ROOT  # noqa: E402
-from relayrun.tokens.order.progress import Progress  # noqa: E402
-from relayrun.train.optimizer.optimizer import schedule  # noqa: E402
+from relayrun.places import CODE_ROOT as ROOT  # noqa: E402
+from relayrun.tokens.order.progress import TrainingProgress  # noqa: E402
+from relayrun.train.optimizer.optimizer import learning_rate_schedule  # noqa: E402
 
 RUN = ROOT / "configs" / "runs" / "my-run.yaml"
 COMMON = ["optimizer.lr=1.0", "optimizer.min_lr=0.1", "optimizer.lr_warmup_steps=10", "optimizer.lr_decay_steps=110"]
@@ -27,8 +27,8 @@ STYLES = {
 
 def rates(overrides: list[str]) -> list[float]:
     optimizer: Any = SimpleNamespace(param_groups=[{}])
-    config = compose.load(RUN, [*COMMON, *overrides])
-    plan = schedule(config, optimizer, Progress(config.training.batch_sizes))
+    config = compose.load_run_config(RUN, [*COMMON, *overrides])
+    plan = learning_rate_schedule(config, optimizer, TrainingProgress(config.training.batch_sizes))
     found = []
     for _ in range(130):
         found.append(optimizer.param_groups[0]["lr"])

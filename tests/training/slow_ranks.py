@@ -9,7 +9,7 @@ import torch
 
 from relayrun.tokens.order.batches import BatchReader
 from relayrun.train.checkpoint.state import Checkpointer
-from relayrun.train.hooks import Context, Hook
+from relayrun.train.hooks import Hook, HookContext
 
 
 def slower(kind: Any, name: str, seconds: float) -> None:
@@ -27,7 +27,7 @@ class Slow(Hook):
     def __init__(self, section: str, rank: int, seconds: float) -> None:
         self._section, self._rank, self._seconds = section, rank, seconds
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         if context.ranks.rank != self._rank:
             return
         if self._section == "data":

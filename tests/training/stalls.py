@@ -10,18 +10,18 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from relayrun.train.hooks import Context, Hook, StepStart
+from relayrun.train.hooks import Hook, HookContext, StepStart
 from relayrun.train.reporting import sections
 
 
 class Stalls(Hook):
     def __init__(self, reads: dict[str, float], saves: dict[str, float], scale: float = 1.0) -> None:
         self._reads, self._saves = reads, saves
-        sections.STEP_SECONDS /= scale
-        sections.OTHER_SECONDS /= scale
+        sections.SHORTEST_STEP_LIMIT /= scale
+        sections.SHORTEST_OTHER_LIMIT /= scale
         self._now = ""
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self._rank = context.ranks.rank
         from relayrun.tokens.order.batches import BatchReader
 

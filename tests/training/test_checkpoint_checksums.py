@@ -16,13 +16,13 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
-from relayrun.control.rundir.lineage import durable
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.files import sizes, write_atomic
+from relayrun.files import file_sizes, write_atomic
 from relayrun.train.checkpoint import checksums, publish
-from relayrun.train.checkpoint.checksums import Damaged, verify
-from relayrun.train.checkpoint.reader import CheckedReader, damage
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint, verify_checkpoint
+from relayrun.train.checkpoint.reader import CheckedReader, reported_damage
 from relayrun.train.checkpoint.writer import ThreadedWriter, check_complete
 from tests.chain.exhaustion import KILL, run_child
 from tests.chain.fake_slurm import FakeSlurm
@@ -45,7 +45,7 @@ def read_all(folder: Path, root: str | None) -> dict[str, Any]:
     try:
         state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
     except BaseException as error:  # torch's own is no Exception
-        raise damage(error) or error from None
+        raise reported_damage(error) or error from None
     return state | found
 
 
@@ -63,8 +63,8 @@ def places(folder: Path, count: int) -> Iterator[tuple[Path, int, int]]:
 def test_every_flipped_bit_is_found_and_nothing_is_loaded(trained: Harness, tmp_path: Path, count: int) -> None:
     commit = trained.attempts[0].commits[0]
     folder = Path(shutil.copytree(commit.path, tmp_path / "copy"))
-    assert verify(folder, commit.checksum) == (
-        sum(commit.files.values()) - (folder / checksums.INDEX).stat().st_size,
+    assert verify_checkpoint(folder, commit.checksum) == (
+        sum(commit.files.values()) - (folder / checksums.CHECKSUM_INDEX).stat().st_size,
         [],
     )
     whole = read_all(folder, commit.checksum)
@@ -77,9 +77,9 @@ def test_every_flipped_bit_is_found_and_nothing_is_loaded(trained: Harness, tmp_
             file.seek(at)
             file.write(bytes([before[0] ^ bit]))
         try:
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedCheckpoint):
                 read_all(folder, commit.checksum)
-            assert verify(folder, commit.checksum)[1], f"{path.name} {at}"
+            assert verify_checkpoint(folder, commit.checksum)[1], f"{path.name} {at}"
             found += 1
             files.add(path.name)
         finally:
@@ -109,7 +109,7 @@ def test_a_hash_says_which_values_of_which_iteration_lie_there(trained: Harness)
         tensors += 1
         assert (list(value.shape), str(value.dtype)) == (block.shape, f"torch.{block.dtype}")
         raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert block.values == checksums.of_bytes(raw).xxh3_128
+        assert block.values == checksums.checksum_of_bytes(raw).xxh3_128
         assert data[block.values_at : block.values_at + block.values_bytes] == raw
     assert tensors > 20
 
@@ -130,9 +130,9 @@ def test_a_piece_that_is_missing_torn_or_too_many(
     commit = trained.attempts[0].commits[0]
     folder = Path(shutil.copytree(commit.path, tmp_path / "copy"))
     harm(folder)
-    with pytest.raises(Damaged, match=words):
+    with pytest.raises(DamagedCheckpoint, match=words):
         read_all(folder, commit.checksum)
-    assert words in verify(folder, commit.checksum)[1][0]
+    assert words in verify_checkpoint(folder, commit.checksum)[1][0]
 
 
 def test_a_file_that_is_no_piece_harms_nothing(trained: Harness, tmp_path: Path) -> None:
@@ -140,16 +140,18 @@ def test_a_file_that_is_no_piece_harms_nothing(trained: Harness, tmp_path: Path)
     folder = Path(shutil.copytree(commit.path, tmp_path / "copy"))
     (folder / "why-we-keep-this.txt").write_text("a person's note")
     (folder / "evaluated.json").write_text("{}")
-    assert verify(folder, commit.checksum)[1] == []
+    assert verify_checkpoint(folder, commit.checksum)[1] == []
     read_all(folder, commit.checksum)
 
 
 def test_values_that_change_between_the_copy_and_the_file_are_found(tmp_path: Path) -> None:
     """The hash is that of the copy, not of what went to the disk."""
     tensor = torch.arange(100_000, dtype=torch.float32)
-    claimed = checksums.of_bytes(bytes(tensor.nbytes)).xxh3_128
+    claimed = checksums.checksum_of_bytes(bytes(tensor.nbytes)).xxh3_128
     save(tmp_path, {"weights": tensor}, 10, digests={tensor.data_ptr(): str(claimed)})
-    assert verify(tmp_path, None)[1] == ["the values of weights in __0_0.distcp are not those that were saved"]
+    assert verify_checkpoint(tmp_path, None)[1] == [
+        "the values of weights in __0_0.distcp are not those that were saved"
+    ]
 
 
 def save(folder: Path, state: dict[str, Any], iteration: int, digests: dict[int, str] | None = None) -> str:
@@ -160,13 +162,16 @@ def save(folder: Path, state: dict[str, Any], iteration: int, digests: dict[int,
     writer = ThreadedWriter(folder, 2, digests)
     with pytest.warns(UserWarning, match="single process"):
         state_dict_saver.save(state, storage_writer=writer, no_dist=True)
-    files = checksums.write_blocks(folder, 0, iteration, writer.written.blocks, writer.written.sizes)
+    files = checksums.write_block_checksums(folder, 0, iteration, writer.written.blocks, writer.written.sizes)
     write_atomic(folder / "metadata.json", b"{}")
     check_complete(folder)
-    return checksums.write_index(
+    return checksums.write_checksum_index(
         folder,
         iteration,
-        {"common.pt": checksums.of_bytes(plain.getvalue()), "metadata.json": checksums.of_bytes(b"{}")}
+        {
+            "common.pt": checksums.checksum_of_bytes(plain.getvalue()),
+            "metadata.json": checksums.checksum_of_bytes(b"{}"),
+        }
         | files
         | writer.written.files,
     )
@@ -174,18 +179,18 @@ def save(folder: Path, state: dict[str, Any], iteration: int, digests: dict[int,
 
 def save_and_publish(run: Run, iteration: int) -> None:
     state = {"weights": torch.full((30_000,), float(iteration)), "step": torch.tensor(float(iteration))}
-    staged = publish.prepare(run, 1, iteration)
+    staged = publish.prepare_staging(run, 1, iteration)
     root = save(staged, state, iteration)
-    commit = Commit(
+    commit = CheckpointCommit(
         iteration=iteration,
         path=str(run.checkpoint(iteration)),
         consumed_samples=0,
         time=time.time(),
         seconds=0.0,
-        files=sizes(staged),
+        files=file_sizes(staged),
         checksum=root,
     )
-    publish.publish(run, 1, commit, staged)
+    publish.publish_checkpoint(run, 1, commit, staged)
 
 
 @pytest.mark.filterwarnings("ignore")  # that a program with threads forks
@@ -209,7 +214,7 @@ def test_a_kill_between_any_two_writes_of_a_save_leaves_a_clean_checkpoint(tmp_p
 
     every = run_child(program, first.path, slurm)
     assert every.code == 0, every.output
-    assert durable(first).iteration == 20
+    assert resume_point(first).iteration == 20
     at = [number for number in range(len(every.calls)) if number % stride == 0]
     assert len(every.calls) > 20
     reached = set()
@@ -218,15 +223,15 @@ def test_a_kill_between_any_two_writes_of_a_save_leaves_a_clean_checkpoint(tmp_p
         shutil.copytree(before, first.path)
         assert run_child(program, first.path, slurm, at=number, fault=KILL).code == 128 + 9
         run = Run(first.path)
-        base = durable(run)
+        base = resume_point(run)
         assert base.path is not None
         (commit,) = (commit for commit in run.attempt(1).read_commits() if commit.iteration == base.iteration)
-        assert verify(Path(base.path), commit.checksum)[1] == []
+        assert verify_checkpoint(Path(base.path), commit.checksum)[1] == []
         found = read_all(Path(base.path), commit.checksum)
         assert found["weights"].unique().tolist() == [float(base.iteration)]
         reached.add(base.iteration)
         save_and_publish(run, 30)  # and the next save finds nothing in its way
-        assert durable(Run(first.path)).iteration == 30
+        assert resume_point(Run(first.path)).iteration == 30
     assert reached <= {10, 20}
     assert 10 in reached
 
@@ -235,13 +240,13 @@ def test_a_hook_may_put_files_of_its_own_beside_them(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "1.txt").write_text("a sample")
     root = save(tmp_path, {"weights": torch.ones(3)}, 10)
-    assert verify(tmp_path, root)[1] == []
+    assert verify_checkpoint(tmp_path, root)[1] == []
     (tmp_path / "samples" / "1.txt").write_text("a simple")
-    assert verify(tmp_path, root)[1] == ["samples/1.txt is not the one that was saved"]
+    assert verify_checkpoint(tmp_path, root)[1] == ["samples/1.txt is not the one that was saved"]
 
 
 def test_the_checkpoint_of_another_commit_is_not_taken_for_this_one(tmp_path: Path) -> None:
     root = save(tmp_path, {"weights": torch.ones(3)}, 10)
-    with pytest.raises(Damaged, match="not the one that was saved"):
+    with pytest.raises(DamagedCheckpoint, match="not the one that was saved"):
         read_all(tmp_path, "0" * 32)
     assert read_all(tmp_path, root)["weights"].tolist() == [1, 1, 1]

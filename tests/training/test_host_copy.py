@@ -12,8 +12,8 @@ import torch
 import xxhash
 
 from relayrun.train.checkpoint import host_copy
-from relayrun.train.checkpoint.host_copy import HostCopy, Reserved
-from relayrun.train.checkpoint.pieces import ALIGNMENT, layout
+from relayrun.train.checkpoint.host_buffers import ALIGNMENT, lay_out_buffers
+from relayrun.train.checkpoint.host_copy import HostAllocation, HostCopy
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_buffers_lie_in_few_pieces_aligned_and_apart(seed: int) -> None:
     generator = random.Random(seed)
     piece = 1 << 16
     sizes = [generator.choice([0, 1, 4, generator.randrange(9000), generator.randrange(90_000)]) for _ in range(200)]
-    places, lengths = layout(sizes, piece)
+    places, lengths = lay_out_buffers(sizes, piece)
     taken: dict[int, list[tuple[int, int]]] = {}
     for size, (number, start) in zip(sizes, places, strict=True):
         assert start % ALIGNMENT == 0
@@ -73,11 +73,11 @@ def test_thousands_of_buffers_need_a_handful_of_pieces() -> None:
     layer = [6144 * 4096, 4096 * 4096, 28_672 * 4096, 4096 * 14_336, 4096, 4096]
     held = [elements // 64 for elements in [128_256 * 4096] * 2 + layer * 32 + [4096]]
     sizes = [2 * elements for elements in held] + [4 * elements for elements in held] * 3
-    places, lengths = layout(sizes, 1 << 30)
+    places, lengths = lay_out_buffers(sizes, 1 << 30)
     assert len(places) == 780
     assert len(lengths) == 2
     assert sum(lengths) < sum(sizes) + 780 * ALIGNMENT
-    assert layout([], 1 << 30) == ([], [])
+    assert lay_out_buffers([], 1 << 30) == ([], [])
 
 
 def test_what_is_reserved_is_used_by_every_save_and_holds_the_bytes_of_each() -> None:
@@ -85,14 +85,14 @@ def test_what_is_reserved_is_used_by_every_save_and_holds_the_bytes_of_each() ->
     reserved = host.reserve(shards())
     assert reserved.pieces == 6
     assert sum(one.data.nbytes for one in shards()) <= reserved.size <= reserved.pieces * 4096 + 3 * 16384
-    assert host.reserve(shards()) == Reserved(0, 0), "all are there"
+    assert host.reserve(shards()) == HostAllocation(0, 0), "all are there"
     addresses = set()
     for number in range(3):
         originals, copies = shards(), shards()
         for original, copy in zip(originals, copies, strict=True):
             original.data += number
             copy.data += number
-        assert host.fill(copies, None) == Reserved(0, 0)
+        assert host.fill(copies, None) == HostAllocation(0, 0)
         addresses.add(tuple(copy.data.data_ptr() for copy in copies))
         for original, copy in zip(originals, copies, strict=True):
             assert torch.equal(copy.data, original.data)
@@ -108,9 +108,9 @@ def test_what_was_not_reserved_or_has_another_shape_by_now_is_allocated_at_the_s
     host = HostCopy(CPU)
     host.reserve([shard("a", torch.zeros(3)), shard("b", torch.zeros(3))])
     changed = [shard("a", torch.ones(4)), shard("b", torch.ones(3).to(torch.float16)), shard("c", torch.ones(2))]
-    assert host.fill(changed, None) == Reserved(2 * ALIGNMENT + 6, 1)
+    assert host.fill(changed, None) == HostAllocation(2 * ALIGNMENT + 6, 1)
     assert [one.data.tolist() for one in changed] == [[1.0] * 4, [1.0] * 3, [1.0] * 2]
-    assert host.reserve(changed) == Reserved(0, 0)
+    assert host.reserve(changed) == HostAllocation(0, 0)
 
 
 def test_without_so_much_memory_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_on_a_gpu_the_buffers_are_pinned() -> None:
     device = torch.device("cuda", 0)
     host = HostCopy(device)
     there = [shard("weights", torch.arange(1000.0, device=device)), shard("bytes", torch.ones(7, device=device))]
-    assert host.reserve(there) == Reserved(8192, 1)
+    assert host.reserve(there) == HostAllocation(8192, 1)
     host.fill(there, host.follow())
     assert all(one.data.is_pinned() for one in there)
     assert there[0].data.tolist() == list(range(1000))
@@ -144,7 +144,7 @@ def test_on_a_gpu_the_buffers_are_pinned() -> None:
 @pytest.mark.parametrize("piece", [64, 1 << 12, 1 << 22])
 def test_every_copy_has_the_digest_of_its_values(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what is copied in several parts, of what is not contiguous, and beside what has no elements."""
-    monkeypatch.setattr(host_copy, "AT_ONCE", 1000)
+    monkeypatch.setattr(host_copy, "COPY_CHUNK_BYTES", 1000)
     copy = HostCopy(CPU, piece=piece)
     for _ in range(2):  # buffers are used again
         every = shards()

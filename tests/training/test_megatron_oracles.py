@@ -138,14 +138,14 @@ def test_of_the_ranks_that_open_a_cache_together_one_compares_it(
     right = ours([prefix], 16, 3).read(0, 5).tolist()
     cache = tmp_path / "cache"
     compared: list[int] = []
-    compare = index_cache._sum
+    compare = index_cache._checksum
 
     def counted(data: Any) -> Any:
         compared.append(1)
         time.sleep(0.02)  # the others come meanwhile
         return compare(data)
 
-    monkeypatch.setattr(index_cache, "_sum", counted)
+    monkeypatch.setattr(index_cache, "_checksum", counted)
 
     def open_by_four(opening: str | None) -> int:
         compared.clear()
@@ -173,9 +173,9 @@ def test_of_the_ranks_that_open_a_cache_together_one_compares_it(
     (checked,) = cache.glob("*-checked.json")
     checked.write_text("[torn")
     assert open_by_four("third") == 3
-    for number in range(index_cache.OPENINGS + 1):
+    for number in range(index_cache.KEPT_OPENINGS + 1):
         open_by_four(f"opening {number}")
-    assert len(json.loads(checked.read_text())) == index_cache.OPENINGS
+    assert len(json.loads(checked.read_text())) == index_cache.KEPT_OPENINGS
 
 
 def test_a_damaged_cache_is_built_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,8 +274,8 @@ def test_masks_and_positions_are_those_of_megatron(share: float) -> None:
             visible, loss_mask, position_ids = megatron._get_ltor_masks_and_position_ids(
                 torch.from_numpy(inputs[row]), 5, True, True, True, True
             )
-            assert documents.positions(inputs, 5)[row].tolist() == position_ids.tolist()
-            assert documents.loss_mask(inputs, 5)[row].tolist() == loss_mask.tolist()
+            assert documents.document_positions(inputs, 5)[row].tolist() == position_ids.tolist()
+            assert documents.eod_loss_mask(inputs, 5)[row].tolist() == loss_mask.tolist()
             own = (at >= starts[row][:, None]) & (at <= at[:, None])
             assert own.tolist() == (~visible[0]).tolist()  # Megatron's is true where a token is hidden
 

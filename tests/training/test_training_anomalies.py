@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from relayrun.config.sections.rampup import BatchSizes
-from relayrun.control.rundir.lineage import durable
-from relayrun.control.rundir.quarantine import in_quarantine
-from relayrun.control.rundir.views import Views, merged_metrics
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.merged_metrics import MergedViews, merged_metrics
+from relayrun.control.rundir.quarantine import quarantined_checkpoints
 from relayrun.files import read_json, read_lines
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.progress import TrainingProgress
 from tests.checkpoints import assert_same_bytes, contents, state_tensors
 from tests.waiting import wait_for
 
@@ -72,7 +72,7 @@ def test_a_skipped_update_changes_nothing_on_any_rank_and_is_skipped_again_in_a_
     assert_same_steps(counted(whole.run), counted(pieces.run))
     assert_same_bytes(whole.run.checkpoint(16), pieces.run.checkpoint(16))
     common = contents(pieces.run.checkpoint(16))["common"]
-    assert Progress.resume(common["progress"], BatchSizes(8)).untrained == [(8 * BAD - 8, 8 * BAD)]
+    assert TrainingProgress.resume(common["progress"], BatchSizes(8)).untrained == [(8 * BAD - 8, 8 * BAD)]
 
 
 def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is_killed(
@@ -86,7 +86,7 @@ def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is
     steps = counted(whole.run)
     assert [steps[i]["consumed_samples"] for i in (5, 6, 16)] == [40, BAD * 8 + 8, BAD * 8 + 11 * 8]
     assert all(math.isfinite(line["loss"]) for line in steps.values())
-    progress = Progress.resume(read_json(whole.run.attempt(1).data)["progress"], BatchSizes(8))
+    progress = TrainingProgress.resume(read_json(whole.run.attempt(1).data)["progress"], BatchSizes(8))
     assert progress.passed_over == [(40, BAD * 8)]
 
     pieces = harness(**with_policy(5, on_nan="rewind"))
@@ -120,16 +120,16 @@ def test_a_rewind_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_sa
     hook = {"hook": "tests.training.user_hooks:FlipsBits", "options": {"iterations": damaged}}
     broken.config["training"] = broken.config["training"] | {"hooks": [hook]}
     output = broken.train(inject=f"nan-sample={sample}").output()
-    assert [left.iteration for left in in_quarantine(broken.run)] == damaged
-    for left in in_quarantine(broken.run):
+    assert [left.iteration for left in quarantined_checkpoints(broken.run)] == damaged
+    for left in quarantined_checkpoints(broken.run):
         assert "are not those that were saved" in left.why
         assert f"iteration {left.iteration} is left behind: {left.why}" in output
     went_back = [entry["base_iteration"] for entry in read_lines(broken.run.attempt(1).rewinds)]
     assert went_back == [max(damaged), min(damaged) - interval, max(damaged)]
     assert_same_steps(counted(whole.run), counted(broken.run))
-    assert durable(whole.run).iteration == durable(broken.run).iteration == steps
+    assert resume_point(whole.run).iteration == resume_point(broken.run).iteration == steps
     assert_same_bytes(whole.run.checkpoint(steps), broken.run.checkpoint(steps))
-    Views(broken.run).update()
+    MergedViews(broken.run).update()
     assert list(read_lines(broken.run.metrics_view)) == merged_metrics(broken.run)
 
 

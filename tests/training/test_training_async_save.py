@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
-from relayrun.train.checkpoint.background import NICE, BackgroundSave
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.train.checkpoint.background import BACKGROUND_NICE, BackgroundSave
 from relayrun.train.checkpoint.writer import ThreadedWriter
 from tests.checkpoints import assert_same_bytes
 from tests.waiting import wait_for
@@ -82,7 +82,7 @@ def test_once_the_state_is_copied_a_save_beside_training_stands_behind_it_on_the
         return "commit"
 
     assert BackgroundSave(1, write, beside=beside).result() == "commit"
-    usual, behind = nice(), min(19, nice() + (NICE if beside else 0))  # 19 is the most there is
+    usual, behind = nice(), min(19, nice() + (BACKGROUND_NICE if beside else 0))  # 19 is the most there is
     assert seen == [usual, behind, behind, behind]
 
 
@@ -104,7 +104,7 @@ def test_a_save_beside_training_holds_the_state_of_its_own_iteration(
     beside = harness(**settings, checkpoint={"interval": 4})
     attempt = beside.start(inject="slow-save=4:3")
     attempt.wait_for_iteration(8)
-    assert durable(beside.run).iteration == 0
+    assert resume_point(beside.run).iteration == 0
     assert attempt.wait() == [0, 0], attempt.output()
     assert [commit.iteration for commit in attempt.commits] == [4, 8, 12]
     assert attempt.commits[0].time > attempt.steps()[8]["time"]
@@ -128,7 +128,7 @@ def test_triggers_and_signals_during_a_save_wait_for_it_and_then_save_what_was_t
     made = harness(training={"steps": 100_000}, checkpoint={"interval": 4, "keep_last": 10})
     attempt = made.start(inject="slow-save=4:2,step-delay=0.1")
     attempt.wait_for_iteration(5)
-    triggers.touch(made.run, "save")
+    triggers.touch_trigger(made.run, "save")
     answered = made.run.triggers / "save.done"
     wait_for(answered.exists, words=attempt.output)
     answer = json.loads(answered.read_text())
@@ -153,7 +153,7 @@ def test_a_kill_during_a_save_leaves_nothing_that_counts(harness: Make) -> None:
     attempt.signal(signal.SIGKILL)
     attempt.wait()
     assert [path.name for path in made.run.checkpoints.iterdir()] == [".staging"]
-    assert durable(made.run).iteration == 0
+    assert resume_point(made.run).iteration == 0
     done = made.train()
     assert [commit.iteration for commit in done.commits] == [4, 8]
     assert not made.run.staging(1).exists()

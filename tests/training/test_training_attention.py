@@ -73,11 +73,11 @@ DOCUMENTS = ((50, 1, 141), (SEQUENCE,))
 
 def in_documents(lengths: Any) -> tuple[Any, torch.Tensor]:
     """The documents as the attention takes them, and which tokens are of one: [batch, 1, sequence, sequence]."""
-    from relayrun.train.model.documents import Documents
+    from relayrun.train.model.documents import PackedDocuments
 
     number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     same = number[:, None, :, None] == number[:, None, None, :]
-    return Documents(lengths=lengths, device=torch.device("cpu")), same
+    return PackedDocuments(lengths=lengths, device=torch.device("cpu")), same
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
 ) -> None:
     """Without a GPU: a stand-in with the arguments of torch's function, which attends to one document at a time."""
     from relayrun.train.model import varlen
-    from relayrun.train.model.documents import Documents
+    from relayrun.train.model.documents import PackedDocuments
 
     calls = []
 
@@ -221,12 +221,12 @@ def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
-    packed = None if documents is None else Documents(lengths=documents, device=torch.device("cpu"))
+    packed = None if documents is None else PackedDocuments(lengths=documents, device=torch.device("cpu"))
     fields = {} if window is None else {"window_size": (window, 0)}
     attend = partial(causal_attention(**fields), packed_seq_params=packed)
     right = with_gradients(attend, inputs(2))
-    monkeypatch.setattr(varlen, "usable", lambda _query, **_: True)
-    monkeypatch.setattr(varlen, "function", lambda: varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_usable", lambda _query, **_: True)
+    monkeypatch.setattr(varlen, "varlen_function", lambda: varlen_attn)
     found = with_gradients(attend, inputs(2))
     bounds = [0, 50, 51, SEQUENCE, 2 * SEQUENCE] if documents else [0, SEQUENCE, 2 * SEQUENCE]
     # rows without documents and without a window are torch's to choose a kernel for
@@ -241,7 +241,7 @@ def test_transformer_engine_gets_documents_in_its_own_format() -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     from relayrun.train.model.document_attention import document_attention
-    from relayrun.train.model.documents import Documents
+    from relayrun.train.model.documents import PackedDocuments
 
     class Stand:
         def forward(
@@ -266,7 +266,7 @@ def test_transformer_engine_gets_documents_in_its_own_format() -> None:
 
     attend = document_attention(Stand)()
     parts = inputs(2)
-    packed = Documents(lengths=DOCUMENTS, device=torch.device("cpu"))
+    packed = PackedDocuments(lengths=DOCUMENTS, device=torch.device("cpu"))
     for given in (None, packed):
         out = attend.forward(*parts, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=given)
         assert torch.equal(out, parts[0].flatten(2))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.lineage import durable
-from relayrun.control.rundir.quarantine import in_quarantine
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.merged_metrics import MergedViews
+from relayrun.control.rundir.quarantine import quarantined_checkpoints
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.views import Views
 from tests.crafted import in_common, in_metadata, in_object
 
 from .conftest import Harness
@@ -69,7 +69,7 @@ def test_the_attempt_goes_on_from_the_checkpoint_before(trained: Harness, tmp_pa
     attempt = made.begin()
     damage(made.run.checkpoint(12))  # behind `begin`, which sees sizes: so the ranks meet it themselves
     assert made.start(attempt).wait() == [0, 0], made.attempts[0].output()
-    (left,) = in_quarantine(made.run)
+    (left,) = quarantined_checkpoints(made.run)
     assert (left.iteration, left.quarantined) == (12, True)
     assert words in left.why
     assert Path(left.path, "common.pt").exists()
@@ -79,7 +79,7 @@ def test_the_attempt_goes_on_from_the_checkpoint_before(trained: Harness, tmp_pa
     assert begin is not None
     assert (begin.base_iteration, begin.base_path) == (8, str(made.run.checkpoint(8)))
     assert [commit.iteration for commit in done.commits] == [12]
-    assert durable(made.run).path == str(made.run.checkpoint(12))
+    assert resume_point(made.run).path == str(made.run.checkpoint(12))
     untouched = trained.attempts[0].steps()
     assert list(done.steps()) == [9, 10, 11, 12]
     for number, step in done.steps().items():
@@ -92,7 +92,7 @@ def test_a_view_that_a_supervisor_keeps_meanwhile_has_no_gap(trained: Harness, t
     """It has read begin.json before the attempt fell back."""
     made = copied(trained, tmp_path / "run")
     attempt = made.begin()
-    views = Views(made.run)
+    views = MergedViews(made.run)
     views.update(attempt=2)
     assert [line["iteration"] for line in map(json.loads, made.run.metrics_view.read_text().splitlines())][-1] == 12
     flip(made.run.checkpoint(12) / "common.pt", 700)
@@ -112,13 +112,13 @@ def test_where_every_checkpoint_is_damaged_the_chain_ends_and_none_is_lost(train
     assert set(codes) == {1}, attempt.output()
     assert attempt.outcome is None, "another node may read better"
     assert "3 checkpoints in a row were read as damaged" in attempt.output()
-    assert [left.iteration for left in in_quarantine(made.run)] == [12, 8]
+    assert [left.iteration for left in quarantined_checkpoints(made.run)] == [12, 8]
     again = made.start()
     assert 3 in again.wait(), again.output()
     assert again.outcome is not None
     assert (again.outcome.outcome, again.outcome.iteration) == ("fatal", 4)
     assert "no checkpoint of this run is whole" in again.outcome.reason
-    assert [left.iteration for left in in_quarantine(made.run)] == [12, 8, 4]
+    assert [left.iteration for left in quarantined_checkpoints(made.run)] == [12, 8, 4]
 
 
 @pytest.mark.long
@@ -170,4 +170,4 @@ def test_a_crafted_checkpoint_runs_nothing_where_a_run_begins_or_goes_on_with_it
     assert 3 in codes, attempt.output()
     assert words in attempt.output()
     assert folder.is_dir()
-    assert in_quarantine(made.run) == []
+    assert quarantined_checkpoints(made.run) == []

@@ -91,9 +91,9 @@ def test_gpus_are_asked_for_in_any_way(asks: str, monkeypatch: pytest.MonkeyPatc
     file = Path(__file__).resolve().parents[2] / "configs/runs/demo-slurm.yaml"
     others = ("chain.recovery=job", "training.precision=bf16")
     for given, refused in ((asks, True), ("cluster.srun_options=[--mpi=none]", False)):
-        config = compose.load(file, (*others, given))
+        config = compose.load_run_config(file, (*others, given))
         assert isinstance(config, RunConfig)
-        with pytest.raises(parallel.NoGpu) if refused else contextlib.nullcontext():
+        with pytest.raises(parallel.NoGpuFound) if refused else contextlib.nullcontext():
             parallel.require_gpu(config)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.files import read_lines
 from tests.checkpoints import assert_same_bytes, contents
 from tests.waiting import wait_for
@@ -48,7 +48,7 @@ def test_a_users_hook_counts_steps_over_three_attempts_and_training_stays_what_i
     wait_for(lambda: killed.commits, step=0.01, words=killed.output)
     killed.signal(signal.SIGKILL)
     killed.wait()
-    assert durable(made.run).iteration == 8
+    assert resume_point(made.run).iteration == 8
     last = made.train()
     counted = list(read_lines(made.run.path / "counted.jsonl"))
     assert [(line["attempt"], line["iteration"]) for line in counted] == [(1, first.outcome.iteration), (3, 20)]

@@ -12,7 +12,7 @@ import pytest
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.submit.host_memory import host_copy_bytes
-from relayrun.train.model.size import padded, parameters
+from relayrun.train.model.size import count_parameters, pad_to_multiple
 
 from .conftest import VOCABULARY, Harness
 
@@ -38,8 +38,8 @@ def test_the_estimate_is_what_the_fullest_rank_takes(
     def estimated(gpus: int) -> int:
         job: dict[str, Any] = made.config["job"] | {"gpus_per_node": gpus}
         config = RunConfig.model_validate_json(json.dumps(made.config | {"job": job}))
-        size = padded(VOCABULARY, config.model.make_vocab_size_divisible_by)
-        return host_copy_bytes(config, parameters(config.model, size), size)
+        size = pad_to_multiple(VOCABULARY, config.model.make_vocab_size_divisible_by)
+        return host_copy_bytes(config, count_parameters(config.model, size), size)
 
     print(f"{precision}: {taken:,} bytes, estimated {estimated(0):,}; pinned {pinned:,}, estimated {estimated(2):,}")
     assert taken == pytest.approx(estimated(0), rel=0.1)

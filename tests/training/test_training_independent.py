@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.submit.check.find_data import build_manifest
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
+from relayrun.tokens.tokenize.encode.byte_tokenizer import write_byte_tokenizer
 
 from .conftest import Harness
 
@@ -115,7 +115,7 @@ def test_an_independent_loop_has_our_losses_with_the_masks_of_a_user(
     source = {"weight": 1.0, "order": "tests.training.masked:FromFile", "options": {"file": str(rows)}}
     made = harness(
         data={
-            "tokenizer": str(byte_tokenizer(tmp_path / "bytes")),
+            "tokenizer": str(write_byte_tokenizer(tmp_path / "bytes")),
             "mixture": {"train": source | {"loss_mask": True}},
             "datasets": [],
         }
@@ -134,7 +134,7 @@ def test_an_independent_loop_has_our_losses_with_the_masks_of_a_user(
 
 def losses(made: Harness, imported: Path) -> list[float]:
     """The losses of a run that begins with the imported weights."""
-    model = yamlfile.read(imported / "model.yaml").values["model"]
+    model = yaml_file.read_yaml(imported / "model.yaml").values["model"]
     made.config["model"] = model | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     return [step["loss"] for step in made.train(base_path=str(imported)).steps().values()]
 

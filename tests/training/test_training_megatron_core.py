@@ -86,7 +86,7 @@ def test_all_that_is_used_of_megatron_core_is_there(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_all_that_is_used_is_there_in_the_newer_version() -> None:
-    version = "import relayrun.train.megatron_core as m; m.check(); print(*m.installed()[:2])"
+    version = "import relayrun.train.megatron_versions as m; m.check(); print(*m.installed()[:2])"
     assert run("-c", version, search=NEWER) == "0 19\n"
     assert re.fullmatch(r"\d+ imported names\n", run(SURFACE, search=NEWER))
 

@@ -11,7 +11,7 @@ import pytest
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.submit.saves import checkpoint_size
-from relayrun.train.model.size import padded, parameters
+from relayrun.train.model.size import count_parameters, pad_to_multiple
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import VOCABULARY
 
@@ -56,7 +56,7 @@ def settings(ranks: int, parallel: dict[str, Any], training: dict[str, Any]) -> 
 def assert_as_forecast(whole: Any, trained: Any) -> None:
     """The model that was built has the parameters that `relayrun check` counts, and its checkpoint their bytes."""
     config = RunConfig.model_validate(whole.config)
-    count = parameters(config.model, padded(VOCABULARY, config.model.make_vocab_size_divisible_by))
+    count = count_parameters(config.model, pad_to_multiple(VOCABULARY, config.model.make_vocab_size_divisible_by))
     assert f": {count:,} parameters on " in trained.output()
     tensors = sum(path.stat().st_size for path in whole.run.checkpoint(STEPS).glob("*.distcp"))
     forecast = checkpoint_size(config, count, Run(whole.run.path / "none")).bytes

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import durable
-from relayrun.control.rundir.records import Started
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.records import StartTimes
 from relayrun.files import read_lines
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
@@ -35,7 +35,7 @@ def answer(run: Any, name: str) -> dict[str, Any]:
 
 def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     made = harness(training={"steps": 100_000})
-    triggers.touch(made.run, "save")  # there before the ranks are
+    triggers.touch_trigger(made.run, "save")  # there before the ranks are
     attempt = made.start()
     first = answer(made.run, "save")
     assert (first["iteration"], first["result"]) == (1, "saved")
@@ -51,7 +51,7 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     wait_for(lambda: ["__main__.py" in text for text in stacks()] == [True, True], words=stacks)
     assert ["loop.py" in text and "__main__.py" in text for text in stacks()] == [True, True], stacks()
     assert not (made.run.triggers / "save").exists()
-    triggers.touch(made.run, "exit")
+    triggers.touch_trigger(made.run, "exit")
     assert attempt.wait() == [0, 0], attempt.output()
     outcome = attempt.outcome
     assert outcome.outcome == "exit"
@@ -72,11 +72,11 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
         assert (step["save_seconds"] > 0) == (step["iteration"] == 2), "after the save at iteration 1"
     hashes = {"checksums.json", "__0.checksums.jsonl", "__1.checksums.jsonl"}
     assert {"common.pt", "metadata.json", ".metadata", *files, *hashes} == set(attempt.commits[-1].files)
-    started = Started.read(attempt.directory.started)
+    started = StartTimes.read(attempt.directory.started)
     assert started is not None
     times = list(vars(started).values())
     assert times == sorted(times)
-    assert durable(made.run).iteration == outcome.iteration
+    assert resume_point(made.run).iteration == outcome.iteration
     assert made.run.tracker.read_text().strip() == str(outcome.iteration)
 
 
@@ -117,7 +117,7 @@ def test_an_evaluation_that_the_job_has_no_time_for_is_not_begun(harness: Make) 
     attempt = made.start(prefix=prefix, job_end_time=time.time() + 3600)
     assert attempt.wait() == [0, 0], attempt.output()
     assert (attempt.outcome.outcome, attempt.outcome.reason) == ("saved", "time limit near")
-    assert (durable(made.run).iteration, attempt.evaluations()) == (1, {})
+    assert (resume_point(made.run).iteration, attempt.evaluations()) == (1, {})
 
 
 def test_an_overtaken_attempt_publishes_nothing(harness: Make) -> None:
@@ -125,7 +125,7 @@ def test_an_overtaken_attempt_publishes_nothing(harness: Make) -> None:
     attempt = made.start()
     attempt.wait_for_iteration(2)
     made.begin()
-    triggers.touch(made.run, "save")
+    triggers.touch_trigger(made.run, "save")
     assert attempt.wait() == [3, 3], attempt.output()
     outcome = attempt.outcome
     assert outcome.outcome == "fatal"
@@ -150,7 +150,7 @@ def test_a_save_that_fails_on_one_rank_stops_nothing_until_the_end(harness: Make
     assert "Traceback" not in output
     assert attempt.outcome is None
     assert attempt.commits == []
-    assert durable(made.run).iteration == 0
+    assert resume_point(made.run).iteration == 0
 
 
 def test_a_loss_that_is_no_number_is_fatal_and_not_saved(harness: Make) -> None:

@@ -111,8 +111,8 @@ def test_a_run_over_streams_in_pieces_and_with_other_ranks_is_the_run_in_one_pie
             assert step["loss"] == pytest.approx(expected[number]["loss"], rel=1e-5)
             assert step["padding_share"] == expected[number]["padding_share"]
 
-    audited = audit.audit(pieces.run)
-    rows = {row.dataset: row for row in audit.ledger(audited)}
+    audited = audit.audit_run(pieces.run)
+    rows = {row.dataset: row for row in audit.dataset_ledgers(audited)}
     assert sum(row.samples for row in rows.values()) == audited.consumed_samples == 96
     assert rows["web"].lanes is not None
     assert rows["web"].lanes.left_out["stream.filters"] > 0

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from relayrun.control.rundir import views
-from relayrun.control.rundir.lineage import durable
-from relayrun.train.reporting.wandb_files import history, offline_files
+from relayrun.control.rundir import merged_metrics
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.train.reporting.wandb_files import offline_wandb_files, wandb_history
 from tests.waiting import wait_for
 
 from .conftest import Harness
@@ -42,7 +42,7 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
     )
     killed = made.start(inject="step-delay=0.2")
     killed.wait_for_iteration(45)
-    wait_for(lambda: durable(made.run).iteration >= 40, words=killed.output)  # what follows is computed again
+    wait_for(lambda: resume_point(made.run).iteration >= 40, words=killed.output)  # what follows is computed again
     killed.processes[0].kill()
     killed.wait()
     with monkeypatch.context() as service_away:
@@ -57,11 +57,11 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
     assert third.outcome.outcome == "done"
 
     (stream,) = json.loads(made.run.streams.read_text())
-    files = offline_files(made.run.path / "wandb", stream["id"])
+    files = offline_wandb_files(made.run.path / "wandb", stream["id"])
     assert set(files) == set((made.run.path / "wandb").glob("offline-run-*/*.wandb"))
-    rows = [row for path in files for row in history(path)]
+    rows = [row for path in files for row in wandb_history(path)]
     assert [row["_step"] for row in rows] == list(range(1, 61))
-    merged = {line["iteration"]: line for line in views.merged_metrics(made.run) if "loss" in line}
+    merged = {line["iteration"]: line for line in merged_metrics.merged_metrics(made.run) if "loss" in line}
     assert [row["train/loss"] for row in rows] == [merged[k]["loss"] for k in range(1, 61)]
     assert [row["_timestamp"] for row in rows[:40]] == pytest.approx(
         [merged[k]["time"] for k in range(1, 41)], abs=0.01
@@ -101,12 +101,14 @@ def test_a_rewind_by_policy_is_a_fork(harness: Callable[..., Harness], monkeypat
         1,
     )
     rows = {
-        stream["id"]: [row for path in offline_files(made.run.path / "wandb", stream["id"]) for row in history(path)]
+        stream["id"]: [
+            row for path in offline_wandb_files(made.run.path / "wandb", stream["id"]) for row in wandb_history(path)
+        ]
         for stream in (first, fork)
     }
     old = [row["_step"] for row in rows[first["id"]]]
     assert old == list(range(1, len(old) + 1))
     assert len(old) <= 7  # fewer where the feed started after the rewind
-    merged = [(line["iteration"], line["loss"]) for line in views.merged_metrics(made.run) if "loss" in line]
+    merged = [(line["iteration"], line["loss"]) for line in merged_metrics.merged_metrics(made.run) if "loss" in line]
     assert [(row["_step"], row["train/loss"]) for row in rows[fork["id"]]] == merged
     assert len(merged) == 16

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.train.model.size import padded, parameters
+from relayrun.train.model.size import count_parameters, pad_to_multiple
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import VOCABULARY
 
@@ -78,7 +78,7 @@ def assert_a_resume_is_exact(harness: Make, model: dict[str, Any], *, ranks: int
     whole, rest = (made(harness, model, DISTRIBUTED, ranks=ranks) for _ in range(2))
     reference = whole.train()
     config = RunConfig.model_validate(whole.config)
-    count = parameters(config.model, padded(VOCABULARY, config.model.make_vocab_size_divisible_by))
+    count = count_parameters(config.model, pad_to_multiple(VOCABULARY, config.model.make_vocab_size_divisible_by))
     assert f": {count:,} parameters on " in reference.output()
     resumed = resumed_from(whole, rest)
     assert sorted(resumed.steps()) == list(range(CUT + 1, STEPS + 1))

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from relayrun.control.rundir.records import Commit, Outcome
-from relayrun.train.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
+from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
+from relayrun.train.hooks import Action, Gradients, Hook, HookContext, Step, StepStart, UpdateVerdict, ValidationResult
 
 
 class CountSteps(Hook):
@@ -21,7 +21,7 @@ class CountSteps(Hook):
         self.steps = 0
         self.losses = torch.zeros(0, dtype=torch.float64)
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self.context = context
 
     def after_step(self, step: Step) -> None:
@@ -34,7 +34,7 @@ class CountSteps(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self.losses = state["steps"], state["losses"]
 
-    def at_end(self, outcome: Outcome) -> None:
+    def at_end(self, outcome: AttemptOutcome) -> None:
         counts = self.context.ranks.gather(self.steps)
         if self.context.ranks.rank == 0:
             line = {"attempt": self.context.attempt, "iteration": outcome.iteration, "counts": counts}
@@ -45,7 +45,7 @@ class CountSteps(Hook):
 class Diary(Hook):
     """Writes down when it is called, a file per rank."""
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self.context = context
         self.path = context.run_dir / f"diary-{context.attempt}-{context.ranks.rank}"
         self._note("setup")
@@ -83,14 +83,14 @@ class Diary(Hook):
         assert (folder / "metadata.json").exists()
         self._note("before_publish", iteration)
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         assert Path(commit.path).is_dir()
         self._note("after_save", commit.iteration)
 
-    def at_evaluation(self, result: Evaluated) -> None:
+    def at_evaluation(self, result: ValidationResult) -> None:
         self._note("at_evaluation", result.iteration, *result.losses)
 
-    def at_end(self, outcome: Outcome) -> None:
+    def at_end(self, outcome: AttemptOutcome) -> None:
         assert not (self.context.run_dir / "attempts" / f"{self.context.attempt:04}" / "outcome.json").exists()
         self._note("at_end", outcome.outcome)
 
@@ -105,12 +105,12 @@ class Objector(Hook):
         self.iteration = iteration
         self.action = Action[action.upper()]
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self.rank = context.ranks.rank
 
-    def before_update(self, gradients: Gradients) -> Verdict | None:
+    def before_update(self, gradients: Gradients) -> UpdateVerdict | None:
         if self.rank == 1 and gradients.iteration >= self.iteration:
-            return Verdict(self.action, "I do not like it")
+            return UpdateVerdict(self.action, "I do not like it")
         return None
 
 
@@ -120,7 +120,7 @@ class Raises(Hook):
     def __init__(self, method: str, rank: int = -1, iteration: int = 4) -> None:
         self.method, self.rank, self.iteration = method, rank, iteration
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self.own = context.ranks.rank
 
     def _raise(self, method: str) -> None:
@@ -142,7 +142,7 @@ class Breaks(Hook):
     def __init__(self, after: dict[str, int]) -> None:
         self.after = after
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self.iteration = self.after.get(str(context.attempt))
 
     def after_step(self, step: Step) -> None:
@@ -176,7 +176,7 @@ class NoHook:
 class Witness(Hook):
     """Says what `training.deterministic` has come to on its rank."""
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         on, config = torch.are_deterministic_algorithms_enabled(), context.model.chunks[0].config
         algorithm = f"NCCL_ALGO={os.environ.get('NCCL_ALGO')}"
         print(f"deterministic: torch {on}, megatron-core {config.deterministic_mode}, {algorithm}", flush=True)
@@ -188,10 +188,10 @@ class FlipsBits(Hook):
     def __init__(self, iterations: list[int]) -> None:
         self.left = list(iterations)
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self.context = context
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         if commit.iteration in self.left:
             self.left.remove(commit.iteration)
             if self.context.ranks.rank == 0:

@@ -19,7 +19,7 @@ def compare_gradients() -> None:
 
     from relayrun.train.optimizer import gradients
 
-    total_norm, clip = gradients.total_norm, gradients.clip
+    total_norm, clip = gradients.gradient_norm, gradients.clip_gradients
 
     def compared_norm(optimizer: Any, device: torch.device) -> float:
         norm, megatrons = total_norm(optimizer, device), float(optimizer.get_grad_norm())
@@ -41,7 +41,7 @@ def compare_gradients() -> None:
         if os.environ["RANK"] == "0":
             print(f"compared: {len(held)} gradients, {changed} clipped", flush=True)
 
-    gradients.total_norm, gradients.clip = compared_norm, compared_clip
+    gradients.gradient_norm, gradients.clip_gradients = compared_norm, compared_clip
 
 
 def fuse_adamw() -> None:
@@ -61,7 +61,7 @@ def fuse_adamw() -> None:
 
     def patch_and_fuse(inner: Any) -> None:
         patch(inner)
-        optimizer.fuse(inner)
+        optimizer.use_fused_adam(inner)
 
     optimizer.patch_distributed_optimizers = patch_and_fuse
 
@@ -70,15 +70,15 @@ def report_host_memory() -> None:
     """Each rank says what its copies of saves take: as they are, and pinned."""
     from relayrun.train.checkpoint import host_copy
 
-    layout = host_copy.layout
+    layout = host_copy.lay_out_buffers
 
     def told(sizes: Any, piece: int) -> Any:
         places, lengths = layout(sizes, piece)
         if lengths:
-            print(f"reserved: {sum(lengths)} bytes, {sum(host_copy.pinned(lengths))} pinned", flush=True)
+            print(f"reserved: {sum(lengths)} bytes, {sum(host_copy.pinned_bytes(lengths))} pinned", flush=True)
         return places, lengths
 
-    host_copy.layout = told
+    host_copy.lay_out_buffers = told
 
 
 def keep_pipeline_outputs() -> None:
@@ -100,7 +100,7 @@ def count_waits() -> None:
 
     counted = 0
     paused = False
-    step, gather = loop.Training._step, parallel.Ranks.gather
+    step, gather = loop.TrainingLoop._step, parallel.Ranks.gather
 
     def counting(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -133,7 +133,7 @@ def count_waits() -> None:
         finally:
             paused = False
 
-    loop.Training._step = counted_step
+    loop.TrainingLoop._step = counted_step
     parallel.Ranks.gather = host_gather
 
 
@@ -143,7 +143,7 @@ def reduce_too_early() -> None:
 
     from relayrun.train.model import weight_gradients
 
-    weight_gradients.reduced_last = lambda chunk: finalize_model_grads
+    weight_gradients.reduce_output_layer_last = lambda chunk: finalize_model_grads
 
 
 def stand_in_fused_adam() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from relayrun.control.agent.agent import ENVIRONMENT
+from relayrun.control.agent.agent import FORK_SERVER_ENVIRONMENT
 from relayrun.train import __main__ as program
 from relayrun.train import fork_server
 
@@ -36,7 +36,7 @@ def notes(name: str, value: Any) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     kind = sys.argv[1]
-    os.environ |= ENVIRONMENT
+    os.environ |= FORK_SERVER_ENVIRONMENT
     devices = int(kind != "none")
     for name, value in {"_cuda_getDeviceCount": devices, "_cuda_init": None, "_cuda_getCurrentRawStream": 0}.items():
         setattr(torch._C, name, notes(name, value))
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     cuda._device_count_nvml = lambda: -1 if kind in ("mig", "none") else 1
     cuda._is_in_bad_fork = lambda: bool(asked) and os.getpid() != SERVER
     if kind != "nvml":  # a package that is quicker
-        program.import_quietly = {"asks": lambda: cuda.get_device_properties(0)}.get(kind, cuda.is_available)
+        program.import_program_modules = {"asks": lambda: cuda.get_device_properties(0)}.get(kind, cuda.is_available)
     words = ""
     try:
         fork_server.import_program()

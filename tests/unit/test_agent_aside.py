@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.control import journal
-from relayrun.control.agent.aside import Aside
-from relayrun.control.journal import Journal
+from relayrun.control.agent.background_work import BackgroundWork
+from relayrun.control.journal import AgentLog
 from tests.waiting import wait_for
 
 
@@ -23,7 +23,7 @@ def turn(selector: selectors.BaseSelector) -> None:
 
 def test_a_result_comes_in_the_thread_that_asked() -> None:
     selector = selectors.DefaultSelector()
-    aside, found = Aside(selector), list[tuple[str, int]]()
+    aside, found = BackgroundWork(selector), list[tuple[str, int]]()
     for number in range(3):
         aside.start(
             lambda: "done",
@@ -37,7 +37,7 @@ def test_a_result_comes_in_the_thread_that_asked() -> None:
 
 def test_what_raises_and_what_takes_too_long_are_told_in_words() -> None:
     selector, hung = selectors.DefaultSelector(), threading.Event()
-    aside, found, threads = Aside(selector), list[str](), list[threading.Thread]()
+    aside, found, threads = BackgroundWork(selector), list[str](), list[threading.Thread]()
 
     def wait() -> str:
         threads.append(threading.current_thread())
@@ -60,13 +60,13 @@ def test_what_raises_and_what_takes_too_long_are_told_in_words() -> None:
 
 def test_a_log_whose_file_system_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "hung")  # opening it waits for a reader
-    log, began = Journal(tmp_path / "hung"), time.monotonic()
+    log, began = AgentLog(tmp_path / "hung"), time.monotonic()
     for number in range(1000):
         log.write(str(number))
     log.finish()
-    assert journal.FINISH_SECONDS <= time.monotonic() - began < journal.FINISH_SECONDS + 60
-    monkeypatch.setattr(journal, "FINISH_SECONDS", 300.0)
-    whole = Journal(tmp_path / "log")
+    assert journal.LOG_FINISH_SECONDS <= time.monotonic() - began < journal.LOG_FINISH_SECONDS + 60
+    monkeypatch.setattr(journal, "LOG_FINISH_SECONDS", 300.0)
+    whole = AgentLog(tmp_path / "log")
     for number in range(1000):
         whole.write(str(number))
     whole.finish()

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose.schema import Training
-from relayrun.control.rundir.records import Commit
-from relayrun.control.rundir.rewinds import Rewind, append, pending
+from relayrun.config.compose.schema import TrainingSection
+from relayrun.control.rundir.merged_metrics import merged_metrics
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.rewinds import Rollback, pending_rollbacks, record_rollback
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.views import merged_metrics
-from relayrun.train.anomaly import LossGuard
 from relayrun.train.hooks import Action
+from relayrun.train.loss_guard import LossGuard
 from tests.history import began
 
 NAN = float("nan")
 
 
-def settings(**changes: Any) -> Training:
+def settings(**changes: Any) -> TrainingSection:
     values = {"steps": 1, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 1, "spike_window": 16}
-    return Training.model_validate(values | changes)
+    return TrainingSection.model_validate(values | changes)
 
 
 def judged(guard: LossGuard, loss: float, grad_norm: float = 1.0) -> Action:
@@ -100,15 +100,17 @@ def trained(run: Run, number: int, first: int, last: int, mark: str) -> None:
 
 
 def rewind(run: Run, number: int, at: int, base: int, sample: int, time: float) -> None:
-    found = Rewind(iteration=at, reason="loss nan", base_iteration=base, next_sample=sample, time=time)
-    append(run.attempt(number), found)
+    found = Rollback(iteration=at, reason="loss nan", base_iteration=base, next_sample=sample, time=time)
+    record_rollback(run.attempt(number), found)
     with run.attempt(number).metrics.open("a") as file:
         file.write(json.dumps({"iteration": base, "rewind": found.words}) + "\n")
 
 
 def commit(run: Run, number: int, iteration: int, time: float) -> None:
     run.attempt(number).append_commit(
-        Commit(iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=0, time=time, seconds=1.0),
+        CheckpointCommit(
+            iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=0, time=time, seconds=1.0
+        ),
     )
 
 
@@ -118,18 +120,18 @@ def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_writt
     commit(run, 1, 10, 100.0)
     rewind(run, 1, 17, 10, 170, 110.0)
     rewind(run, 1, 15, 10, 220, 120.0)
-    assert [found.next_sample for found in pending(run, 10, 100)] == [170, 220]
-    assert pending(run, 20, 200) == []
+    assert [found.next_sample for found in pending_rollbacks(run, 10, 100)] == [170, 220]
+    assert pending_rollbacks(run, 20, 200) == []
     begin(run, 2, 10)  # killed; the next one starts from there too
     begin(run, 3, 10)
-    assert len(pending(run, 10, 100)) == 2
+    assert len(pending_rollbacks(run, 10, 100)) == 2
     rewind(run, 3, 15, 10, 100, 125.0)  # to a checkpoint behind a damaged one: it passes over nothing
-    assert len(pending(run, 10, 100)) == 2
+    assert len(pending_rollbacks(run, 10, 100)) == 2
     commit(run, 3, 20, 130.0)
-    assert pending(run, 20, 200) == []
+    assert pending_rollbacks(run, 20, 200) == []
     begin(run, 4, 0)  # a person went back to the beginning: another 10 is written, which knows nothing of it
     commit(run, 4, 10, 200.0)
-    assert pending(run, 10, 100) == []
+    assert pending_rollbacks(run, 10, 100) == []
 
 
 def test_the_merged_view_holds_what_counts_after_rewinds(tmp_path: Any) -> None:

@@ -24,9 +24,9 @@ from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from relayrun.tokens.tokenize import MegatronTokenWriter
+from relayrun.tokens.tokenize.dump_status import read_status, status_table
 from relayrun.tokens.tokenize.dumps_jobs import tokenize_dump
-from relayrun.tokens.tokenize.options import TokenizeOptions, _renamed
-from relayrun.tokens.tokenize.status import read_status, table
+from relayrun.tokens.tokenize.options import TokenizeOptions, _current_value
 
 from .test_dumps_status import settings
 from .test_preprocess import Run, data, out, run, shards, tokenizer, write_jsonl
@@ -126,7 +126,7 @@ def lines(texts: Sequence[str]) -> bytes:
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_a_bad_line_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool) -> None:
     if long:
-        monkeypatch.setattr(jsonlines, "_LONG", 40)
+        monkeypatch.setattr(jsonlines, "_LONG_BYTES", 40)
     bad, reason, message = BAD_LINES[kind]
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(GOOD) + bad)
@@ -174,7 +174,7 @@ def test_what_is_wrong_elsewhere_costs_no_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool, name: str
 ) -> None:
     if long:
-        monkeypatch.setattr(jsonlines, "_LONG", 40)
+        monkeypatch.setattr(jsonlines, "_LONG_BYTES", 40)
     squeeze: Callable[[bytes], bytes] = {".gz": gzip.compress, ".zst": zstandard.compress}.get(
         Path(name).suffix, lambda content: content
     )
@@ -280,7 +280,7 @@ def test_a_file_that_is_left_out_takes_its_bad_lines_with_it(run: Run, data: Pat
 def test_former_words_work_with_one_warning(
     caplog: pytest.LogCaptureFixture, setting: str, former: Any, now: str
 ) -> None:
-    _renamed.cache_clear()
+    _current_value.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert getattr(TokenizeOptions(tokenizer="t", **{setting: former}), setting) == now
@@ -292,7 +292,7 @@ def test_status_counts_lines_by_reason(settings: Any) -> None:
     rows = [b"good", b"\x80", b"\x81"]
     write_bytes(dataset / "a.parquet", rows)
     tokenize_dump(settings.model_copy(update={"on_error": "skip-line"}), 0)
-    shown = table(read_status(settings.metadata_folder))
+    shown = status_table(read_status(settings.metadata_folder))
     assert "0 files, 2 lines" in shown
     assert "dump 0 left out: 2 lines (2 not UTF-8), for example " in shown
     assert "a.parquet: row group 0, row 1 of it" in shown

@@ -16,11 +16,11 @@ from relayrun.cli import main
 from relayrun.errors import ConfigError
 from relayrun.tokens.order import documents
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.streams.run_tokenizer import ids_of_characters
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer, letters_of_bytes
-from relayrun.tokens.tokenize.encode.engines import Selection, select
-from relayrun.tokens.tokenize.encode.families import plan_of
-from relayrun.tokens.tokenize.encode.libraries import HuggingFace
+from relayrun.tokens.streams.run_tokenizer import character_token_ids
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_letters, write_byte_tokenizer
+from relayrun.tokens.tokenize.encode.engines import EngineSelection, select_engine
+from relayrun.tokens.tokenize.encode.families import plan_engine
+from relayrun.tokens.tokenize.encode.libraries import HuggingFaceEngine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from tests.workspace import Workspace
@@ -75,7 +75,7 @@ def made(
     **model: Any,
 ) -> Tokenizer:
     """A byte-level BPE; without `letters` and `whole` all bytes but the first four have tokens."""
-    every = letters_of_bytes()
+    every = byte_letters()
     known = letters or every[0 if whole else 4 :]
     ids = {letter: number + shift for number, letter in enumerate(known)}
     ids |= {name: len(ids) + shift + number for number, name in enumerate(names)}
@@ -103,14 +103,14 @@ def made(
 @example(texts=["", "ACGT", "", "the <EOS> a\0\x03", "é漢🧬"])
 def test_a_table_gives_the_ids_of_the_reference(options: dict[str, Any], texts: list[str]) -> None:
     tokenizer = made(**options)
-    plan = plan_of(tokenizer.to_str())
+    plan = plan_engine(tokenizer.to_str())
     assert plan is not None
     assert plan.engine == "bytes"
-    selection = Selection(engine="bytes", version="1", plan=plan)
+    selection = EngineSelection(engine="bytes", version="1", plan=plan)
     some = Texts.of(["before", *texts, "behind"])
     given_ = Texts(data=some.data, offsets=some.offsets[1:-1])
     ids, lengths = selection.build(tokenizer.to_str()).encode(given_)
-    right, of_each = HuggingFace(tokenizer).encode(given_)
+    right, of_each = HuggingFaceEngine(tokenizer).encode(given_)
     assert ids.dtype == np.uint32
     assert ids.tolist() == right.tolist()
     assert lengths.tolist() == of_each.tolist()
@@ -118,19 +118,19 @@ def test_a_table_gives_the_ids_of_the_reference(options: dict[str, Any], texts: 
 
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_a_tokenizer_that_is_almost_one_of_bytes_gets_no_table(options: dict[str, Any]) -> None:
-    plan = plan_of(made(**options).to_str())
+    plan = plan_engine(made(**options).to_str())
     assert plan is None or plan.engine != "bytes"
 
 
 @pytest.mark.slow
 def test_the_table_proves_itself_and_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAYRUN_CACHE", "")
-    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(byte_tokenizer(tmp_path / "t"))))
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(write_byte_tokenizer(tmp_path / "t"))))
     said: list[str] = []
     for wanted in ("auto", "bytes"):
-        assert select(wanted, loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "bytes"
+        assert select_engine(wanted, loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "bytes"
     assert said == []
-    assert select("gigatoken", loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "huggingface"
+    assert select_engine("gigatoken", loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "huggingface"
     assert said
 
 
@@ -138,7 +138,7 @@ def test_the_table_proves_itself_and_is_taken(tmp_path: Path, monkeypatch: pytes
 def test_transformers_opens_it(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    opened = AutoTokenizer.from_pretrained(byte_tokenizer(tmp_path))
+    opened = AutoTokenizer.from_pretrained(write_byte_tokenizer(tmp_path))
     assert (opened.eos_token_id, opened.pad_token_id, opened.bos_token_id, opened.unk_token_id) == (0, 1, 2, 3)
     assert opened("ACGTN")["input_ids"] == [65, 67, 71, 84, 78]
 
@@ -156,17 +156,17 @@ def test_one_of_the_two_makes_a_tokenizer(
 
 
 def test_characters_are_tokens_or_refused(tmp_path: Path) -> None:
-    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(byte_tokenizer(tmp_path / "t"))))
-    assert sorted(ids_of_characters("ACGTacgtA", loaded)) == BASES
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(write_byte_tokenizer(tmp_path / "t"))))
+    assert sorted(character_token_ids("ACGTacgtA", loaded)) == BASES
     with pytest.raises(ConfigError, match=r"'\u00e9' is no token of this tokenizer"):
-        ids_of_characters("A\u00e9", loaded)
+        character_token_ids("A\u00e9", loaded)
 
 
 def test_a_target_counts_where_it_is_one_of_the_tokens() -> None:
     counted = np.isin(np.arange(256), BASES)
     rows = np.array([[2, *b"ACNgR@t", 0], [2, *b"NNNNNNN", 0]])
     expected = [[target in BASES for target in row] for row in rows[:, 1:].tolist()]
-    found = documents.counted_targets(rows[:, 1:], counted)
+    found = documents.target_loss_mask(rows[:, 1:], counted)
     assert found.dtype == np.float32
     assert found.tolist() == expected
 

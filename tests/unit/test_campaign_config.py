@@ -19,15 +19,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.make(tmp_path_factory.mktemp("campaign"))
 
 
-def sweep(workspace: Workspace, **section: Any) -> campaign.Described:
-    return campaign.describe(workspace.config("sweep", name="lr", sweep=section), kind="sweep")
+def sweep(workspace: Workspace, **section: Any) -> campaign.CampaignDescription:
+    return campaign.describe_campaign(workspace.config("sweep", name="lr", sweep=section), kind="sweep")
 
 
-def stages(workspace: Workspace, **section: Any) -> campaign.Described:
+def stages(workspace: Workspace, **section: Any) -> campaign.CampaignDescription:
     settings = {"checkpoint": {"interval": 5}, "optimizer": {"lr_decay_style": "constant"}}
     path = workspace.config("stages", name="plan", stages=section, **settings)
-    described = campaign.describe(path, kind="stages")
-    submission.check(described)
+    described = campaign.describe_campaign(path, kind="stages")
+    submission.check_stages(described)
     return described
 
 
@@ -43,7 +43,7 @@ def refused(workspace: Workspace, *words: str, line: str, kind: str = "sweep", *
     assert not list(workspace.folder.glob(f"{kind}-*"))
 
 
-def native(run: campaign.DescribedRun) -> RunConfig:
+def native(run: campaign.CampaignRunDescription) -> RunConfig:
     assert isinstance(run.config, RunConfig)
     return run.config
 
@@ -196,25 +196,25 @@ def test_stages_that_are_refused_name_the_line(
 def test_a_plain_submit_of_several_runs_says_what_to_use(workspace: Workspace) -> None:
     path = workspace.config("sweep", sweep={"product": {"training.seed": [1]}})
     with pytest.raises(RelayrunError, match="relayrun sweep submit"):
-        compose.load(path)
+        compose.load_run_config(path)
     with pytest.raises(RelayrunError, match="relayrun sweep submit"):
-        campaign.describe(path, kind="stages")
+        campaign.describe_campaign(path, kind="stages")
 
 
 def test_a_run_that_is_refused_leaves_nothing_of_the_others(workspace: Workspace) -> None:
     path = workspace.config("half", sweep={"list": [{"training.seed": 1}, {"data.tokenizer": "/nowhere"}]})
-    described = campaign.describe(path, kind="sweep")
+    described = campaign.describe_campaign(path, kind="sweep")
     with pytest.raises(RelayrunError, match="nowhere"):
-        submission.submit(described)
+        submission.submit_campaign(described)
     assert [found.name for found in workspace.folder.glob("half*")] == ["half.yaml"]
 
 
 def test_a_sweep_is_submitted_once(workspace: Workspace) -> None:
     path = workspace.config("once", sweep={"product": {"training.seed": [1, 2]}})
-    assert submission.submit(campaign.describe(path, kind="sweep"))
-    assert not submission.submit(campaign.describe(path, kind="sweep"))
+    assert submission.submit_campaign(campaign.describe_campaign(path, kind="sweep"))
+    assert not submission.submit_campaign(campaign.describe_campaign(path, kind="sweep"))
     with pytest.raises(RelayrunError, match="submitted with other settings"):
-        submission.submit(campaign.describe(path, ["training.steps=30"], kind="sweep"))
+        submission.submit_campaign(campaign.describe_campaign(path, ["training.steps=30"], kind="sweep"))
     other = workspace.config("once", sweep={"product": {"training.seed": [1, 3]}})
     with pytest.raises(RelayrunError, match="another sweep of this name"):
-        submission.submit(campaign.describe(other, kind="sweep"))
+        submission.submit_campaign(campaign.describe_campaign(other, kind="sweep"))

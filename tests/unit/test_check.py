@@ -14,20 +14,20 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import compose
-from relayrun.control.chain.quota import quotas
+from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError, parts_of
+from relayrun.errors import RelayrunError, split_error
 from relayrun.files import append_line, write_json
 from relayrun.submit import submission
 from relayrun.submit.check import node, slurm, tracking
 from relayrun.submit.check.find_data import build_manifest
-from relayrun.submit.check.finding import Finding, Findings
-from relayrun.submit.check.report import of_config
-from relayrun.submit.check.state import Intent
-from relayrun.submit.check.usage import usage
+from relayrun.submit.check.findings import CheckFinding, Findings
+from relayrun.submit.check.report import check_config
+from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.check.usage import data_usage
 from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.merge import merge
-from relayrun.tokens.shards.record import RECORD, MadeBy, Records
+from relayrun.tokens.shards.merge import merge_shards
+from relayrun.tokens.shards.record import FOLDER_RECORD, ShardRecords, TokenizerRecord
 from tests.workspace import VOCABULARY, Workspace
 
 
@@ -40,12 +40,14 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     return Workspace.make(tmp_path)
 
 
-def looked(path: Path, *overrides: str) -> list[Finding]:
+def looked(path: Path, *overrides: str) -> list[CheckFinding]:
     given = compose.read_settings(path, overrides)
-    return submission.report_on(compose.validate(given), given=given, intent=Intent()).findings.all
+    return submission.check_submission(
+        compose.validate_settings(given), given=given, intent=SubmitIntent()
+    ).findings.all
 
 
-def named(found: list[Finding], name: str) -> Finding:
+def named(found: list[CheckFinding], name: str) -> CheckFinding:
     (one,) = [finding for finding in found if finding.name == name and finding.level != "ok"]
     return one
 
@@ -90,8 +92,8 @@ def test_all_errors_are_found_with_file_line_value_and_remedy(
     assert errors["settings.sense"]["value"] == 3
     assert all(each["remedy"] for each in errors.values())
     with pytest.raises(RelayrunError) as refused:
-        submission.submit(compose.load(path, changes[1::2]))
-    assert len(parts_of(refused.value)) == 3
+        submission.submit_run(compose.load_run_config(path, changes[1::2]))
+    assert len(split_error(refused.value)) == 3
     assert all(each["words"] in str(refused.value) for each in errors.values())
     assert not (workspace.folder / "run").exists()
     assert main(["submit", str(path), *changes, "--dry-run"]) == 1
@@ -124,14 +126,14 @@ def test_a_config_that_is_none_is_json_too(workspace: Workspace, capsys: pytest.
     ],
 )
 def test_settings_out_of_all_sense(workspace: Workspace, override: str, level: str, words: str) -> None:
-    found = of_config(compose.load(workspace.config("run"), [override])).all
+    found = check_config(compose.load_run_config(workspace.config("run"), [override])).all
     assert [finding.level for finding in found if words in finding.words] == [level]
     assert [finding.setting for finding in found if words in finding.words] == [override.partition("=")[0]]
 
 
 def test_usual_settings_are_no_warnings(workspace: Workspace) -> None:
-    config = compose.load(workspace.config("run"), ["optimizer.weight_decay=0.0", "optimizer.clip_grad=0.0"])
-    assert of_config(config).warnings == []
+    config = compose.load_run_config(workspace.config("run"), ["optimizer.weight_decay=0.0", "optimizer.clip_grad=0.0"])
+    assert check_config(config).warnings == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_no_job_may_write_below_a_read_only_path(workspace: Workspace, overrides
     assert (found.level, found.setting) == ("error", setting)
     assert f"allows no writing below {workspace.folder}/store" in found.words
     with pytest.raises(RelayrunError, match="allows no writing below"):
-        submission.submit(compose.load(path, [each.format(workspace.folder) for each in overrides]))
+        submission.submit_run(compose.load_run_config(path, [each.format(workspace.folder) for each in overrides]))
 
 
 def test_logs_and_links_inside_the_run_directory_are_looked_at(workspace: Workspace) -> None:
@@ -171,9 +173,9 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
     }
     data = {"tokenizer": f"{workspace.folder}/tokenizer.json", "datasets": [], "mixture": mixture}
     path = workspace.config("run", data=data, training={"steps": 100})
-    config = compose.load(path)
+    config = compose.load_run_config(path)
     manifest = build_manifest(config)
-    a, b = usage(config, manifest, Run(workspace.folder / "run"))
+    a, b = data_usage(config, manifest, Run(workspace.folder / "run"))
     assert a.windows == (manifest.datasets["a"].tokens - 1) // 64
     assert (a.samples, b.samples) == (600, 200)
     assert a.epochs == 600 / a.windows
@@ -190,7 +192,7 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
     assert [finding.name for finding in refused] == ["data.epochs"]
     assert "if it is meant, data.max_epochs=" in (refused[0].remedy or "")
     with pytest.raises(RelayrunError, match=f"used up at step {a.used_up_at:,}"):
-        submission.submit(compose.load(path, too_long))
+        submission.submit_run(compose.load_run_config(path, too_long))
     allowed = [finding.level for finding in looked(path, *too_long, "data.max_epochs=100000")]
     assert "error" not in allowed
 
@@ -198,7 +200,7 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
 def write_record(folder: Path, largest: int | None, fingerprint: str = "f" * 64) -> None:
     """A record of tokenization beside the shards of a folder, by a tokenizer that nobody can tell from the run's."""
     shards = {path.stem: {} if largest is None else {"largest_id": largest} for path in folder.glob("*.bin")}
-    write_json(folder / RECORD, {"settings": {"tokenizer": fingerprint, "eos": 0}, "shards": shards})
+    write_json(folder / FOLDER_RECORD, {"settings": {"tokenizer": fingerprint, "eos": 0}, "shards": shards})
 
 
 def test_the_largest_id_on_record_is_compared_with_the_vocabulary(workspace: Workspace) -> None:
@@ -231,21 +233,23 @@ def test_writers_record_the_largest_id(tmp_path: Path) -> None:
     writer.add(reserved, [2])
     writer.finish()
     assert writer.largest_id == 80_000
-    write_json(tmp_path / RECORD, {"settings": {"tokenizer": "", "eos": 0}, "shards": {"shard": {"largest_id": 7}}})
-    record = Records().of(str(tmp_path / "shard"))
+    write_json(
+        tmp_path / FOLDER_RECORD, {"settings": {"tokenizer": "", "eos": 0}, "shards": {"shard": {"largest_id": 7}}}
+    )
+    record = ShardRecords().of(str(tmp_path / "shard"))
     assert record is not None
     assert record.largest_id == 7
 
 
 def test_a_merged_shard_has_the_largest_id_of_its_inputs(tmp_path: Path) -> None:
-    made = MadeBy(fingerprint="f" * 64, ids="", size=None, eos=None)
+    made = TokenizerRecord(fingerprint="f" * 64, ids="", size=None, eos=None)
     prefixes = [str(tmp_path / name) for name in "abc"]
     for prefix, ids in zip(prefixes, ([3, 9], [1], [7]), strict=True):
         writer = ShardWriter(prefix, np.uint16, own_record=made)
         writer.add(ids, [len(ids)])
         writer.finish()
-    merged = merge(prefixes, str(tmp_path / "all"))
-    record = Records().of(merged.prefix)
+    merged = merge_shards(prefixes, str(tmp_path / "all"))
+    record = ShardRecords().of(merged.prefix)
     assert record is not None
     assert record.largest_id == 9
 
@@ -263,8 +267,8 @@ def test_a_merged_shard_has_the_largest_id_of_its_inputs(tmp_path: Path) -> None
 def test_the_key_of_wandb_is_looked_at_and_never_shown(
     workspace: Workspace, environment: dict[str, str], level: str, words: str
 ) -> None:
-    findings = Findings(compose.load(workspace.config("run")))
-    tracking.look(compose.load(workspace.config("run")), findings, environment)
+    findings = Findings(compose.load_run_config(workspace.config("run")))
+    tracking.check_wandb(compose.load_run_config(workspace.config("run")), findings, environment)
     (found,) = findings.all
     assert (found.level, words in found.words) == (level, True)
     assert environment.get("WANDB_API_KEY", "hunter2") not in json.dumps(found.as_json())
@@ -313,7 +317,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(workspace: Workspace, monkeyp
 
 def test_quotas_are_asked_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert quotas(tmp_path) == []
+    assert read_quotas(tmp_path) == []
     tables = {
         "lfs": "  /scratch   100*  80  150 6d4h   10  0  20  -\n",
         "quota": "Disk quotas for user a (uid 1): \n Filesystem blocks quota limit grace files quota limit grace\n"
@@ -323,24 +327,24 @@ def test_quotas_are_asked_where_there_are_any(tmp_path: Path, monkeypatch: pytes
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n[ \"$3\" = -g ] || printf %s '{table}'\n")  # the group has none
         program.chmod(0o755)
-    lustre = [(limit.source, limit.kind, limit.limit - limit.used) for limit in quotas(tmp_path)]
+    lustre = [(limit.source, limit.kind, limit.limit - limit.used) for limit in read_quotas(tmp_path)]
     assert lustre == [("lfs quota", "bytes", 50 * 1024), ("lfs quota", "files", 10)]
-    assert "quota" not in [limit.source for limit in quotas(tmp_path)]  # it knows no limit
+    assert "quota" not in [limit.source for limit in read_quotas(tmp_path)]  # it knows no limit
     (tmp_path / "lfs").write_text("#!/bin/sh\necho Permission denied; exit 1\n")
-    assert quotas(tmp_path) == []
+    assert read_quotas(tmp_path) == []
 
 
 def test_options_of_the_environment_are_those_that_sbatch_takes_with_a_launcher() -> None:
     given = {"SBATCH_ACCOUNT": "a1", "SBATCH_PARTITION": "", "SLURM_JOB_ID": "1", "SBATCH_QOS": "high"}
-    assert slurm.of_environment(given) == {"account": "a1", "qos": "high"}
+    assert slurm.sbatch_options_from_environment(given) == {"account": "a1", "qos": "high"}
 
 
 def test_a_python_that_takes_too_long_is_a_warning(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     python = workspace.folder / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
-    monkeypatch.setattr(node, "SECONDS", 0.1)
-    findings = of_config(compose.load(workspace.config("run", cluster={"python": str(python)})))
+    monkeypatch.setattr(node, "ANSWER_SECONDS", 0.1)
+    findings = check_config(compose.load_run_config(workspace.config("run", cluster={"python": str(python)})))
     assert findings.errors == []
     assert ["gave no answer within" in warning.words for warning in findings.warnings] == [True]
 
@@ -362,22 +366,22 @@ def program(path: Path, answer: str) -> str:
 def test_the_python_of_the_ranks_is_asked(workspace: Workspace, answer: str, words: str) -> None:
     python = program(workspace.folder / "python", answer)
     path = workspace.config("run", cluster={"python": python})
-    (error,) = of_config(compose.load(path)).errors
+    (error,) = check_config(compose.load_run_config(path)).errors
     assert words in error.words
-    contained = compose.load(path, ["cluster.srun_options=[--container-image=x]"])
-    assert of_config(contained).errors == []
+    contained = compose.load_run_config(path, ["cluster.srun_options=[--container-image=x]"])
+    assert check_config(contained).errors == []
 
 
 def test_a_hook_that_is_on_no_path_is_refused(workspace: Workspace) -> None:
     path = workspace.config("run", training={"hooks": ["no_such_module:Hook"]}, cluster={"python": None})
-    (error,) = of_config(compose.load(path)).errors
+    (error,) = check_config(compose.load_run_config(path)).errors
     assert "has no no_such_module" in error.words
 
 
 def test_the_batch_scripts_python_is_asked(workspace: Workspace) -> None:
     python = program(workspace.folder / "host", '{"version": [3, 6], "missing": []}')
     path = workspace.config("run", cluster={"scheduler": "slurm", "host_python": python})
-    (error,) = of_config(compose.load(path)).errors
+    (error,) = check_config(compose.load_run_config(path)).errors
     assert "is Python 3.6 here, and the batch script needs 3.11" in error.words
 
 
@@ -385,7 +389,7 @@ def test_the_state_of_a_run_is_looked_at_and_its_changes_shown(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = workspace.config("run")
-    submission.submit(compose.load(path))
+    submission.submit_run(compose.load_run_config(path))
     before = {entry: entry.stat().st_mtime_ns for entry in (workspace.folder / "run").rglob("*")}
     capsys.readouterr()
     code, report = as_json(path, capsys, "--set", "training.steps=30")
@@ -398,16 +402,18 @@ def test_the_state_of_a_run_is_looked_at_and_its_changes_shown(
 def test_speed_is_that_of_a_run_of_the_same_shape_or_of_a_setting(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from relayrun.control.rundir import find
+    from relayrun.control.rundir import find_runs
 
     def forecast(*overrides: str) -> Any:
-        return submission.report_on(compose.load(workspace.config("run"), overrides), intent=Intent()).forecast
+        return submission.check_submission(
+            compose.load_run_config(workspace.config("run"), overrides), intent=SubmitIntent()
+        ).forecast
 
-    monkeypatch.setattr(find, "runs", lambda: workspace.folder / "runs")
+    monkeypatch.setattr(find_runs, "runs_folder", lambda: workspace.folder / "runs")
     assert forecast().hours is None
     other = Run(workspace.folder / "runs" / "tests" / "other")
     other.config.mkdir(parents=True)
-    other.config_revision(1).write_text(compose.dump(compose.load(workspace.config("run"))))
+    other.config_revision(1).write_text(compose.dump_run_config(compose.load_run_config(workspace.config("run"))))
     for step in range(12):
         append_line(other.metrics_view, {"iteration": step + 1, "loss": 1.0, "tokens_per_second": 100.0 + step})
     found = forecast()

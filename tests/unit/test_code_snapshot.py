@@ -13,9 +13,9 @@ import pytest
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json, umask
-from relayrun.masking import masked
-from relayrun.submit.code_snapshot import LARGEST, snapshot, snapshot_of_checkout
-from relayrun.train.reporting.environment import code, without_secrets
+from relayrun.masking import mask_tokens
+from relayrun.submit.code_snapshot import MAX_FILE_BYTES, snapshot_code, snapshot_of_checkout
+from relayrun.train.reporting.environment import code_version, without_secrets
 from tests.readme import break_code, copy_tracked
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends, steps
@@ -40,7 +40,7 @@ def checkout(tmp_path: Path) -> Path:
     (root / "gone.py").unlink()
     (root / "ignored").mkdir()
     (root / "ignored" / "x").write_text("x")
-    (root / "data.bin").write_bytes(bytes(LARGEST + 1))
+    (root / "data.bin").write_bytes(bytes(MAX_FILE_BYTES + 1))
     return root
 
 
@@ -52,14 +52,14 @@ def run_dir(folder: Path) -> Run:
 def test_uncommitted_and_new_files_are_in_it(
     checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taken = snapshot(run_dir(tmp_path / "run"), checkout)
+    taken = snapshot_code(run_dir(tmp_path / "run"), checkout)
     found = {str(path.relative_to(taken)) for path in taken.rglob("*") if not path.is_dir() or path.is_symlink()}
     assert found == {"package/kept.py", "package/changed.py", "new ünï.py", "run.sh", "link", ".gitignore"}
     assert (taken / "package/changed.py").read_text() == "new\n"
     assert os.access(taken / "run.sh", os.X_OK)
     assert os.readlink(taken / "link") == "package/kept.py"
-    commit, difference = code(taken)
-    assert commit == code(checkout)[0]
+    commit, difference = code_version(taken)
+    assert commit == code_version(checkout)[0]
     assert len(commit) == 40
     assert "-old\n+new" in difference
     assert "too large for code: " in capsys.readouterr().err
@@ -67,10 +67,10 @@ def test_uncommitted_and_new_files_are_in_it(
 
 def test_the_same_code_is_the_same_snapshot_and_other_code_another(checkout: Path, tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run")
-    first = snapshot(run, checkout)
-    assert snapshot(run, checkout) == first
+    first = snapshot_code(run, checkout)
+    assert snapshot_code(run, checkout) == first
     (checkout / "package/kept.py").write_text("edited\n")
-    second = snapshot(run, checkout)
+    second = snapshot_code(run, checkout)
     assert (first.name, second.name) == ("0001", "0002")
     assert (first / "package/kept.py").read_text() == "old\n"
 
@@ -90,7 +90,7 @@ def test_what_a_killed_submit_left_of_a_snapshot_goes_with_the_next(checkout: Pa
     killed = subprocess.run([sys.executable, "-c", KILLED, str(run.path), str(checkout)], check=False, timeout=600)
     assert killed.returncode == -signal.SIGKILL
     assert len(os.listdir(run.code)) == 1
-    snapshot(run, checkout)
+    snapshot_code(run, checkout)
     assert sorted(os.listdir(run.code)) == ["0001", "0001.commit", "0001.diff", "0001.sha256"]
 
 
@@ -99,7 +99,7 @@ def test_a_folder_without_git_gives_its_code(tmp_path: Path) -> None:
     for name in ("relayrun/cli/__init__.py", "relayrun/__pycache__/cli.pyc", "launchers/lib/job.sh", "data/tokens.bin"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
-    taken = snapshot(run_dir(tmp_path / "run"), root)
+    taken = snapshot_code(run_dir(tmp_path / "run"), root)
     assert {str(path.relative_to(taken)) for path in taken.rglob("*.*")} == {
         "relayrun/cli/__init__.py",
         "launchers/lib/job.sh",
@@ -119,7 +119,7 @@ def test_what_looks_like_a_secret_is_left_out_and_named(
     for name in (*SECRETS, *NONE, "ignored/.env"):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_text("x\n")
-    taken = snapshot(run_dir(tmp_path / "run"), checkout)
+    taken = snapshot_code(run_dir(tmp_path / "run"), checkout)
     said = capsys.readouterr().err
     for name in SECRETS:
         assert not (taken / name).exists(), name
@@ -133,7 +133,7 @@ def test_without_git_too(tmp_path: Path) -> None:
     for name in ("relayrun/cli/__init__.py", "configs/.env", "scripts/id_rsa"):
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text("x")
-    taken = snapshot(run_dir(tmp_path / "run"), tmp_path / "root")
+    taken = snapshot_code(run_dir(tmp_path / "run"), tmp_path / "root")
     assert [str(path.relative_to(taken)) for path in taken.rglob("*") if path.is_file()] == ["relayrun/cli/__init__.py"]
 
 
@@ -155,7 +155,7 @@ def test_a_token_in_the_code_is_masked_in_the_difference_and_kept_from_others(
 ) -> None:
     (checkout / "package/changed.py").write_text(f"new\n{line}\n")
     (checkout / "new.py").write_text(f"{line}\n")
-    taken = snapshot(run_dir(tmp_path / "run"), checkout)
+    taken = snapshot_code(run_dir(tmp_path / "run"), checkout)
     difference = taken.with_suffix(".diff")
     assert f"<{kind}>" in difference.read_text()
     assert difference.stat().st_mode & 0o777 == 0o600
@@ -165,13 +165,13 @@ def test_a_token_in_the_code_is_masked_in_the_difference_and_kept_from_others(
         assert (taken / name).stat().st_mode & 0o777 == 0o600
         assert f"readable by you alone: {checkout / name} holds what looks like a {kind}" in said
     assert (taken / "package/kept.py").stat().st_mode & 0o777 == 0o644 & ~umask()
-    assert masked(difference.read_text()) == (difference.read_text(), [])
+    assert mask_tokens(difference.read_text()) == (difference.read_text(), [])
     assert kind in without_secrets(line, {})
 
 
 def test_names_of_commits_are_no_keys() -> None:
     text = f"commit {WANDB}\nindex 0a1b0a1b..1\n - uses: thing@{WANDB}\n sha256: {'0a1b' * 16}\n"
-    assert masked(text) == (text, [])
+    assert mask_tokens(text) == (text, [])
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o027])
@@ -180,7 +180,7 @@ def test_nothing_is_wider_than_the_umask(checkout: Path, tmp_path: Path, mask: i
     before = os.umask(mask)
     try:
         run = run_dir(tmp_path / "run")
-        snapshot(run, checkout)
+        snapshot_code(run, checkout)
     finally:
         os.umask(before)
     wide = [path for path in run.code.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o777 & mask]

@@ -14,11 +14,11 @@ import pytest
 
 from relayrun.cli import COMMANDS, adder
 from relayrun.config.compose import describe
-from relayrun.config.compose.schema import KINDS
+from relayrun.config.compose.schema import CONFIG_CLASSES
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.run import Run
 from relayrun.submit import launcher_environment
-from relayrun.tokens.tokenize import settings as tokenization
+from relayrun.tokens.tokenize import job_config as tokenization
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/coming-from-megatron-lm.md").read_text(encoding="utf-8")
@@ -142,7 +142,7 @@ def run_paths() -> set[str]:
 
 @functools.cache
 def settings() -> set[str]:
-    return {setting.name for setting in describe.settings()}
+    return {setting.name for setting in describe.describe_settings()}
 
 
 @functools.cache
@@ -152,9 +152,9 @@ def sources(*places: str) -> str:
 
 
 VARIABLES_HERE = {
-    *(name for trainer in KINDS for name in launcher_environment.names_of(trainer)),
-    launcher_environment.PROFILER,
-    *tokenization.ENVIRONMENT,
+    *(name for trainer in CONFIG_CLASSES for name in launcher_environment.setting_variables(trainer)),
+    launcher_environment.PROFILER_VARIABLE,
+    *tokenization.ENVIRONMENT_SETTINGS,
     *re.findall(r'"(WANDB_\w+)"', sources("relayrun/monitoring", "relayrun/trainers")),
 }
 
@@ -177,7 +177,7 @@ def exists(name: str, program: str) -> bool:
     if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)*", name) and not name.endswith((".jsonl", ".txt")):
         return name in settings()
     if name.startswith("triggers/") and name != "triggers/":
-        return name.removeprefix("triggers/") in triggers.NAMES
+        return name.removeprefix("triggers/") in triggers.TRIGGER_NAMES
     path = name.rstrip("/")
     if path in run_paths():
         return True

@@ -45,7 +45,7 @@ def project(tmp_path: Path) -> Path:
     """A project with three runs and a config."""
     for name in ("mine/first", "mine/second", "other/third"):
         (tmp_path / "logs/runs" / name).mkdir(parents=True)
-    (tmp_path / places.MARKER).touch()
+    (tmp_path / places.PROJECT_MARKER).touch()
     (tmp_path / "configs/runs").mkdir(parents=True)
     (tmp_path / "configs/runs/a.yaml").touch()
     (tmp_path / "configs/runs/b.txt").touch()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from relayrun.config.compose import compose
-from relayrun.config.compose.mixture import parse_data_args
+from relayrun.config.compose.mixture_setting import parse_data_args
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.prefixes import expand
+from relayrun.tokens.shards.prefixes import expand_paths
 from tests.workspace import Workspace
 
 
@@ -25,7 +25,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 def load(workspace: Workspace, *overrides: str, **data: Any) -> RunConfig:
     values = {"tokenizer": str(workspace.folder / "tokenizer.json"), **data}
-    return compose.load(workspace.config("run", data=values), overrides)
+    return compose.load_run_config(workspace.config("run", data=values), overrides)
 
 
 def load_mixture(workspace: Workspace, mixture: Any, *overrides: str) -> RunConfig:
@@ -41,7 +41,7 @@ def test_a_file_means_what_it_holds(workspace: Workspace, suffix: str) -> None:
     assert config == load_mixture(workspace, mixture)
     assert config.data.mixture["web"].path == "/data/web*"
     assert config.data.mixture["code"].paths == ["/data/c1", "/data/c2"]
-    assert compose.validate(compose.yamlfile.parse(compose.dump(config), source="x")) == config
+    assert compose.validate_settings(compose.yamlfile.parse(compose.dump_run_config(config), source="x")) == config
 
 
 def test_an_override_changes_a_part_of_a_file_or_takes_its_place(workspace: Workspace) -> None:
@@ -96,10 +96,10 @@ def test_a_prefix_of_megatrons_data_args_path_is_never_a_pattern(workspace: Work
         file.write_text(f"0.3 {workspace.folder}/{prefix}")
         (source,) = load_mixture(workspace, str(file)).data.mixture.values()
         if found:
-            assert expand(source.paths) == [str(workspace.folder / name) for name in found]
+            assert expand_paths(source.paths) == [str(workspace.folder / name) for name in found]
         else:
             with pytest.raises(InputError, match="leads to no folder and to no shard"):
-                expand(source.paths)
+                expand_paths(source.paths)
     url = "s3://bucket/web[24]/s0"  # shards below a URL are named literally anyway
     assert parse_data_args([url], "file")["train"]["path"] == [url]
 
@@ -177,7 +177,7 @@ def test_what_exists_under_just_this_name_is_never_a_pattern(tmp_path: Path, nam
         write_shard(tmp_path / shard)
 
     def found(path: str) -> list[str]:
-        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand([f"{tmp_path}/{path}"])]
+        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand_paths([f"{tmp_path}/{path}"])]
 
     assert found(name) == [f"{name}/s1", f"{name}/s[0]"]
     assert found(f"{name}/s1") == [f"{name}/s1"]
@@ -197,7 +197,7 @@ def test_nor_is_the_begin_of_a_name_in_front_of_its_first_wildcard(tmp_path: Pat
         write_shard(tmp_path / shard)
 
     def found(path: str) -> list[str]:
-        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand([f"{tmp_path}/{path}"])]
+        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand_paths([f"{tmp_path}/{path}"])]
 
     assert found("web[24]-*") == found("web[24]-?/s") == ["web[24]-a/s"]
     assert found("s[0]_*") == ["s[0]_1"]
@@ -210,7 +210,9 @@ def test_paths_may_be_folders_shards_and_patterns(tmp_path: Path) -> None:
         write_shard(tmp_path / name)
 
     def found(*paths: str) -> list[str]:
-        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand([f"{tmp_path}/{path}" for path in paths])]
+        return [
+            str(Path(prefix).relative_to(tmp_path)) for prefix in expand_paths([f"{tmp_path}/{path}" for path in paths])
+        ]
 
     assert found("a") == ["a/s0", "a/s1"]
     assert found("web*") == found("web0", "web1") == found("web[01]") == ["web0", "web1"]
@@ -226,7 +228,7 @@ def test_paths_may_be_folders_shards_and_patterns(tmp_path: Path) -> None:
     (tmp_path / "again").symlink_to("a")
     assert found("b", "again", "a") == ["b/x/s0", "again/s0", "again/s1"]
     every = [f"{tmp_path}/{path}" for path in ("web1", "b", "again", "a")]
-    before = [str(Path(prefix).relative_to(tmp_path)) for prefix in expand(every, listed=False)]
+    before = [str(Path(prefix).relative_to(tmp_path)) for prefix in expand_paths(every, listed=False)]
     assert before == ["a/s0", "a/s1", "b/x/s0", "web1"]
     with pytest.raises(InputError, match="leads to no folder and to no shard"):
         found("nothing*")

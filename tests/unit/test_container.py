@@ -16,18 +16,18 @@ from pydantic import ValidationError
 
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.container import Container
-from relayrun.control.chain import render
+from relayrun.config.sections.container import ContainerSection
+from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.lab.gpucheck import job as gpu_job
 from relayrun.lab.gpucheck import site
-from relayrun.lab.gpucheck.setup import Setup
+from relayrun.lab.gpucheck.setup import CheckSetup
 from relayrun.submit import evaluation_job, run_plan
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.tokenize import dumps_jobs
-from relayrun.tokens.tokenize.settings import TokenizationConfig, load_config
+from relayrun.tokens.tokenize.job_config import TokenizationConfig, load_tokenization_config
 from tests import stand_ins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def config(place: Path, runtime: str) -> RunConfig:
     overrides = [f"run_dir={place}/run", "job.setup=[export FROM_SETUP=yes]", "evaluation.interval=100"]
     settings = compose.read_settings(ROOT / "configs/runs/demo-slurm.yaml", overrides)
     settings.values["cluster"] = cluster
-    return compose.validate(settings)
+    return compose.validate_settings(settings)
 
 
 @pytest.mark.parametrize("runtime", ["pyxis", "edf", "apptainer"])
@@ -85,10 +85,12 @@ def test_a_program_runs_in_the_container_behind_the_prefix(place: Path, runtime:
         starter = Slurm().single_task_command(plan, cpus_per_task="1")
         setup = run.attempt(1).setup
         setup.parent.mkdir(parents=True)
-        setup.write_text(render.setup_script(plan.setup, report=str(run.attempt(1).setup_failed)))
-        script.write_text(shlex.join(render.task_command(plan, starter, [*plan.program, "--attempt=1"], setup=setup)))
+        setup.write_text(job_script.setup_script(plan.setup, report=str(run.attempt(1).setup_failed)))
+        script.write_text(
+            shlex.join(job_script.task_command(plan, starter, [*plan.program, "--attempt=1"], setup=setup))
+        )
     else:
-        script.write_text(evaluation_job.script(given, plan, run))
+        script.write_text(evaluation_job.evaluation_script(given, plan, run))
     done = subprocess.run(["bash", script], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done
     told, arguments = done.stdout.splitlines()
@@ -133,7 +135,7 @@ def test_the_job_of_a_dump_starts_python_in_the_container(
     monkeypatch.setattr(dumps_jobs.Slurm, "max_array_size", lambda self: 1000)
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda cls: 2))
     with pytest.raises(SchedulerError, match="enough"):
-        dumps_jobs._submit_slurm(load_config(place / "dumps.yaml"), [0, 1])
+        dumps_jobs._submit_slurm(load_tokenization_config(place / "dumps.yaml"), [0, 1])
     (text,) = texts
     header = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     for option in ("--account=proj", "--gres=gpu:4", "--mail-type=END", "--contiguous", "--time=60", "--exclusive"):
@@ -164,12 +166,12 @@ def test_names_of_an_earlier_version_are_read(tmp_path: Path) -> None:
         + "slurm: {partition: p, setup: [module load a], additional_parameters: "
         + "{reservation: r, mail-type: END, dependency: 'afterok:3'}}\n"
     )
-    found = load_config(tmp_path / "a.yaml")
+    found = load_tokenization_config(tmp_path / "a.yaml")
     assert (found.job.partition, found.job.reservation, found.job.dependency) == ("p", "r", "afterok:3")
     assert found.job.sbatch == {"mail-type": "END"}
     (tmp_path / "b.yaml").write_text(text + "slurm: {}\njob: {}\n")
     with pytest.raises(ConfigError, match=r"b.yaml:6: slurm is another name of section job; keep one"):
-        load_config(tmp_path / "b.yaml")
+        load_tokenization_config(tmp_path / "b.yaml")
 
 
 def test_a_dump_may_not_be_written_below_a_protected_path(place: Path) -> None:
@@ -177,7 +179,7 @@ def test_a_dump_may_not_be_written_below_a_protected_path(place: Path) -> None:
     (place / "clusters/here.yaml").write_text(f"name: here\nscheduler: local\nread_only_paths: [{place}/data]\n")
     text = "tokenizer: x\ntokenizer_name: t\ndataset_name: d\ncluster: here\n"
     (place / "a.yaml").write_text(text + f"metadata_folder: {place}/meta\noutput_folder: {place}/data/tokens\n")
-    given = load_config(place / "a.yaml")
+    given = load_tokenization_config(place / "a.yaml")
     assert given.executor == "local"
     with pytest.raises(ConfigError, match=r"output_folder: .*/data/tokens lies below .*/data, where cluster 'here'"):
         dumps_jobs.submit_dumps(given)
@@ -198,18 +200,20 @@ def test_a_dump_may_not_be_written_below_a_protected_path(place: Path) -> None:
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError) as error:
-        Container.model_validate(given)
+        ContainerSection.model_validate(given)
     assert said in str(error.value)
 
 
 def test_a_container_needs_a_python_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"cluster: a container has a Python of its own; set cluster.python"):
-        compose.load(ROOT / "configs/runs/demo-slurm.yaml", ["cluster.container={runtime: pyxis, image: /x.sqsh}"])
+        compose.load_run_config(
+            ROOT / "configs/runs/demo-slurm.yaml", ["cluster.container={runtime: pyxis, image: /x.sqsh}"]
+        )
 
 
 def test_options_of_srun_need_srun() -> None:
     with pytest.raises(ConfigError, match=r"container.runtime pyxis is srun's, and scheduler local has none"):
-        compose.load(
+        compose.load_run_config(
             ROOT / "configs/runs/demo.yaml",
             ["cluster.container={runtime: pyxis, image: /x.sqsh}", "cluster.python=/usr/bin/python3"],
         )
@@ -217,7 +221,7 @@ def test_options_of_srun_need_srun() -> None:
 
 def test_command_lines() -> None:
     given = {"image": "/i.sqsh", "mounts": ["/scratch", "/data:/mnt:ro"], "options": ["--container-env=PYTHONPATH"]}
-    pyxis = Container(runtime="pyxis", workdir="/w", writable=True, **given)
+    pyxis = ContainerSection(runtime="pyxis", workdir="/w", writable=True, **given)
     assert pyxis.srun_options == [
         "--container-image=/i.sqsh",
         "--container-mounts=/scratch:/scratch,/data:/mnt:ro",
@@ -226,14 +230,14 @@ def test_command_lines() -> None:
         "--container-writable",
         "--container-env=PYTHONPATH",
     ]
-    apptainer = Container(runtime="apptainer", image="/i.sif", mounts=["/scratch"], gpus="rocm", mount_home=True)
+    apptainer = ContainerSection(runtime="apptainer", image="/i.sif", mounts=["/scratch"], gpus="rocm", mount_home=True)
     assert shlex.join(apptainer.command) == "apptainer exec --rocm --bind /scratch /i.sif"
-    assert Container(runtime="edf", image="relayrun").srun_options == ["--environment=relayrun"]
-    assert (Container().srun_options, Container().command) == ([], [])
+    assert ContainerSection(runtime="edf", image="relayrun").srun_options == ["--environment=relayrun"]
+    assert (ContainerSection().srun_options, ContainerSection().command) == ([], [])
 
 
 def test_what_a_mount_shows_already_is_not_mounted_again() -> None:
-    given = Container(runtime="apptainer", image="/i", mounts=["/scratch", "/home/me:/work", "/a:/a:ro"])
+    given = ContainerSection(runtime="apptainer", image="/i", mounts=["/scratch", "/home/me:/work", "/a:/a:ro"])
     added = given.with_mounts(["/scratch/run", "/home/me/code", "/a/b", "/scratchy", "/scratchy/x"])
     assert added.mounts == [*given.mounts, "/home/me/code", "/scratchy"]
     with pytest.raises(ConfigError, match="a comma or a colon cannot be mounted"):
@@ -304,10 +308,10 @@ def test_the_check_of_gpus_runs_in_the_container_on_one_node_and_on_all(place: P
         "python": str(place / "python"),
         "job": {"setup": ["export FROM_SETUP=yes"], "sbatch": {"mail-type": "END"}},
     }
-    within = site.within_a_job(cluster, tiny=True)
-    setup = Setup(folder=str(place / "run"), tiny=True, nodes=2, cluster=within)
+    within = site.cluster_inside_job(cluster, tiny=True)
+    setup = CheckSetup(folder=str(place / "run"), tiny=True, nodes=2, cluster=within)
     assert "container" not in within
-    text = gpu_job.script(setup, gpu_job.job_config(setup, cluster), ["-m", "check"], time="5")
+    text = gpu_job.job_script(setup, gpu_job.job_config(setup, cluster), ["-m", "check"], time="5")
     assert "#SBATCH --mail-type=END" in text.splitlines()
     (place / "check.sh").write_text(text)
     srun = (

@@ -12,13 +12,13 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose import compose
 from relayrun.control.rundir import run as rundir
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
 from relayrun.submit.check.find_data import build_manifest
 from relayrun.tokens.mixture import audit
-from relayrun.tokens.mixture.build import training_order
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.mixture.build_datasets import training_order
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.tokens.shards.indexed import Shard
 from relayrun.tokens.shards.manifest import Manifest
 from tests.history import began
@@ -43,7 +43,7 @@ class Run:
                 if name in weights
             },
         }
-        config = compose.load(self.workspace.config(self.name, data=data, training=training))
+        config = compose.load_run_config(self.workspace.config(self.name, data=data, training=training))
         found = build_manifest(config)
         if self.dir.manifest.exists():
             found = Manifest.build(
@@ -58,20 +58,20 @@ class Run:
                 tokenizer_fingerprint=found.tokenizer_fingerprint,
             )
         found.write(self.dir.manifest)
-        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(compose.dump(config))
+        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(compose.dump_run_config(config))
 
     def attempt(self, iterations: int) -> None:
         """Begin at the newest commit, train so many iterations, commit."""
         number = max(self.dir.attempt_numbers(), default=0) + 1
-        before = audit._durable(self.dir)
+        before = audit._durable_samples(self.dir)
         revision = self.dir.revisions()[-1]
-        config = compose.read_resolved(self.dir.config_revision(revision))
+        config = compose.read_resolved_config(self.dir.config_revision(revision))
         order = training_order(config, Manifest.read(self.dir.manifest))
-        progress = Progress(config.training.batch_sizes)
+        progress = TrainingProgress(config.training.batch_sizes)
         if number > 1:
             state = json.loads((self.dir.checkpoint(before[0]) / "state.json").read_text())
             order.resume(state)
-            progress = Progress.resume(state["progress"], config.training.batch_sizes)
+            progress = TrainingProgress.resume(state["progress"], config.training.batch_sizes)
         attempt = self.dir.attempt(number)
         began(self.dir, number, base=before[0], config_revision=revision)
         write_json(attempt.data, order.state(before[1]) | {"progress": progress.state()})
@@ -92,7 +92,9 @@ class Run:
             json.dumps(order.state(consumed) | {"progress": progress.state()})
         )
         attempt.append_commit(
-            Commit(iteration=end, path=str(self.dir.checkpoint(end)), consumed_samples=consumed, time=0.0, seconds=0.0),
+            CheckpointCommit(
+                iteration=end, path=str(self.dir.checkpoint(end)), consumed_samples=consumed, time=0.0, seconds=0.0
+            ),
         )
 
 
@@ -108,8 +110,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_show_names_the_documents_that_a_sample_is_made_of(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    audited = audit.audit(run.dir)
-    found = list(audit.samples(audited, range(70, 90)))
+    audited = audit.audit_run(run.dir)
+    found = list(audit.audited_samples(audited, range(70, 90)))
     assert {sample.dataset for sample in found[:10]} == {"web", "code"}
     assert {sample.dataset for sample in found[10:]} == {"web"}
     for sample in found:
@@ -129,9 +131,9 @@ def test_show_names_the_documents_that_a_sample_is_made_of(run: Run, capsys: pyt
 
 
 def test_the_ledger_counts_every_sample_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    audited = audit.audit(run.dir)
+    audited = audit.audit_run(run.dir)
     assert (audited.iteration, audited.consumed_samples) == (15, 100)
-    rows = {row.dataset: row for row in audit.ledger(audited)}
+    rows = {row.dataset: row for row in audit.dataset_ledgers(audited)}
     assert sum(row.samples for row in rows.values()) == 100
     assert {name: row.samples for name, row in rows.items()} == {"code": 20, "web": 80}
     web, code = rows["web"], rows["code"]
@@ -140,7 +142,7 @@ def test_the_ledger_counts_every_sample_once(run: Run, capsys: pytest.CaptureFix
     assert audited.order.locate(web.exhausted_sample) == ("web", 0, web.windows - 1)
     assert web.exhausted_step == 15 + (web.exhausted_sample - 100) // 4 + 1
     for sample, step in ((0, 1), (7, 1), (8, 2), (79, 10), (80, 11), (99, 15), (100, 16), (103, 16), (104, 17)):
-        assert next(audit.samples(audited, range(sample, sample + 1))).step == step
+        assert next(audit.audited_samples(audited, range(sample, sample + 1))).step == step
     assert main(["data", "ledger", str(run.dir.path)]) == 0
     text = capsys.readouterr().out
     assert "100 samples in 15 steps" in text
@@ -154,7 +156,7 @@ def test_diff_names_settings_phases_and_the_first_different_sample(
     other = Run(run.workspace, "other")
     other.submit({"web": 3, "code": 1})
     other.attempt(15)
-    found = audit.differences(audit.audit(run.dir), audit.audit(other.dir))
+    found = audit.data_differences(audit.audit_run(run.dir), audit.audit_run(other.dir))
     assert found[0].startswith("phase 1: {'start': 80")
     assert found[-1].startswith("first different sample: 8")
     assert main(["data", "diff", str(run.dir.path), str(other.dir.path)]) == 1
@@ -162,16 +164,16 @@ def test_diff_names_settings_phases_and_the_first_different_sample(
     assert capsys.readouterr().out.endswith("the data of both runs are the same\n")
     third = Run(run.workspace, "third")
     third.submit({"web": 3, "code": 1}, seed=3)
-    found = audit.differences(audit.audit(other.dir), audit.audit(third.dir))
+    found = audit.data_differences(audit.audit_run(other.dir), audit.audit_run(third.dir))
     assert found == ["seed: 28 | 3", "first different sample: 0: web, epoch 0, number 0 | web, epoch 0, number 0"]
 
 
 def test_a_run_that_has_not_begun_shows_what_it_will_read(run: Run) -> None:
     fresh = Run(run.workspace, "fresh")
     fresh.submit({"web": 3, "code": 1})
-    audited = audit.audit(fresh.dir)
+    audited = audit.audit_run(fresh.dir)
     assert audited.consumed_samples == 0
-    assert np.array_equal(next(audit.samples(audited, range(1))).tokens, audited.order.sample(0))
+    assert np.array_equal(next(audit.audited_samples(audited, range(1))).tokens, audited.order.sample(0))
 
 
 def test_wrong_questions_are_answered_in_one_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,4 +183,4 @@ def test_wrong_questions_are_answered_in_one_line(run: Run, capsys: pytest.Captu
         assert main(["data", "show", str(run.dir.path), f"--samples={text}"]) == 1
         assert "is no range of samples" in capsys.readouterr().err
     with pytest.raises(InputError, match="has no config"):
-        audit.audit(rundir.Run(run.workspace.folder))
+        audit.audit_run(rundir.Run(run.workspace.folder))

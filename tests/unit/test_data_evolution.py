@@ -16,7 +16,7 @@ from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import InputError
 from relayrun.submit.check.find_data import build_manifest
-from relayrun.tokens.mixture.evolution import Evolved, evolve
+from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
 from tests.workspace import Workspace
@@ -46,14 +46,14 @@ class Data:
         sections = {
             "data": {"tokenizer": str(self.folder / "tokenizer.json"), "datasets": [], "mixture": mixture} | data
         }
-        return compose.load(self.workspace.config("run", training=training or {}, **sections))
+        return compose.load_run_config(self.workspace.config("run", training=training or {}, **sections))
 
-    def submit(self, config: RunConfig, *, accept: bool = False, trained: bool = True) -> Evolved:
+    def submit(self, config: RunConfig, *, accept: bool = False, trained: bool = True) -> AcceptedData:
         found = build_manifest(config)
         if self.manifest is None:
             self.manifest, self.history = found, [config]
-            return Evolved(config=config, manifest=found, notes=[])
-        evolved = evolve(
+            return AcceptedData(config=config, manifest=found, notes=[])
+        evolved = apply_data_change(
             frozen=self.manifest, history=self.history, found=found, config=config, accept=accept, trained=trained
         )
         self.manifest, self.history = evolved.manifest, [evolved.config, *self.history]

@@ -12,8 +12,8 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.tokens.order import lengths as module
-from relayrun.tokens.order.document_windows import Cut, DocumentWindows
-from relayrun.tokens.order.lengths import summarize
+from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
+from relayrun.tokens.order.lengths import summarize_lengths
 from relayrun.tokens.order.packing import PackedRows
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
@@ -58,16 +58,16 @@ def test_what_it_says_is_what_the_order_does(tmp_path: Path, monkeypatch: pytest
     writer = ShardWriter(tmp_path / "s", np.uint16)
     writer.add(np.zeros(sizes.sum()), sizes)
     writer.finish()
-    cut = Cut(window=32, overlap=5, bos=0, eos=0)
+    cut = DocumentCut(window=32, overlap=5, bos=0, eos=0)
     windows = DocumentWindows(DatasetManifest.build([tmp_path / "s"]), cut)
-    found = summarize(sizes, cut, 40)
+    found = summarize_lengths(sizes, cut, 40)
     assert found.windows == found.packed_windows == len(windows)
     text = int(windows.sizes(0, len(windows)).sum())
     for packing, share in found.padding.items():
         assert share == 1 - text / (40 * len(PackedRows(windows, 40, packing)))
-    monkeypatch.setattr(module, "BLOCK", 16)
-    monkeypatch.setattr(module, "PACKED_BLOCKS", 20)
-    part = summarize(sizes, cut, 40)
+    monkeypatch.setattr(module, "WINDOWS_PER_BLOCK", 16)
+    monkeypatch.setattr(module, "SAMPLED_BLOCKS", 20)
+    part = summarize_lengths(sizes, cut, 40)
     assert part.packed_windows == 20 * 16 - (-len(windows) % 16)
     assert part.padding["split"] < part.padding["best_fit"] < part.padding["greedy"] < part.padding["pad"] < 1
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from relayrun.config.compose import compose
-from relayrun.config.compose.schema import Debug
+from relayrun.config.compose.schema import DebugSection
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.mock import WINDOWS, MockDataset
+from relayrun.tokens.order.mock import MOCK_WINDOWS, MockDataset
 from relayrun.train.reporting import debugging, environment, gpus, memory
 from tests.workspace import Workspace
 
@@ -38,7 +38,7 @@ SECRETS = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_secret_of_mine",
 
 def test_the_environment_is_shown_by_an_allowlist() -> None:
     variables = SECRETS | {"SLURM_JOB_ID": "17", "NCCL_DEBUG": "INFO", "EDITOR": "vi", "PATH": "/bin", "PATHOLOGY": "x"}
-    assert environment.shown(variables) == ["NCCL_DEBUG=INFO", "PATH=/bin", "SLURM_JOB_ID=17"]
+    assert environment.shown_variables(variables) == ["NCCL_DEBUG=INFO", "PATH=/bin", "SLURM_JOB_ID=17"]
 
 
 def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None
     edf = tmp_path / "container.toml"
     edf.write_text('image = "ngc-25.01.sqsh"')
     cluster = {"name": "local", "scheduler": "local", "srun_options": ["--mpi=none", f"--environment={edf}"]}
-    config = compose.load(workspace.config("run", cluster=cluster))
+    config = compose.load_run_config(workspace.config("run", cluster=cluster))
     root = tmp_path / "code"
     root.mkdir()
     git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e"]
@@ -57,7 +57,9 @@ def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None
     (root / "launcher.sh").write_text(f"export WANDB_API_KEY={SECRETS['WANDB_API_KEY']}\n")
     script = tmp_path / "job.sbatch"
     script.write_text("#SBATCH --nodes=4\n")
-    text = environment.describe(config, BEGIN, root=root, job_script=script, environment=os.environ | SECRETS)
+    text = environment.describe_environment(
+        config, BEGIN, root=root, job_script=script, environment=os.environ | SECRETS
+    )
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     for expected in (
         f"commit {head}",
@@ -122,16 +124,16 @@ def nvml(*, driver: bool = True, names: tuple[bytes | str, ...] = ("GH200", b"GH
 
 def test_memory_of_the_host_and_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert memory.sample().count("GiB") == 1
+    assert memory.memory_sample().count("GiB") == 1
     monkeypatch.setitem(sys.modules, "pynvml", nvml(driver=False))
-    assert memory.sample().count("GiB") == 1
+    assert memory.memory_sample().count("GiB") == 1
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    assert memory.sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: ? of ? GiB")
+    assert memory.memory_sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: ? of ? GiB")
 
 
 def test_a_gpu_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    assert [gpu.line() for gpu in gpus.gpus()] == [
+    assert [gpu.line() for gpu in gpus.node_gpus()] == [
         "0: GH200, driver 550.54, memory 1024 of 97871 MiB, SM clock 345 of 1980 MHz, memory clock 345 MHz, "
         "power 95 of 900 W, 31 degrees Celsius",
         "1: GH200, driver 550.54, memory ? of ? MiB, SM clock ? of ? MHz, memory clock ? MHz, power ? of ? W, "
@@ -154,10 +156,10 @@ def test_without_nsys_every_rank_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     for rank in (0, 5):
         with pytest.raises(ConfigError, match="there is no nsys on the PATH of the ranks"):
-            debugging.enter_nsys(Debug(profile="nsys", profile_ranks=[0]), tmp_path, rank)
-    debugging.enter_nsys(Debug(profile="torch"), tmp_path, 0)
+            debugging.enter_nsys(DebugSection(profile="nsys", profile_ranks=[0]), tmp_path, rank)
+    debugging.enter_nsys(DebugSection(profile="torch"), tmp_path, 0)
     monkeypatch.setenv(debugging.UNDER_NSYS, "1")
-    debugging.enter_nsys(Debug(profile="nsys"), tmp_path, 0)
+    debugging.enter_nsys(DebugSection(profile="nsys"), tmp_path, 0)
 
 
 @pytest.mark.slow
@@ -205,18 +207,18 @@ def test_nsys_traces_what_the_earlier_system_traced_and_takes_options(tmp_path: 
 @pytest.mark.parametrize("option", ["--capture-range=none", "--output=x", "-t cuda", "cuda"])
 def test_options_of_nsys_that_are_no_options_or_relayruns_own_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match="nsys_options"):
-        Debug(profile="nsys", nsys_options=[option])
+        DebugSection(profile="nsys", nsys_options=[option])
 
 
 def test_profiled_iterations_are_in_order() -> None:
     with pytest.raises(ValueError, match="profile_step_end 3 is before profile_step_start 10"):
-        Debug(profile="torch", profile_step_end=3)
+        DebugSection(profile="torch", profile_step_end=3)
 
 
 def test_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     config = Workspace.make(tmp_path).config("run", debug={"profile": "torch", "profile_ranks": [0, 2]})
     with pytest.raises(ConfigError, match="there is no rank 2; the ranks are 0 to 1"):
-        compose.load(config)
+        compose.load_run_config(config)
 
 
 def test_mock_data_are_a_function_of_seed_epoch_and_number(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_mock_data_are_a_function_of_seed_epoch_and_number(tmp_path: Path) -> No
         return MockDataset(source)
 
     window = dataset(1).read(2, 7)
-    assert (window.dtype, window.shape, len(dataset(1))) == (np.int64, (65,), WINDOWS)
+    assert (window.dtype, window.shape, len(dataset(1))) == (np.int64, (65,), MOCK_WINDOWS)
     assert np.array_equal((window[:-1] + 1) % 50, window[1:])
     assert np.array_equal(dataset(1).read(2, 7), window)
     firsts = {int(dataset(seed).read(epoch, i)[0]) for seed in (1, 2) for epoch in (0, 1) for i in range(50)}
@@ -235,9 +237,11 @@ def test_mock_data_are_a_function_of_seed_epoch_and_number(tmp_path: Path) -> No
 def test_mock_data_take_the_place_of_everything(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     data = {"tokenizer": "nowhere/to-be-found", "datasets": ["/nowhere"], "validation": {"held-out": ["/nowhere"]}}
-    config = compose.load(workspace.config("run", data=data), ["data.mock_data=true", "data.mock_vocabulary_size=300"])
+    config = compose.load_run_config(
+        workspace.config("run", data=data), ["data.mock_data=true", "data.mock_vocabulary_size=300"]
+    )
     assert list(config.data.sources) == ["mock"]
     assert (config.data.datasets, config.data.validation) == ([], {})
     path = tmp_path / "resolved.yaml"
-    path.write_text(compose.dump(config))
-    assert compose.read_resolved(path) == config
+    path.write_text(compose.dump_run_config(config))
+    assert compose.read_resolved_config(path) == config

@@ -16,10 +16,10 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_json
-from relayrun.lab.demo.corpus import Corpus, build_corpus, docstrings, learnable, topics
+from relayrun.lab.demo.corpus import Corpus, build_corpus, docstrings, is_learnable, pydoc_topics
 from relayrun.tokens.tokenize import train_tokenizer as module
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
-from relayrun.tokens.tokenize.train_tokenizer import BEGIN, END, train_tokenizer
+from relayrun.tokens.tokenize.encode.byte_tokenizer import write_byte_tokenizer
+from relayrun.tokens.tokenize.train_tokenizer import BOS_TOKEN, EOS_TOKEN, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def test_the_text_is_learnable_and_paths_are_relative(corpus: Corpus) -> None:
     home = str(Path(sys.prefix))
     for made in (corpus.docs, corpus.code, corpus.heldout):
         for path, text in rows(made.folder):
-            assert learnable(text)
+            assert is_learnable(text)
             assert 200 <= len(text.encode()) <= 2_000_000
             assert path.startswith(("python/", "packages/", "packages-platform/"))
             assert home not in path
@@ -119,7 +119,7 @@ def test_an_output_that_is_no_corpus_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_learnable(text: str, expected: bool) -> None:
-    assert learnable(text) is expected
+    assert is_learnable(text) is expected
 
 
 def test_docstrings_come_in_order_under_their_names() -> None:
@@ -129,8 +129,8 @@ def test_docstrings_come_in_order_under_their_names() -> None:
 
 
 def test_the_topics_of_pydoc_are_read_without_running_them() -> None:
-    assert dict(topics(Path(pydoc_data.topics.__file__).read_text())) == pydoc_data.topics.topics
-    assert topics("import os\n") == []
+    assert dict(pydoc_topics(Path(pydoc_data.topics.__file__).read_text())) == pydoc_data.topics.topics
+    assert pydoc_topics("import os\n") == []
 
 
 def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: Corpus, tmp_path: Path) -> None:
@@ -140,15 +140,15 @@ def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: C
     assert output == tmp_path / "t"
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert len(tokenizer) == 1024
-    assert (tokenizer.bos_token, tokenizer.bos_token_id) == (BEGIN, 0)
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (END, 1)
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == (BOS_TOKEN, 0)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (EOS_TOKEN, 1)
     for text in [
         "def f(x):\n\treturn x  # größe 数据 🎉",
         " leading, trailing ",
         *(t for _, t in rows(corpus.heldout.folder)),
     ]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert tokenizer(END)["input_ids"] == [1]
+    assert tokenizer(EOS_TOKEN)["input_ids"] == [1]
 
 
 def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Corpus, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_of_two_tokenizers_in_one_folder_one_is_whole_and_the_other_is_refused(
         monkeypatch.undo()
         for make in (
             lambda: train_tokenizer([corpus.code.folder], tmp_path / "t"),
-            lambda: byte_tokenizer(tmp_path / "t"),
+            lambda: write_byte_tokenizer(tmp_path / "t"),
         ):
             with pytest.raises(InputError, match="another process makes a tokenizer here"):
                 make()

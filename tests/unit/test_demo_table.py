@@ -15,9 +15,9 @@ from relayrun.config.compose import compose
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.lab.demo import __main__ as demo
-from relayrun.places import CODE as ROOT
-from relayrun.watch.report import report
-from relayrun.watch.report.report import AttemptRow, Report, attempts_table
+from relayrun.places import CODE_ROOT as ROOT
+from relayrun.watch.report import terminal_report
+from relayrun.watch.report.terminal_report import AttemptRow, AttemptsReport, attempts_table
 
 PAGE = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
 
@@ -61,13 +61,13 @@ def rows() -> list[AttemptRow]:
 
 def test_its_form_is_that_of_the_report() -> None:
     output = io.StringIO()
-    told = Report(run=Run(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
+    told = AttemptsReport(run=Run(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
     Console(file=output, width=110).print(attempts_table(told))
     assert [line.rstrip() for line in output.getvalue().splitlines()] == shown().splitlines()
 
 
 def test_its_numbers_are_those_of_one_exact_relay() -> None:
-    attempts, training = rows(), compose.load(ROOT / "configs/runs/demo.yaml").training
+    attempts, training = rows(), compose.load_run_config(ROOT / "configs/runs/demo.yaml").training
     assert attempts[0].first_iteration == 1
     for before, after in pairwise(attempts):
         assert after.first_iteration == before.last_iteration + 1 == (before.durable_iteration or 0) + 1
@@ -80,8 +80,8 @@ def test_its_numbers_are_those_of_one_exact_relay() -> None:
 
 
 def test_a_demo_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = compose.load(ROOT / "configs/runs/demo.yaml")
-    stopped = Report(run=Run(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
-    monkeypatch.setattr(report, "read_report", lambda run: stopped)
+    config = compose.load_run_config(ROOT / "configs/runs/demo.yaml")
+    stopped = AttemptsReport(run=Run(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
+    monkeypatch.setattr(terminal_report, "read_attempts_report", lambda run: stopped)
     with pytest.raises(RelayrunError, match="ended before its last iteration"):
-        demo.show(Run(tmp_path), config, seconds=1.0)
+        demo.print_results(Run(tmp_path), config, seconds=1.0)

@@ -11,18 +11,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.config.compose import compose
-from relayrun.control.rundir.records import Commit, End, Started
+from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, StartTimes
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.lab.demo import __main__ as demo
 from relayrun.lab.demo import stories
-from relayrun.places import CODE as ROOT
+from relayrun.places import CODE_ROOT as ROOT
 from relayrun.slurmtime import parse_time
-from relayrun.watch.report import report
+from relayrun.watch.report import terminal_report
 from tests.history import began
 
 STEPS = 360
-CONFIG = compose.native(compose.load(ROOT / "configs/runs/demo.yaml"))
+CONFIG = compose.require_native(compose.load_run_config(ROOT / "configs/runs/demo.yaml"))
 
 
 class Machine:
@@ -63,7 +63,7 @@ class Machine:
         most = int((time - lead - self.start * slow) / (self.step * slow))
         self.iteration = min(last, max(base, base + most))
         if time > self.start * slow:
-            Started(process=1, imported=2, initialised=3, loaded=self.start * slow).write(attempt.started)
+            StartTimes(process=1, imported=2, initialised=3, loaded=self.start * slow).write(attempt.started)
         lines = [
             {"iteration": i, "loss": 3.0, "step_seconds": self.step * slow} for i in range(base + 1, self.iteration + 1)
         ]
@@ -73,11 +73,11 @@ class Machine:
             folder = self.run.checkpoint(self.iteration)
             folder.mkdir(parents=True)
             attempt.append_commit(
-                Commit(
+                CheckpointCommit(
                     iteration=self.iteration, path=str(folder), consumed_samples=1, time=wall, seconds=self.save * slow
                 )
             )
-        end = End(
+        end = AttemptEnd(
             attempt=self.attempt,
             cause="saved",
             reason="time limit near",
@@ -107,8 +107,8 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def trained_by(machine: Machine) -> list[int]:
     """Let the demo train there; return how many iterations each attempt did."""
-    demo.train(machine.run, CONFIG, ["demo.yaml"], slurm=False)
-    rows = report.read_report(machine.run).attempts
+    demo.train_to_end(machine.run, CONFIG, ["demo.yaml"], slurm=False)
+    rows = terminal_report.read_attempts_report(machine.run).attempts
     assert rows[-1].last_iteration == machine.iteration == STEPS
     return [row.last_iteration - row.first_iteration + 1 if row.trained else 0 for row in rows]
 
@@ -137,7 +137,7 @@ def test_a_machine_that_saves_nothing_ends_the_demo_with_the_reason(machines: Ma
     machine.job = lambda **_: False  # type: ignore[method-assign]
     machine.run.stop.write_text("2 attempts in a row without a new durable iteration\n\nThe chain has ended.\n")
     with pytest.raises(RelayrunError) as raised:
-        demo.train(machine.run, CONFIG, ["demo.yaml"], slurm=False)
+        demo.train_to_end(machine.run, CONFIG, ["demo.yaml"], slurm=False)
     why = "4 chains in a row saved nothing behind iteration 0: 2 attempts in a row without a new durable iteration"
     assert why in str(raised.value)
     assert "relayrun status" in str(raised.value)
@@ -157,23 +157,23 @@ def test_a_submit_or_resume_that_is_refused_ends_the_demo_at_once(
     monkeypatch.setattr(demo, "run_program", refused)
     monkeypatch.setattr(demo, "run_relayrun", refused)
     with pytest.raises(RelayrunError, match="no job of this chain began; why stands above"):
-        demo.train(run, CONFIG, ["demo.yaml"], slurm=slurm)
+        demo.train_to_end(run, CONFIG, ["demo.yaml"], slurm=slurm)
     monkeypatch.setattr(demo, "run_program", lambda *_, chain: not chain)
     with pytest.raises(RelayrunError, match="no job of this chain began; why stands above"):
-        demo.train(run, CONFIG, ["demo.yaml"], slurm=False)
+        demo.train_to_end(run, CONFIG, ["demo.yaml"], slurm=False)
     assert tried == ["launchers/submit.py", "resume"]
 
 
 def test_the_relay_shows_each_attempt_where_it_went_on(machines: Make) -> None:
     machine = machines(1.0)
     trained_by(machine)
-    summary = report.read_report(machine.run)
-    lines = demo.relay(summary).splitlines()
+    summary = terminal_report.read_attempts_report(machine.run)
+    lines = demo.attempts_chart(summary).splitlines()
     assert len(lines) == len(summary.attempts)
-    bars = [line[9 : 9 + demo.WIDTH] for line in lines]
+    bars = [line[9 : 9 + demo.CHART_WIDTH] for line in lines]
     for before, after in pairwise(bars):
         assert len(before.rstrip()) == len(after) - len(after.lstrip())
-    assert len(bars[-1].rstrip()) == demo.WIDTH
+    assert len(bars[-1].rstrip()) == demo.CHART_WIDTH
 
 
 def texts(folder: Path) -> list[str]:
@@ -181,14 +181,14 @@ def texts(folder: Path) -> list[str]:
 
 
 def test_stories_are_the_same_again_never_twice_and_held_out_ones_are_not_trained_on(tmp_path: Path) -> None:
-    made = stories.build(tmp_path / "a", megabytes=0.2)
-    again = stories.build(tmp_path / "b", megabytes=0.2)
+    made = stories.build_stories(tmp_path / "a", megabytes=0.2)
+    again = stories.build_stories(tmp_path / "b", megabytes=0.2)
     train, heldout = texts(made.train), texts(made.heldout)
     assert (train, heldout) == (texts(again.train), texts(again.heldout))
     assert len({*train, *heldout}) == len(train) + len(heldout)
     assert made.documents == len(train)
     assert made.bytes == sum(len(text.encode()) for text in train) >= 200_000
     assert len(train) * 0.003 < len(heldout) < len(train) * 0.03
-    assert len({*islice(stories.stories(1), 50)} & {*islice(stories.stories(2), 50)}) == 0
-    for text in islice(stories.stories(3), 500):
+    assert len({*islice(stories.generate_stories(1), 50)} & {*islice(stories.generate_stories(2), 50)}) == 0
+    for text in islice(stories.generate_stories(3), 500):
         assert not {"{", "}"} & set(text)

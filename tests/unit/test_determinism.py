@@ -13,7 +13,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
 from relayrun.submit import run_plan
-from relayrun.submit.check.report import of_config
+from relayrun.submit.check.report import check_config
 from tests import warm
 
 
@@ -53,17 +53,17 @@ def config(*, environment: dict[str, str] | None = None, gpus: int = 0, **traini
 )
 def test_a_site_that_takes_determinism_away_is_refused_before_the_submit(name: str, value: str, say: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        of_config(config(environment={name: value}, deterministic=True)).raise_errors()
+        check_config(config(environment={name: value}, deterministic=True)).raise_errors()
     assert f"{name}={value} makes results differ" in caught.value.message
     assert caught.value.where == "cluster.environment of 'here'"
     assert caught.value.hint == f"leave it out, set it to {say}, or set training.deterministic=false"
-    of_config(config(environment={name: value})).raise_errors()
+    check_config(config(environment={name: value})).raise_errors()
 
 
 def test_what_a_site_may_set_and_other_variables_are_let_pass() -> None:
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "ring", "NCCL_NET": "Socket"}
     chosen = config(environment=environment, deterministic=True)
-    of_config(chosen).raise_errors()
+    check_config(chosen).raise_errors()
     plan = run_plan.make_plan(chosen, Run(Path("/nowhere")), Path("/code"), revision=1)
     assert plan.environment == {**environment, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
@@ -82,13 +82,13 @@ def test_the_variables_are_in_the_environment_of_every_job() -> None:
 
 def test_on_gpus_the_precision_must_be_said() -> None:
     with pytest.raises(ConfigError) as caught:
-        of_config(config(gpus=4)).raise_errors()
+        check_config(config(gpus=4)).raise_errors()
     assert caught.value.where == "training.precision"
     assert "this run has GPUs, and its precision is not set" in caught.value.message
     for precision in ("fp32", "bf16"):
-        of_config(config(gpus=4, precision=precision)).raise_errors()
+        check_config(config(gpus=4, precision=precision)).raise_errors()
         assert config(precision=precision).training.resolved_precision == precision
-    of_config(config()).raise_errors()
+    check_config(config()).raise_errors()
     assert config().training.resolved_precision == "fp32"
 
 
@@ -131,7 +131,7 @@ def test_a_rank_turns_everything_on_and_refuses_an_environment_that_was_changed_
     """And a GPU on which no precision is said."""
     program = tmp_path / "rank.py"
     program.write_text(RANK)
-    for name in determinism.ACCEPTED:
+    for name in determinism.DETERMINISTIC_VALUES:
         monkeypatch.delenv(name, raising=False)
     configs = [config(deterministic=value).model_dump_json() for value in (False, True)]
     done = warm.run([sys.executable, program, *configs], check=True)
@@ -150,5 +150,5 @@ def test_a_rank_turns_everything_on_and_refuses_an_environment_that_was_changed_
 
 
 def test_every_variable_has_a_value_to_set() -> None:
-    assert list(determinism.ACCEPTED) == sorted(determinism.ACCEPTED)
-    assert all(determinism.ACCEPTED.values())
+    assert list(determinism.DETERMINISTIC_VALUES) == sorted(determinism.DETERMINISTIC_VALUES)
+    assert all(determinism.DETERMINISTIC_VALUES.values())

@@ -25,7 +25,7 @@ DIRECT = os.O_DIRECT
 @pytest.fixture(params=["direct", "refused when opened", "refused when written"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, on file systems of three kinds."""
-    monkeypatch.setattr(direct_io, "BLOCK", BLOCK)
+    monkeypatch.setattr(direct_io, "BLOCK_BYTES", BLOCK)
     really_open, really_write = os.open, os.pwrite
 
     def open_(path: str, flags: int, mode: int = 0o777) -> int:
@@ -96,7 +96,7 @@ def test_little_stays_in_the_page_cache(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_cut_off_is_not_what_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "BLOCK", BLOCK)
+    monkeypatch.setattr(direct_io, "BLOCK_BYTES", BLOCK)
     really_write, really_cut = os.pwrite, os.ftruncate
 
     def slowly(fd: int, data: memoryview, place: int) -> int:
@@ -119,7 +119,7 @@ def test_what_is_cut_off_is_not_what_is_on_its_way(tmp_path: Path, monkeypatch: 
 
 
 def test_a_cut_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "BLOCK", BLOCK)
+    monkeypatch.setattr(direct_io, "BLOCK_BYTES", BLOCK)
     data = random.Random(0).randbytes(2 * BLOCK + 100)
     with DirectFile(tmp_path / "file") as file:
         file.write(data)

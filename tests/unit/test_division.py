@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from relayrun.train.checkpoint.division import Place, divide, rounds
+from relayrun.train.checkpoint.division import BlockLocation, assign_reads, read_batches
 
 
-def wanted_by(ranks: int, seed: int) -> list[list[Place]]:
+def wanted_by(ranks: int, seed: int) -> list[list[BlockLocation]]:
     """Blocks that all want, some want and one wants; one is as large as many others."""
     generator = random.Random(seed)
     sizes = [generator.choice([0, 1, 900, generator.randrange(50_000)]) for _ in range(60)]
     sizes[17] = sum(sizes) // 2
-    places = [Place(f"__{number % 3}_0.distcp", number << 20, size) for number, size in enumerate(sizes)]
-    wanted: list[list[Place]] = [[] for _ in range(ranks)]
+    places = [BlockLocation(f"__{number % 3}_0.distcp", number << 20, size) for number, size in enumerate(sizes)]
+    wanted: list[list[BlockLocation]] = [[] for _ in range(ranks)]
     for number, place in enumerate(places):
         takers = range(ranks) if number % 3 else generator.sample(range(ranks), generator.randrange(1, ranks + 1))
         for rank in takers:
@@ -27,7 +27,7 @@ def wanted_by(ranks: int, seed: int) -> list[list[Place]]:
 def test_each_block_is_read_once_and_nobody_reads_more_than_its_share_and_the_largest(ranks: int) -> None:
     for seed in range(10):
         wanted = wanted_by(ranks, seed)
-        division = divide(wanted)
+        division = assign_reads(wanted)
         shared = [place for places in division.shared for place in places]
         alone = [place for places in division.alone for place in places]
         assert sorted(shared + alone) == sorted({place for places in wanted for place in places})
@@ -45,11 +45,11 @@ def test_each_block_is_read_once_and_nobody_reads_more_than_its_share_and_the_la
 
 def test_the_order_in_which_ranks_name_blocks_changes_nothing() -> None:
     wanted = wanted_by(5, 1)
-    assert divide([places[::-1] for places in wanted]) == divide(wanted)
+    assert assign_reads([places[::-1] for places in wanted]) == assign_reads(wanted)
 
 
 def test_a_round_is_as_large_as_it_may_be_or_one_block() -> None:
-    places = [Place("a", at, size) for at, size in enumerate([3, 4, 5, 100, 1, 0, 9])]
-    found = rounds(places, 10)
+    places = [BlockLocation("a", at, size) for at, size in enumerate([3, 4, 5, 100, 1, 0, 9])]
+    found = read_batches(places, 10)
     assert [[place.bytes for place in part] for part in found] == [[3, 4], [5], [100], [1, 0, 9]]
-    assert rounds([], 10) == []
+    assert read_batches([], 10) == []

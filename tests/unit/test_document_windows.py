@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relayrun.errors import FatalTrainingError, InputError
-from relayrun.tokens.order.document_windows import BLOCK, Cut, DocumentWindows, Place
+from relayrun.tokens.order.document_windows import DOCUMENTS_PER_BLOCK, DocumentCut, DocumentWindows, WindowLocation
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
 
@@ -26,7 +26,7 @@ def shards(folder: Path, sizes: Sequence[Sequence[int]], dtype: type[np.generic]
     return DatasetManifest.build(prefixes)
 
 
-def reference(sizes: Sequence[Sequence[int]], cut: Cut) -> list[tuple[int, int, int, list[int]]]:
+def reference(sizes: Sequence[Sequence[int]], cut: DocumentCut) -> list[tuple[int, int, int, list[int]]]:
     """(shard, document, offset, tokens) of every window, one token after the other."""
     found, first = [], 10
     for shard, lengths in enumerate(sizes):
@@ -45,18 +45,23 @@ def reference(sizes: Sequence[Sequence[int]], cut: Cut) -> list[tuple[int, int, 
 
 
 CUTS = [
-    Cut(window=10, overlap=2, bos=1, eos=2),
-    Cut(window=1),
-    Cut(window=7, overlap=6),
-    Cut(window=5, overlap=1, eos=2),
-    Cut(window=64, overlap=0, bos=1),
+    DocumentCut(window=10, overlap=2, bos=1, eos=2),
+    DocumentCut(window=1),
+    DocumentCut(window=7, overlap=6),
+    DocumentCut(window=5, overlap=1, eos=2),
+    DocumentCut(window=64, overlap=0, bos=1),
 ]
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_window_is_that_of_a_slow_reference(tmp_path: Path, cut: Cut) -> None:
+def test_every_window_is_that_of_a_slow_reference(tmp_path: Path, cut: DocumentCut) -> None:
     rng = np.random.default_rng(cut.window)
-    sizes = [rng.integers(0, 40, 3 * BLOCK + 5).tolist(), [1], rng.integers(1, 90, BLOCK).tolist(), [900, 0, 3]]
+    sizes = [
+        rng.integers(0, 40, 3 * DOCUMENTS_PER_BLOCK + 5).tolist(),
+        [1],
+        rng.integers(1, 90, DOCUMENTS_PER_BLOCK).tolist(),
+        [900, 0, 3],
+    ]
     windows = DocumentWindows(shards(tmp_path, sizes), cut)
     expected = reference(sizes, cut)
     assert len(windows) == len(expected)
@@ -78,14 +83,16 @@ def test_the_letters_with_an_overlap_of_two(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "s", np.uint8)
     writer.add(np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8), [26])
     writer.finish()
-    windows = DocumentWindows(DatasetManifest.build([tmp_path / "s"]), Cut(window=10, overlap=2, bos=94, eos=36))
+    windows = DocumentWindows(
+        DatasetManifest.build([tmp_path / "s"]), DocumentCut(window=10, overlap=2, bos=94, eos=36)
+    )
     read = [bytes(windows.read(i).astype(np.uint8)).decode() for i in range(len(windows))]
     assert read == ["^abcdefgh$", "^ghijklmn$", "^mnopqrst$", "^stuvwxyz$"]
 
 
 def test_the_number_of_windows_is_the_documented_one() -> None:
     for window, overlap in ((10, 2), (3, 0), (8, 7), (1, 0)):
-        cut = Cut(window=window, overlap=overlap)
+        cut = DocumentCut(window=window, overlap=overlap)
         n = np.arange(1, 200)
         wanted = np.where(n <= window, 1, np.ceil((n - overlap) / (window - overlap)))
         assert cut.windows(n).tolist() == wanted.tolist()
@@ -95,7 +102,7 @@ def test_an_end_of_document_is_dropped_and_must_be_there(tmp_path: Path) -> None
     writer = ShardWriter(tmp_path / "s", np.uint16)
     writer.add([5, 6, 7, 0, 0, 8, 9], [4, 1, 2])
     writer.finish()
-    windows = DocumentWindows(DatasetManifest.build([tmp_path / "s"]), Cut(window=3, eos=2, drop_end=0))
+    windows = DocumentWindows(DatasetManifest.build([tmp_path / "s"]), DocumentCut(window=3, eos=2, drop_end=0))
     assert [windows.read(i).tolist() for i in range(2)] == [[5, 6, 2], [7, 2]]
     assert len(windows) == 3, "a document of its end alone has no window"
     with pytest.raises(FatalTrainingError, match=r"document 2 ends with the token id 9, not with .* 0"):
@@ -127,31 +134,31 @@ def test_transformers_cuts_the_same_windows(tmp_path: Path) -> None:
         writer.add(np.concatenate([np.arange(10, 10 + length) for length in lengths]), lengths)
         writer.finish()
         manifest = DatasetManifest.build([tmp_path / f"s{window}"])
-        windows = DocumentWindows(manifest, Cut(window=window, overlap=overlap, bos=1, eos=2))
+        windows = DocumentWindows(manifest, DocumentCut(window=window, overlap=overlap, bos=1, eos=2))
         assert [windows.read(i).tolist() for i in range(len(windows))] == expected
 
 
 def test_the_table_is_a_sixteenth_of_a_byte_a_document(tmp_path: Path) -> None:
     """At 10^9 documents 62.5 MB, and a few bytes a shard."""
-    windows = DocumentWindows(shards(tmp_path, [[3] * 100_000]), Cut(window=4))
+    windows = DocumentWindows(shards(tmp_path, [[3] * 100_000]), DocumentCut(window=4))
     assert len(windows) == 100_000
-    assert windows.nbytes <= 8 * (100_000 / BLOCK + 2)
+    assert windows.nbytes <= 8 * (100_000 / DOCUMENTS_PER_BLOCK + 2)
     assert windows.nbytes / 100_000 * 1e9 < 100e6
 
 
 @pytest.mark.parametrize("i", [-1, 3, 10**12])
 def test_a_window_that_is_not_there_is_an_index_error(tmp_path: Path, i: int) -> None:
     with pytest.raises(IndexError, match=r"outside of range\(3\)"):
-        DocumentWindows(shards(tmp_path, [[3, 3, 3]]), Cut(window=4)).locate(i)
+        DocumentWindows(shards(tmp_path, [[3, 3, 3]]), DocumentCut(window=4)).locate(i)
 
 
 def test_an_overlap_must_leave_a_step() -> None:
     with pytest.raises(ValueError, match="an overlap of 8 does not fit windows with 8 tokens of text"):
-        Cut(window=10, overlap=8, bos=1, eos=2)
+        DocumentCut(window=10, overlap=8, bos=1, eos=2)
 
 
 def test_an_index_that_became_shorter_is_named(tmp_path: Path) -> None:
-    windows = DocumentWindows(shards(tmp_path, [[3] * 10]), Cut(window=4))
+    windows = DocumentWindows(shards(tmp_path, [[3] * 10]), DocumentCut(window=4))
     with open(tmp_path / "s0.idx", "r+b") as file:
         file.truncate(40)
     with pytest.raises(InputError, match=r"s0\.idx: index has become shorter"):
@@ -159,9 +166,9 @@ def test_an_index_that_became_shorter_is_named(tmp_path: Path) -> None:
 
 
 def test_the_last_window_of_a_document_says_so(tmp_path: Path) -> None:
-    windows = DocumentWindows(shards(tmp_path, [[5, 2]]), Cut(window=4, overlap=1))
+    windows = DocumentWindows(shards(tmp_path, [[5, 2]]), DocumentCut(window=4, overlap=1))
     assert [windows.locate(i) for i in range(3)] == [
-        Place(shard=0, document=0, offset=0, tokens=4, ends=False),
-        Place(shard=0, document=0, offset=3, tokens=2, ends=True),
-        Place(shard=0, document=1, offset=0, tokens=2, ends=True),
+        WindowLocation(shard=0, document=0, offset=0, tokens=4, ends=False),
+        WindowLocation(shard=0, document=0, offset=3, tokens=2, ends=True),
+        WindowLocation(shard=0, document=1, offset=0, tokens=2, ends=True),
     ]

@@ -131,7 +131,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetHub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     monkeypatch.setattr(file_download.logger, "disabled", True)
-    monkeypatch.setattr(module, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(module, "RETRY_PAUSES", (0.0, 0.0))
     yield found
     found.close()
 
@@ -153,9 +153,9 @@ def test_the_files_that_fit_arrive_once_and_checked(
     assert fetch(tmp_path, f"{FOLDER}/*_train_*.jsonl.gz", "README.md") == 0
     assert "4 files in " in capsys.readouterr().out
     train = [f"{FOLDER}/data_metagenomics_train_chunk{number}.jsonl.gz" for number in (1, 2, 3)]
-    assert names(tmp_path) == ["README.md", module.SUMS, *train]
+    assert names(tmp_path) == ["README.md", module.CHECKSUMS_FILE, *train]
     assert all((tmp_path / name).read_bytes() == hub.files[name] for name in train)
-    subprocess.run(["sha256sum", "--check", "--quiet", module.SUMS], cwd=tmp_path, check=True)
+    subprocess.run(["sha256sum", "--check", "--quiet", module.CHECKSUMS_FILE], cwd=tmp_path, check=True)
     asked = len(hub.asked)
     assert fetch(tmp_path) == 0
     assert "0.00 GB to fetch" in capsys.readouterr().out

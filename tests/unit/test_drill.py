@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main, parse
-from relayrun.cli.site.drill import FAULTS as DEFAULT
+from relayrun.cli.site.drill import DEFAULT_FAULTS as DEFAULT
 from relayrun.config.compose import compose
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
 from relayrun.lab.faults import page, session
 from relayrun.lab.faults.judge import checkpoint_differences
-from relayrun.lab.faults.perform import Company
-from relayrun.lab.faults.programs import provoked, write_commands
-from relayrun.lab.faults.reach import StepReach
-from relayrun.lab.faults.result import Result
-from relayrun.lab.faults.session import Session
-from relayrun.lab.faults.site import REFERENCE, Site
-from relayrun.lab.faults.table import BY_NAME, FAULTS
+from relayrun.lab.faults.perform import DrillTools
+from relayrun.lab.faults.programs import wrapper_marker, write_wrappers
+from relayrun.lab.faults.reach import StepSignalSender
+from relayrun.lab.faults.result import FaultResult
+from relayrun.lab.faults.session import DrillSession
+from relayrun.lab.faults.small_run import UNDISTURBED_RUN, DrillSite
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
 from relayrun.lab.gpucheck.site import read_cluster
 from relayrun.train.checkpoint import checksums
 from tests.readme import ROOT
@@ -36,18 +36,18 @@ from tests.readme import ROOT
 CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "local")
 
 
-def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> Session:
-    site = Site(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
-    company = Company(site=site, slurm=Slurm(patience=0), reach=StepReach(Slurm(patience=0)))
-    faults = session.chosen(names)
-    return Session(company, faults, skipped=session.left_out(faults, test_cluster=False))
+def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> DrillSession:
+    site = DrillSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
+    company = DrillTools(site=site, slurm=Slurm(patience=0), reach=StepSignalSender(Slurm(patience=0)))
+    faults = session.select_faults(names)
+    return DrillSession(company, faults, skipped=session.skipped_faults(faults, test_cluster=False))
 
 
-def done(name: str, **values: Any) -> Result:
-    return Result(name=name, what="w", expect="resumed", **({"passed": True} | values))
+def done(name: str, **values: Any) -> FaultResult:
+    return FaultResult(name=name, what="w", expect="resumed", **({"passed": True} | values))
 
 
-def put(found: Session, *results: Result) -> None:
+def put(found: DrillSession, *results: FaultResult) -> None:
     (found.folder / "results").mkdir(parents=True, exist_ok=True)
     for result in results:
         result.write(found.folder / "results" / f"{result.name}.json")
@@ -82,12 +82,12 @@ def test_the_page_lists_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
     (look,) = blocks("look")
     assert main(shlex.split(look)[1:]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == list(BY_NAME)
+    assert [line.partition(":")[0] for line in lines] == list(FAULTS_BY_NAME)
     assert sum("(left out: " in line for line in lines) == 10
 
 
 def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "check", lambda self: None)
+    monkeypatch.setattr(DrillSession, "check", lambda self: None)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     (command,) = blocks("drill")
     options = parse([*shlex.split(command)[1:], "--directory", str(tmp_path)])
@@ -97,14 +97,14 @@ def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_default_faults_need_no_rights() -> None:
-    faults = session.chosen(DEFAULT)
+    faults = session.select_faults(DEFAULT)
     assert len(faults) == 6
-    assert not session.left_out(faults, test_cluster=False)
-    assert session.chosen("all") == list(FAULTS)
+    assert not session.skipped_faults(faults, test_cluster=False)
+    assert session.select_faults("all") == list(FAULTS)
 
 
 def test_what_needs_rights_is_left_out_with_the_reason() -> None:
-    reasons = session.left_out(FAULTS, test_cluster=False)
+    reasons = session.skipped_faults(FAULTS, test_cluster=False)
     assert {"node-lost", "controller-down-at-exit", "preempted", "disk-full", "overtaken"} <= reasons.keys()
     assert all("only on a test cluster" in reason for reason in reasons.values())
     assert "rank-killed" not in reasons
@@ -113,31 +113,33 @@ def test_what_needs_rights_is_left_out_with_the_reason() -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_path: Path) -> None:
-    site = Site(folder=tmp_path, cluster=read_cluster(cluster))
-    config = compose.load(site.write_config("rank-stopped", BY_NAME["rank-stopped"]))
+    site = DrillSite(folder=tmp_path, cluster=read_cluster(cluster))
+    config = compose.load_run_config(site.write_config("rank-stopped", FAULTS_BY_NAME["rank-stopped"]))
     assert config.chain.hang_timeout == 5
     assert config.job.nodes == 2
     for fault in FAULTS:
-        compose.load(site.write_config(fault.name, fault))
+        compose.load_run_config(site.write_config(fault.name, fault))
 
 
 def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1"})
     found = drill(tmp_path)
     with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
-        Session(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        DrillSession(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
     with pytest.raises(ConfigError, match="--nodes: a drill needs two ranks"):
-        Session(replace(found.company, site=replace(found.site, nodes=1)), [], skipped={}).check()
+        DrillSession(replace(found.company, site=replace(found.site, nodes=1)), [], skipped={}).check()
 
 
 def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1", "n2"})
-    monkeypatch.setattr("relayrun.submit.submission.report_on", lambda *a, **k: type("R", (), {"findings": Quiet()})())
+    monkeypatch.setattr(
+        "relayrun.submit.submission.check_submission", lambda *a, **k: type("R", (), {"findings": Quiet()})()
+    )
     found = drill(tmp_path)
     found.check()
     found.check()
     with pytest.raises(InputError, match="another cluster or other nodes"):
-        Session(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        DrillSession(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
 
 
 class Quiet:
@@ -149,10 +151,10 @@ class Quiet:
 
 def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled,node-lost")
-    assert found.to_do() == [REFERENCE, "rank-killed", "cancelled"]
+    assert found.to_do() == [UNDISTURBED_RUN, "rank-killed", "cancelled"]
     assert found.cost(found.to_do()).jobs == 1 + 2 + 1
     assert found.cost(found.to_do()).most_node_minutes == 4 * 2 * 10
-    put(found, done(REFERENCE), done("rank-killed", passed=False, wrong=["no"]))
+    put(found, done(UNDISTURBED_RUN), done("rank-killed", passed=False, wrong=["no"]))
     assert found.to_do() == ["cancelled"]
     with found.locked(), pytest.raises(InputError, match="another drill"), drill(tmp_path).locked():
         pass
@@ -160,15 +162,15 @@ def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Pat
     assert found.to_do() == []
     found.again()
     assert found.to_do() == ["rank-killed", "cancelled"]
-    put(found, done(REFERENCE, passed=False))
-    assert found.to_do()[0] == REFERENCE
+    put(found, done(UNDISTURBED_RUN, passed=False))
+    assert found.to_do()[0] == UNDISTURBED_RUN
 
 
 def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled,node-lost")
     bad = done("rank-killed", passed=False, wrong=["a | <b>worse</b> end"], bit_for_bit=False, steps_lost=5)
-    put(found, done(REFERENCE), bad)
-    text, html = page.markdown(found), page.document(found)
+    put(found, done(UNDISTURBED_RUN), bad)
+    text, html = page.markdown_report(found), page.html_report(found)
     assert "drill on test: 0 of 1 faults passed" in text
     assert "| rank-killed | w | – | 0 | 5 | NO | FAILED |" in text
     assert "a \\| &lt;b>worse&lt;/b> end" in text
@@ -176,7 +178,7 @@ def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
     assert "<b>worse" not in html
     assert "default-src &#x27;none&#x27;" in html
     assert "only on a test cluster" in html
-    values = page.as_json(found)
+    values = page.session_as_json(found)
     assert json.loads(json.dumps(values)) == values
     assert (values["passed"], values["not_done"], list(values["left_out"])) == (False, ["cancelled"], ["node-lost"])
     assert values["rows"][1] == asdict(bad)
@@ -186,11 +188,11 @@ def write_checkpoint(folder: Path, values: bytes) -> None:
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(values)
     (folder / "common.pt").write_bytes(b"common")
-    sums = checksums.of_bytes(values).xxh3_128
-    empty = checksums.of_bytes(b"").xxh3_128
+    sums = checksums.checksum_of_bytes(values).xxh3_128
+    empty = checksums.checksum_of_bytes(b"").xxh3_128
     assert sums is not None
     assert empty is not None
-    block = checksums.Block(
+    block = checksums.ChecksumBlock(
         key="w",
         offset=[0],
         shape=[4],
@@ -202,8 +204,8 @@ def write_checkpoint(folder: Path, values: bytes) -> None:
         values=sums,
         frame=empty,
     )
-    files = checksums.write_blocks(folder, 0, 40, [block], {"__0_0.distcp": len(values)})
-    checksums.write_index(folder, 40, files)
+    files = checksums.write_block_checksums(folder, 0, 40, [block], {"__0_0.distcp": len(values)})
+    checksums.write_checksum_index(folder, 40, files)
 
 
 def test_one_other_bit_and_one_damaged_byte_of_a_checkpoint_are_found(tmp_path: Path) -> None:
@@ -220,11 +222,11 @@ def test_one_other_bit_and_one_damaged_byte_of_a_checkpoint_are_found(tmp_path: 
 
 
 def test_a_command_before_slurms_own_acts_inside_jobs_alone(tmp_path: Path) -> None:
-    write_commands({"sh": 'touch "${provoked}"; exit 3'}, tmp_path, search="/bin:/usr/bin", real={})
+    write_wrappers({"sh": 'touch "${provoked}"; exit 3'}, tmp_path, search="/bin:/usr/bin", real={})
     outer = ["bash", "-c", f'"{tmp_path}/bin/sh" -c "exit 0"; echo $?']
     for job, code, harm in ((None, "0", False), ("7", "3", True)):
         environment = {"PATH": "/bin:/usr/bin"} | ({"SLURM_JOB_ID": job} if job else {})
         said = subprocess.run(outer, env=environment, capture_output=True, text=True, check=True, timeout=600).stdout
-        assert (said.strip(), provoked(tmp_path).exists()) == (code, harm)
+        assert (said.strip(), wrapper_marker(tmp_path).exists()) == (code, harm)
     with pytest.raises(InputError, match="no-such-command is not on PATH"):
-        write_commands({"no-such-command": ""}, tmp_path, search="/bin", real={})
+        write_wrappers({"no-such-command": ""}, tmp_path, search="/bin", real={})

@@ -10,16 +10,16 @@ import pytest
 import xxhash
 
 from relayrun.control.rundir import rounds
-from relayrun.control.rundir.records import Commit
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.lab import compare, timeline
-from relayrun.lab.verdict import Event, Shown
+from relayrun.lab import compare_runs, timeline
+from relayrun.lab.verdict import KillEvent, KillReport
 from relayrun.train.checkpoint import checksums
 from tests.history import began
 
-FAILED = FailedRound(
+FAILED = FailedRestart(
     round=1,
     time=100.0,
     rank=1,
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_an_undisturbed_run_is_effective_all_the_time(run: Run) -> None:
-    line = timeline.of(run)
+    line = timeline.measure_timeline(run)
     assert (line.began, line.ended, line.share, line.steps, line.steps_lost, line.step) == (96, 100, 1, 4, 0, 1)
 
 
@@ -59,38 +59,38 @@ def test_a_run_without_a_step_has_no_timeline(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
     with pytest.raises(ValueError, match="has done no step"):
-        timeline.of(run)
+        timeline.measure_timeline(run)
 
 
 def test_the_way_back_is_lost_where_no_step_is(run: Run) -> None:
     """No line of the metrics says that a round began: it begins behind the newest iteration."""
-    rounds.append(run.attempt(1), replace(FAILED, time=100.2))
+    rounds.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
     step(run, 5, 104.0)
     step(run, 6, 105.5)
-    line = timeline.of(run)
+    line = timeline.measure_timeline(run)
     assert (line.seconds, line.effective, line.steps_lost) == (9.5, 4 + 1 + 1.5, 0)
 
 
 def test_a_step_that_is_done_while_the_round_ends_does_not_count_the_way_back(run: Run) -> None:
-    rounds.append(run.attempt(1), replace(FAILED, time=100.2))
+    rounds.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
     step(run, 5, 100.4, seconds=0.4)  # rank 0 comes so far before it is ended
     step(run, 6, 105.0)
-    assert timeline.of(run).effective == pytest.approx(4 + 0.4 + 1)
+    assert timeline.measure_timeline(run).effective == pytest.approx(4 + 0.4 + 1)
 
 
 def test_steps_that_are_done_again_count_once(run: Run) -> None:
-    rounds.append(run.attempt(1), replace(FAILED, time=100.2, next_iteration=2))
+    rounds.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2, next_iteration=2))
     append_line(run.attempt(1).metrics, {"iteration": 2, "round": 2})
     for iteration in (3, 4, 5):
         step(run, iteration, 100.0 + iteration)
-    line = timeline.of(run)
+    line = timeline.measure_timeline(run)
     assert (line.effective, line.steps, line.steps_lost, line.seconds) == (2 + 3, 5, 2, 9)
 
 
 def test_what_the_next_job_does_again_counts_once(run: Run) -> None:
     began(run, 2, base=3)
     step(run, 4, 200.0, attempt=2)
-    line = timeline.of(run)
+    line = timeline.measure_timeline(run)
     assert (line.effective, line.steps, line.steps_lost, line.seconds) == (3 + 1, 4, 1, 104)
 
 
@@ -112,23 +112,23 @@ def view(run: Run, last: int, changes: dict[int, dict[str, Any]] | None = None) 
 
 def test_equal_losses_are_equal(tmp_path: Path) -> None:
     one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 5)
-    assert compare.losses(one, other, 5) == []
-    assert compare.gaps(one, 5) == []
+    assert compare_runs.loss_differences(one, other, 5) == []
+    assert compare_runs.sample_gaps(one, 5) == []
 
 
 def test_a_part_of_a_run_is_compared_with_that_part_of_the_undisturbed_one(tmp_path: Path) -> None:
     one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 9)
     append_line(other.metrics_view, {"iteration": 5, "validation": {"all": 0.1}, "time": 5.0})
-    assert compare.losses(one, other, 5) == []
-    assert len(compare.losses(other, one, 9)) == 5, "four iterations and an evaluation"
+    assert compare_runs.loss_differences(one, other, 5) == []
+    assert len(compare_runs.loss_differences(other, one, 9)) == 5, "four iterations and an evaluation"
 
 
 def test_each_kind_of_fault_has_its_seconds() -> None:
     events = [
-        Event(time=10.0, kind="kill", rank=3, node="n1"),
-        Event(time=20.0, kind="kill", rank=2, node="n1"),
-        Event(time=30.0, kind="stop", rank=0, node="n0"),
-        Event(time=60.0, kind="host", node="n0"),  # was not noticed
+        KillEvent(time=10.0, kind="kill", rank=3, node="n1"),
+        KillEvent(time=20.0, kind="kill", rank=2, node="n1"),
+        KillEvent(time=30.0, kind="stop", rank=0, node="n0"),
+        KillEvent(time=60.0, kind="host", node="n0"),  # was not noticed
     ]
     failed = [
         replace(FAILED, time=10.25, steps_lost=1, seconds={"end": 0.5, "all": 1.5}),
@@ -143,7 +143,7 @@ def test_each_kind_of_fault_has_its_seconds() -> None:
 
 
 def test_a_batch_host_that_is_lost_begins_the_job_again() -> None:
-    host = [*SHOWN.events, Event(time=30.0, kind="host", node="n0")]
+    host = [*SHOWN.events, KillEvent(time=30.0, kind="host", node="n0")]
     shown = replace(SHOWN, events=host, failed=[*SHOWN.failed, replace(FAILED, round=3, rank=None, lost={"n0": ""})])
     assert replace(shown, restarts=1).untrue(spares=1) == []
     assert replace(shown, restarts=0).untrue(spares=1) != []
@@ -162,24 +162,24 @@ def test_a_batch_host_that_is_lost_begins_the_job_again() -> None:
 )
 def test_losses_that_differ_are_found(tmp_path: Path, changes: dict[int, dict[str, Any]], words: str) -> None:
     one, other = view(Run(tmp_path / "one"), 5, changes), view(Run(tmp_path / "other"), 5)
-    assert any(fault.startswith(words) for fault in compare.losses(one, other, 5))
+    assert any(fault.startswith(words) for fault in compare_runs.loss_differences(one, other, 5))
 
 
 def test_iterations_that_both_lack_are_found(tmp_path: Path) -> None:
     one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 5)
-    assert compare.losses(one, other, 6) == ["iteration 6: None, undisturbed None"]
-    assert compare.gaps(one, 6) == ["5 iterations, not 6"]
+    assert compare_runs.loss_differences(one, other, 6) == ["iteration 6: None, undisturbed None"]
+    assert compare_runs.sample_gaps(one, 6) == ["5 iterations, not 6"]
 
 
 def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
     one, other = view(Run(tmp_path / "one"), 2), view(Run(tmp_path / "other"), 2)
     append_line(one.metrics_view, {"iteration": 3, "validation": {"all": 0.1}})
-    assert len(compare.losses(one, other, 2)) == 1
+    assert len(compare_runs.loss_differences(one, other, 2)) == 1
 
 
 @pytest.mark.parametrize("changes", [{"consumed_samples": 16}, {"consumed_samples": 32}, {"iteration": 4}])
 def test_samples_that_are_repeated_or_left_out_are_found(tmp_path: Path, changes: dict[str, Any]) -> None:
-    (fault,) = compare.gaps(view(Run(tmp_path / "one"), 5, {3: changes}), 5)
+    (fault,) = compare_runs.sample_gaps(view(Run(tmp_path / "one"), 5, {3: changes}), 5)
     assert "where iteration 3 was to end with 24" in fault
 
 
@@ -188,7 +188,7 @@ def checkpoint(run: Run, values: bytes, *, key: str = "weight") -> Path:
     folder = run.checkpoint(5)
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(values)
-    block = checksums.Block(
+    block = checksums.ChecksumBlock(
         key=key,
         offset=[0],
         shape=[len(values)],
@@ -200,37 +200,40 @@ def checkpoint(run: Run, values: bytes, *, key: str = "weight") -> Path:
         values=xxhash.xxh3_128_hexdigest(values),
         frame=xxhash.xxh3_128_hexdigest(b""),
     )
-    known = checksums.write_blocks(folder, 0, 5, [block], {"__0_0.distcp": len(values)})
-    root = checksums.write_index(folder, 5, known)
+    known = checksums.write_block_checksums(folder, 0, 5, [block], {"__0_0.distcp": len(values)})
+    root = checksums.write_checksum_index(folder, 5, known)
     run.attempt(1).append_commit(
-        Commit(iteration=5, path=str(folder), consumed_samples=40, time=1.0, seconds=1.0, checksum=root)
+        CheckpointCommit(iteration=5, path=str(folder), consumed_samples=40, time=1.0, seconds=1.0, checksum=root)
     )
     return folder
 
 
 def test_weights_are_compared_by_their_bytes(tmp_path: Path) -> None:
     one = checkpoint(Run(tmp_path / "one"), b"abcd")
-    assert compare.weights(one, checkpoint(Run(tmp_path / "same"), b"abcd")) == (1, [])
-    assert compare.weights(one, checkpoint(Run(tmp_path / "bit"), b"abce")) == (1, ["weight at [0] differs"])
-    found = compare.weights(one, checkpoint(Run(tmp_path / "name"), b"abcd", key="bias"))
+    assert compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "same"), b"abcd")) == (1, [])
+    assert compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "bit"), b"abce")) == (
+        1,
+        ["weight at [0] differs"],
+    )
+    found = compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "name"), b"abcd", key="bias"))
     assert found == (1, ["bias at [0] differs", "weight at [0] differs"])
 
 
 def test_bytes_that_do_not_fit_their_hash_are_found_though_the_hashes_are_equal(tmp_path: Path) -> None:
     one, other = (checkpoint(Run(tmp_path / name), b"abcd") for name in ("one", "other"))
     (other / "__0_0.distcp").write_bytes(b"abce")
-    tensors, faults = compare.weights(one, other)
+    tensors, faults = compare_runs.compare_weights(one, other)
     assert tensors == 1
     assert "the values of weight in __0_0.distcp are not those that were saved" in faults[0]
 
 
 LINE = timeline.Timeline(began=0, ended=100, effective=95, steps=90, steps_lost=2, step=1.0)
 LOST = replace(FAILED, round=2, rank=None, lost={"n1": "n4"})
-SHOWN = Shown(
+SHOWN = KillReport(
     line=LINE,
     jobs=["7"],
     restarts=0,
-    events=[Event(time=10.0, kind="kill", rank=3, node="n1"), Event(time=20.0, kind="node", node="n1")],
+    events=[KillEvent(time=10.0, kind="kill", rank=3, node="n1"), KillEvent(time=20.0, kind="node", node="n1")],
     failed=[FAILED, LOST],
     tensors=50,
     faults={"losses": [], "weights": [], "samples": []},

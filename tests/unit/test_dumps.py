@@ -13,7 +13,14 @@ from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.tokenize import split as dumps_module
 from relayrun.tokens.tokenize.metadata import MetadataFolder, dump_size
-from relayrun.tokens.tokenize.split import DataFile, estimated_hours, find_files, linked_twice, prepare, split
+from relayrun.tokens.tokenize.split import (
+    DataFile,
+    count_files_linked_twice,
+    estimated_hours,
+    find_data_files,
+    prepare_dumps,
+    split_files,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +31,7 @@ def write(file: Path, size: int = 1) -> None:
 
 
 def paths(folder: Path, **filters: list[str]) -> list[str]:
-    return [file.path for file in find_files(folder, **filters)]
+    return [file.path for file in find_data_files(folder, **filters)]
 
 
 def paths_files(metadata: Path) -> dict[str, list[str]]:
@@ -59,16 +66,16 @@ def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "z.parquet").symlink_to(tmp_path / "elsewhere" / "x.parquet")
     (tmp_path / "data" / "sub" / "up").symlink_to(tmp_path / "data")
-    found = find_files(tmp_path / "data")
+    found = find_data_files(tmp_path / "data")
     assert [file.path for file in found] == ["linked/x.parquet", "sub/y.parquet", "z.parquet"]
-    assert linked_twice(found) == 1
+    assert count_files_linked_twice(found) == 1
 
 
 def test_a_link_that_leads_nowhere_is_an_error_unless_it_is_filtered_out(tmp_path: Path) -> None:
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
     write(tmp_path / "there.parquet")
     with pytest.raises(InputError, match=r"gone\.parquet: this link leads nowhere"):
-        find_files(tmp_path)
+        find_data_files(tmp_path)
     assert paths(tmp_path, filter_out=["gone"]) == ["there.parquet"]
 
 
@@ -88,15 +95,19 @@ def test_filters_look_at_the_path_below_the_folder_case_sensitive_and_links_not_
 def test_the_largest_file_goes_onto_the_lightest_dump() -> None:
     sizes = {"a": 7, "b": 7, "c": 6, "d": 5, "e": 4, "f": 0, "g": 0}
     files = [DataFile(path=path, size=size, identity=(0, 0)) for path, size in sizes.items()]
-    assert [[file.path for file in dump.files] for dump in split(files, 3)] == [["a", "e"], ["b", "f", "g"], ["c", "d"]]
-    assert [len(dump.files) for dump in split(files, 99)] == [1] * 7
+    assert [[file.path for file in dump.files] for dump in split_files(files, 3)] == [
+        ["a", "e"],
+        ["b", "f", "g"],
+        ["c", "d"],
+    ]
+    assert [len(dump.files) for dump in split_files(files, 99)] == [1] * 7
 
 
 @pytest.mark.alone
 def test_100_000_files_are_split_in_seconds() -> None:
     files = [DataFile(path=f"{i}.parquet", size=i * 7919 % 1_000_003, identity=(0, i)) for i in range(100_000)]
     start = time.monotonic()
-    dumps = split(files, 1000)
+    dumps = split_files(files, 1000)
     assert time.monotonic() - start < 5
     ideal = sum(file.size for file in files) / 1000
     assert max(dump.size for dump in dumps) < 1.01 * ideal
@@ -112,7 +123,7 @@ def test_100_000_small_files_are_prepared_in_seconds(tmp_path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
         os.truncate(path, number * 7919 % 1_000_003)  # sparse
     started, cpu = time.monotonic(), time.process_time()
-    dumps = prepare(tmp_path / "data", tmp_path / "meta", n_dumps=1000)
+    dumps = prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=1000)
     seconds, cpu = time.monotonic() - started, time.process_time() - cpu
     ideal = sum(dump.size for dump in dumps) / 1000
     worst = max(dump.size for dump in dumps) / ideal
@@ -125,13 +136,13 @@ def test_without_a_number_there_is_a_dump_per_150_gb_begun(
     dataset: Path, metadata: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert dumps_module.BYTES_PER_DUMP == 150_000_000_000
-    assert len(prepare(dataset, metadata)) == 1
+    assert len(prepare_dumps(dataset, metadata)) == 1
     monkeypatch.setattr(dumps_module, "BYTES_PER_DUMP", 70)  # 140 bytes are floor(140 / 70) + 1 dumps
-    assert len(prepare(dataset, metadata)) == 3
+    assert len(prepare_dumps(dataset, metadata)) == 3
 
 
 def test_paths_files_and_the_link_to_the_dataset_are_written(dataset: Path, metadata: Path) -> None:
-    prepare(dataset, metadata, n_dumps=2)
+    prepare_dumps(dataset, metadata, n_dumps=2)
     assert os.readlink(metadata / "raw-dataset-link") == str(dataset)
     assert (metadata / "dumps" / "paths_file_0.txt").read_bytes() == b"a.parquet\ne.jsonl.zst\n"
     assert (metadata / "dumps" / "paths_file_1.txt").read_bytes() == b"b/c.jsonl\nb/d.jsonl.gz\n"
@@ -139,8 +150,8 @@ def test_paths_files_and_the_link_to_the_dataset_are_written(dataset: Path, meta
 
 
 def test_a_second_run_leaves_no_stale_dump(dataset: Path, metadata: Path) -> None:
-    prepare(dataset, metadata, n_dumps=4)
-    prepare(dataset, metadata, n_dumps=2, filter_out=["a.parquet"])
+    prepare_dumps(dataset, metadata, n_dumps=4)
+    prepare_dumps(dataset, metadata, n_dumps=2, filter_out=["a.parquet"])
     assert paths_files(metadata) == {
         "paths_file_0.txt": ["b/c.jsonl"],
         "paths_file_1.txt": ["b/d.jsonl.gz", "e.jsonl.zst"],
@@ -149,10 +160,10 @@ def test_a_second_run_leaves_no_stale_dump(dataset: Path, metadata: Path) -> Non
 
 
 def test_beside_finished_dumps_only_other_files_are_split_and_numbered_behind(dataset: Path, metadata: Path) -> None:
-    prepare(dataset, metadata, n_dumps=3)
+    prepare_dumps(dataset, metadata, n_dumps=3)
     MetadataFolder(metadata).finish(1)
     write(dataset / "new.parquet", 1)
-    dumps = prepare(dataset, metadata, n_dumps=9)
+    dumps = prepare_dumps(dataset, metadata, n_dumps=9)
     assert [dump.index for dump in dumps] == [2, 3, 4, 5]
     assert [file.path for dump in dumps for file in dump.files] == [
         "a.parquet",
@@ -164,29 +175,29 @@ def test_beside_finished_dumps_only_other_files_are_split_and_numbered_behind(da
 
 def test_no_file_left_is_an_error(dataset: Path, metadata: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no file fits"):
-        prepare(dataset, metadata, filter_in=["nothing"])
-    prepare(dataset, metadata)
+        prepare_dumps(dataset, metadata, filter_in=["nothing"])
+    prepare_dumps(dataset, metadata)
     MetadataFolder(metadata).finish(0)
     with pytest.raises(InputError, match="all 4 files are in finished dumps"):
-        prepare(dataset, metadata)
+        prepare_dumps(dataset, metadata)
     with pytest.raises(InputError, match="no such dataset folder"):
-        prepare(tmp_path / "missing", metadata)
+        prepare_dumps(tmp_path / "missing", metadata)
 
 
 def test_finished_dumps_of_another_dataset_are_not_mixed_in(dataset: Path, metadata: Path, tmp_path: Path) -> None:
-    prepare(dataset, metadata)
+    prepare_dumps(dataset, metadata)
     MetadataFolder(metadata).finish(0)
     write(tmp_path / "other" / "o.parquet")
     with pytest.raises(InputError, match="one metadata folder per dataset"):
-        prepare(tmp_path / "other", metadata)
+        prepare_dumps(tmp_path / "other", metadata)
 
 
 def test_a_name_with_a_newline_is_refused_by_name(dataset: Path, metadata: Path) -> None:
     write(dataset / "bad\nname.parquet")
     with pytest.raises(InputError, match=r"'bad\\nname\.parquet'"):
-        prepare(dataset, metadata)
+        prepare_dumps(dataset, metadata)
     assert not (metadata / "dumps").exists()
-    assert len(prepare(dataset, metadata, filter_out=["bad"])) == 1
+    assert len(prepare_dumps(dataset, metadata, filter_out=["bad"])) == 1
 
 
 def test_paths_files_are_literal(tmp_path: Path) -> None:
@@ -215,7 +226,7 @@ def test_what_is_no_paths_file_is_refused(tmp_path: Path, content: bytes, messag
 def test_a_kill_while_dumps_are_replaced_never_leaves_a_mixture_or_none(
     dataset: Path, metadata: Path, call: int
 ) -> None:
-    prepare(dataset, metadata, n_dumps=4)
+    prepare_dumps(dataset, metadata, n_dumps=4)
     before = paths_files(metadata)
     program = f"""
 import os, shutil, signal
@@ -235,20 +246,20 @@ split.prepare({str(dataset)!r}, {str(metadata)!r}, n_dumps=2)
     killed = subprocess.run([sys.executable, "-c", program], check=False).returncode
     assert killed == (0 if call else -signal.SIGKILL)  # there is one exchange of two names, and no call between
     assert paths_files(metadata) == before or len(paths_files(metadata)) == 2
-    prepare(dataset, metadata, n_dumps=2)
+    prepare_dumps(dataset, metadata, n_dumps=2)
     assert len(paths_files(metadata)) == 2
     assert sorted(os.listdir(metadata)) == [".lock", "dump-sizes.json", "dumps", "raw-dataset-link"]
 
 
 def test_nothing_is_prepared_while_a_dump_is_tokenized_here(dataset: Path, metadata: Path) -> None:
-    prepare(dataset, metadata)
+    prepare_dumps(dataset, metadata)
     with (
         MetadataFolder(metadata).in_use(),
         MetadataFolder(metadata).in_use(),
         pytest.raises(RelayrunError, match="by another process"),
     ):
-        prepare(dataset, metadata)
-    prepare(dataset, metadata)
+        prepare_dumps(dataset, metadata)
+    prepare_dumps(dataset, metadata)
 
 
 def fake_squeue(folder: Path, jobs: list[str]) -> str:
@@ -262,35 +273,35 @@ def fake_squeue(folder: Path, jobs: list[str]) -> str:
 def test_nothing_is_prepared_while_slurm_jobs_of_the_folder_live(
     dataset: Path, metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(dataset, metadata, n_dumps=3)
+    prepare_dumps(dataset, metadata, n_dumps=3)
     folder = MetadataFolder(metadata)
     for job, dump in (("11", 0), ("12_0", 1), ("12_1", 2), ("13", 9)):
         folder.record_job(job, dump)
     monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", ["12_0", "12_1", "13", "99"]))
     with pytest.raises(RelayrunError, match="Slurm jobs 12_0, 12_1"):
-        prepare(dataset, metadata)
+        prepare_dumps(dataset, metadata)
     folder.finish(1)
     folder.finish(2)  # the jobs of finished dumps are not asked for
-    assert [dump.index for dump in prepare(dataset, metadata)] == [3]
+    assert [dump.index for dump in prepare_dumps(dataset, metadata)] == [3]
 
 
 def test_if_slurm_cannot_be_asked_nothing_is_prepared(
     dataset: Path, metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(dataset, metadata)
+    prepare_dumps(dataset, metadata)
     MetadataFolder(metadata).record_job("11", 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match="not installed"):
-        prepare(dataset, metadata)
+        prepare_dumps(dataset, metadata)
 
 
 def test_a_half_tokenized_dump_keeps_its_files(dataset: Path, metadata: Path, tmp_path: Path) -> None:
-    prepare(dataset, metadata, n_dumps=2)
+    prepare_dumps(dataset, metadata, n_dumps=2)
     write(tmp_path / "out" / "dump-1" / "00000_tokens.bin")
     (metadata / "tokenized-dir-link").symlink_to(tmp_path / "out")
-    prepare(dataset, metadata, n_dumps=2)  # the same files again are fine
+    prepare_dumps(dataset, metadata, n_dumps=2)  # the same files again are fine
     with pytest.raises(RelayrunError, match="dump 1 is half tokenized"):
-        prepare(dataset, metadata, n_dumps=3)
+        prepare_dumps(dataset, metadata, n_dumps=3)
 
 
 def test_the_estimate_of_hours() -> None:

@@ -13,11 +13,18 @@ import pytest
 
 from relayrun import cli
 from relayrun.errors import InputError
-from relayrun.tokens.tokenize.dumps_jobs import begin, tokenize_dump
-from relayrun.tokens.tokenize.progress import FOLDER, STALE_SECONDS, Progress
-from relayrun.tokens.tokenize.settings import TokenizationSettings
-from relayrun.tokens.tokenize.split import prepare
-from relayrun.tokens.tokenize.status import GONE_SECONDS, all_done, read_status, seconds_left, table, tokens_per_byte
+from relayrun.tokens.tokenize.dump_status import (
+    GONE_SECONDS,
+    all_dumps_done,
+    mean_tokens_per_byte,
+    read_status,
+    seconds_left,
+    status_table,
+)
+from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
+from relayrun.tokens.tokenize.progress import PROGRESS_FOLDER, STALE_SECONDS, TaskProgress
+from relayrun.tokens.tokenize.split import prepare_dumps
 from tests.waiting import wait_for
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
@@ -29,7 +36,7 @@ def settings(tmp_path: Path) -> TokenizationSettings:
     (tmp_path / "data").mkdir()
     for name in "ab":
         write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS))
-    prepare(tmp_path / "data", tmp_path / "meta", n_dumps=2)
+    prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=2)
     settings = TokenizationSettings(
         tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json")),
         tokenizer_name="t",
@@ -38,7 +45,7 @@ def settings(tmp_path: Path) -> TokenizationSettings:
         output_folder=str(tmp_path / "tokens"),
         logs=str(tmp_path / "logs"),
     )
-    begin(settings)
+    prepare_submission(settings)
     return settings
 
 
@@ -52,7 +59,7 @@ def test_the_table_says_what_is_done_and_what_is_not(
     assert (done.state, done.shards, done.of, done.tokens) == ("done", 1, 1, row["total_tokens_processed"])
     assert done.core_rate > 0
     assert done.node_rate == pytest.approx(done.core_rate)  # of one worker
-    assert not (settings.dump_output(1) / FOLDER).exists()
+    assert not (settings.dump_output(1) / PROGRESS_FOLDER).exists()
     capsys.readouterr()
     assert cli.main(["dumps", "status", settings.metadata_folder]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -65,8 +72,8 @@ def running(settings: TokenizationSettings, dump: int, **values: object) -> None
     """A task that has worked for 100 s and said so `age` seconds ago."""
     output = settings.dump_output(dump)
     output.mkdir(parents=True, exist_ok=True)
-    Progress(output, "00007_tokens")
-    file = output / FOLDER / "00007_tokens.json"
+    TaskProgress(output, "00007_tokens")
+    file = output / PROGRESS_FOLDER / "00007_tokens.json"
     said = json.loads(file.read_text())
     file.write_text(json.dumps(said | {"started": said["at"] - 100, "node": "n3", **values}))
 
@@ -78,11 +85,11 @@ def test_running_tasks_count_and_forecast_the_end(settings: TokenizationSettings
     assert (first.state, first.tokens, first.nodes) == ("running", 50, "n3")
     assert first.node_rate == pytest.approx(0.5)
     assert first.bytes == (Path(settings.metadata_folder) / "raw-dataset-link" / "a.parquet").stat().st_size
-    density = tokens_per_byte([first, second])
+    density = mean_tokens_per_byte([first, second])
     assert density == second.tokens / second.bytes
     left = seconds_left([first, second], tokens_per_byte=density, rate=first.node_rate)
     assert left == pytest.approx((second.tokens - 50) / 0.5)  # both files hold the same
-    assert "0:16 h" in table([first, second]).splitlines()[1]
+    assert "0:16 h" in status_table([first, second]).splitlines()[1]
     (Path(settings.metadata_folder) / "dump-sizes.json").unlink()
     assert seconds_left(read_status(settings.metadata_folder), tokens_per_byte=density, rate=1) is None
 
@@ -92,7 +99,7 @@ def test_a_task_that_says_nothing_is_named(settings: TokenizationSettings) -> No
     later = time.time() + STALE_SECONDS + 1
     stalled, waiting = read_status(settings.metadata_folder, now=later)
     assert (stalled.state, stalled.tokens, waiting.state) == ("stalled", 0, "waiting")
-    assert "dump 0: no word from n3 since" in table([stalled, waiting])
+    assert "dump 0: no word from n3 since" in status_table([stalled, waiting])
 
 
 @pytest.mark.slow
@@ -102,7 +109,7 @@ def test_a_dump_that_failed_is_named_until_it_is_done(settings: TokenizationSett
         tokenize_dump(broken, 0)
     failed, _ = read_status(settings.metadata_folder)
     assert failed.state == "failed"
-    assert "no column 'nope'" in table([failed])
+    assert "no column 'nope'" in status_table([failed])
     tokenize_dump(settings, 0)
     done, _ = read_status(settings.metadata_folder)
     assert (done.state, done.error) == ("done", None)
@@ -112,7 +119,7 @@ def test_files_that_were_left_out_are_named(settings: TokenizationSettings) -> N
     (Path(settings.metadata_folder) / "raw-dataset-link" / "a.parquet").write_bytes(b"torn")
     with pytest.raises(InputError, match="no document with text"):
         tokenize_dump(settings.model_copy(update={"on_error": "skip-file"}), 0)
-    assert "dump 0 left out: " in table(read_status(settings.metadata_folder))
+    assert "dump 0 left out: " in status_table(read_status(settings.metadata_folder))
 
 
 @pytest.mark.slow
@@ -127,7 +134,7 @@ def test_watch_ends_with_code_1_when_what_is_not_done_has_failed(
         if len(rounds) == 1:  # the other one was queued until now
             tokenize_dump(settings, 1)
         else:
-            (settings.dump_output(0) / FOLDER / "00007_tokens.json").unlink()
+            (settings.dump_output(0) / PROGRESS_FOLDER / "00007_tokens.json").unlink()
 
     with pytest.raises(InputError):
         tokenize_dump(settings.model_copy(update={"column": "nope"}), 0)
@@ -143,9 +150,9 @@ def test_a_dump_without_a_word_for_long_is_not_waited_for(settings: Tokenization
     running(settings, 0, tokens=50)
     for seconds, expected in ((0.0, None), (STALE_SECONDS + 1, None), (GONE_SECONDS + 1, False)):
         now = time.time() + seconds
-        assert all_done(read_status(settings.metadata_folder, now=now), now=now) is expected
+        assert all_dumps_done(read_status(settings.metadata_folder, now=now), now=now) is expected
     tokenize_dump(settings, 0)
-    assert all_done(read_status(settings.metadata_folder), now=time.time()) is True
+    assert all_dumps_done(read_status(settings.metadata_folder), now=time.time()) is True
 
 
 @pytest.mark.slow

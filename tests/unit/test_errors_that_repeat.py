@@ -7,7 +7,7 @@ import json
 import pytest
 
 from relayrun.errors import ConfigError, FatalTrainingError, InputError, RunDirError
-from relayrun.train.__main__ import would_come_again
+from relayrun.train.__main__ import fails_on_every_attempt
 from relayrun.train.hook_list import HookFailed
 
 
@@ -34,13 +34,13 @@ from relayrun.train.hook_list import HookFailed
 def test_errors_of_the_program_come_again_and_those_of_a_node_need_not(
     error: BaseException, before: bool, after: bool
 ) -> None:
-    assert would_come_again(error, before_first_step=True) is before
-    assert would_come_again(error, before_first_step=False) is after
+    assert fails_on_every_attempt(error, before_first_step=True) is before
+    assert fails_on_every_attempt(error, before_first_step=False) is after
 
 
 @pytest.mark.parametrize(("cause", "again"), [(TypeError("no such option"), True), (ConnectionError("away"), False)])
 def test_of_a_hook_that_failed_what_it_raised_counts(cause: Exception, again: bool) -> None:
     error = HookFailed("hook probe: setup")
     error.__cause__ = cause
-    assert would_come_again(error, before_first_step=True) is again
-    assert would_come_again(error, before_first_step=False) is False
+    assert fails_on_every_attempt(error, before_first_step=True) is again
+    assert fails_on_every_attempt(error, before_first_step=False) is False

@@ -15,9 +15,9 @@ from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.places import CODE as ROOT
+from relayrun.places import CODE_ROOT as ROOT
 from relayrun.submit import evaluation_job, run_plan
-from relayrun.submit.check.report import of_config
+from relayrun.submit.check.report import check_config
 from tests.workspace import Workspace
 
 
@@ -25,7 +25,7 @@ def config(folder: Path, evaluation: dict[str, Any], **sections: Any) -> RunConf
     if not (folder / "data").exists():
         Workspace.make(folder)
     made = {"checkpoint": {"interval": 10}, "evaluation": evaluation, "cluster": {"python": None}} | sections
-    return compose.load(Workspace(folder).config("run", **made))
+    return compose.load_run_config(Workspace(folder).config("run", **made))
 
 
 SLURM = {
@@ -58,7 +58,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
         training={"global_batch_size": 64},
     )
     run = Run(tmp_path / "run")
-    script = evaluation_job.script(made, run_plan.make_plan(made, run, revision=1, root=ROOT), run)
+    script = evaluation_job.evaluation_script(made, run_plan.make_plan(made, run, revision=1, root=ROOT), run)
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {
         "time=0-02:00:00",
@@ -103,7 +103,7 @@ def test_its_log_lies_in_the_run_where_the_folder_of_logs_is_away(tmp_path: Path
     run = Run(tmp_path / "run")
     run.path.mkdir(exist_ok=True)
     plan = replace(run_plan.make_plan(made, run, revision=1, root=ROOT), log_folder="/dev/null/away")
-    script = evaluation_job.script(made, plan, run)
+    script = evaluation_job.evaluation_script(made, plan, run)
     assert "#SBATCH --output=/dev/null\n" in script
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -124,16 +124,16 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"evaluation.interval 15 is no multiple of checkpoint.interval 10"):
         config(tmp_path, {"interval": 15})
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
-        of_config(config(tmp_path, {"interval": 20})).raise_errors()
+        check_config(config(tmp_path, {"interval": 20})).raise_errors()
     with pytest.raises(ConfigError, match="no such folder"):
-        of_config(
+        check_config(
             config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path / "none")})
         ).raise_errors()
     named = config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path)})
-    of_config(named).raise_errors()
+    check_config(named).raise_errors()
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
     with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluate\]'"):
-        of_config(named).raise_errors()
+        check_config(named).raise_errors()
     data = {"tokenizer": str(tmp_path / "tokenizer.json"), "datasets": [str(tmp_path / "data")], "split": 0.1}
-    of_config(config(tmp_path, {"interval": 20}, data=data)).raise_errors()
+    check_config(config(tmp_path, {"interval": 20}, data=data)).raise_errors()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from relayrun.control.chain import evidence
-from relayrun.control.chain.evidence import excerpt, failure_words, fatal_reason
-from relayrun.control.rundir.records import Failure
+from relayrun.control.chain import failure_reason
+from relayrun.control.chain.failure_reason import fatal_reason, first_failure_text, log_excerpt
+from relayrun.control.rundir.records import RankFailure
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:26077"
 TRACEBACK = """Traceback (most recent call last):
@@ -14,34 +14,34 @@ KeyError: 'layout'
 """
 
 
-def failure(rank: int, error: str, *, time: float = 1.0, repeats: bool = False) -> Failure:
-    return Failure(rank=rank, node=f"n{rank}", error=error, time=time, repeats=repeats)
+def failure(rank: int, error: str, *, time: float = 1.0, repeats: bool = False) -> RankFailure:
+    return RankFailure(rank=rank, node=f"n{rank}", error=error, time=time, repeats=repeats)
 
 
 def test_sixty_lines_of_srun_do_not_push_the_traceback_out() -> None:
     log = "/venv/x.py:3: UserWarning: no apex\n  warnings.warn(\n" + TRACEBACK
     log += "".join(f"srun: error: n{node}: task {node}: Exited with exit code 1\n" for node in range(60))
-    shown = excerpt(log).splitlines()
+    shown = log_excerpt(log).splitlines()
     assert shown[:4] == TRACEBACK.splitlines()
-    assert len(shown) <= evidence.EXCERPT_LINES
+    assert len(shown) <= failure_reason.EXCERPT_LINES
     assert shown[4] == "srun: error: n0: task 0: Exited with exit code 1"
 
 
 def test_lines_of_slurm_with_a_time_before_them_push_nothing_out_either() -> None:
     """Since Slurm 25.05 slurmstepd writes a time in the place of its name."""
     ends = "".join(f"[2026-11-26T12:02:04.086] error: *** STEP 7.0 ON n{n} CANCELLED AT 2026 ***\n" for n in range(60))
-    shown = excerpt(f"{ends}hello\n").splitlines()
-    assert len(shown) == evidence.SCHEDULER_LINES + 1
+    shown = log_excerpt(f"{ends}hello\n").splitlines()
+    assert len(shown) == failure_reason.SCHEDULER_LINES + 1
     assert shown[-1] == "hello"
 
 
 def test_a_long_traceback_keeps_its_first_and_its_last_line() -> None:
     frames = "".join(f'  File "loop.py", line {line}, in train\n    step()\n' for line in range(100))
     log = f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n" + "later\n" * 50
-    shown = excerpt(log).splitlines()
+    shown = log_excerpt(log).splitlines()
     assert shown[0] == "Traceback (most recent call last):"
     assert "RecursionError: too deep" in shown
-    assert len(shown) <= evidence.EXCERPT_LINES
+    assert len(shown) <= failure_reason.EXCERPT_LINES
 
 
 def test_of_chained_tracebacks_the_last_error_is_kept() -> None:
@@ -50,30 +50,30 @@ def test_of_chained_tracebacks_the_last_error_is_kept() -> None:
         f"Traceback (most recent call last):\n{frames}OSError: disk\n\nDuring handling of the above exception, another "
         f"exception occurred:\n\nTraceback (most recent call last):\n{frames}ValueError: the cause\n"
     )
-    assert "ValueError: the cause" in excerpt(log).splitlines()
+    assert "ValueError: the cause" in log_excerpt(log).splitlines()
 
 
 def test_an_error_without_a_traceback_is_found_before_what_srun_says_of_it() -> None:
     lines = [f"srun: error: n{node}: task {node}: Exited with exit code 127" for node in range(60)]
     log = "\n".join(["hello", "/bin/bash: line 1: /no/python: No such file or directory", *lines])
-    assert excerpt(log).splitlines()[0] == "/bin/bash: line 1: /no/python: No such file or directory"
-    assert excerpt("a\nerror: the disk is full\nb\n").splitlines()[0] == "error: the disk is full"
+    assert log_excerpt(log).splitlines()[0] == "/bin/bash: line 1: /no/python: No such file or directory"
+    assert log_excerpt("a\nerror: the disk is full\nb\n").splitlines()[0] == "error: the disk is full"
 
 
 def test_a_log_without_any_error_shows_its_last_lines() -> None:
-    assert excerpt("".join(f"line {n}\n" for n in range(100))).splitlines()[-1] == "line 99"
-    assert len(excerpt("".join(f"line {n}\n" for n in range(100))).splitlines()) == evidence.EXCERPT_LINES
+    assert log_excerpt("".join(f"line {n}\n" for n in range(100))).splitlines()[-1] == "line 99"
+    assert len(log_excerpt("".join(f"line {n}\n" for n in range(100))).splitlines()) == failure_reason.EXCERPT_LINES
 
 
 def test_the_words_of_the_rank_that_failed_first_are_the_reason() -> None:
     log = "srun: error: n1: task 1: Exited with exit code 1\n"
     said = [failure(0, PEER, time=1.0), failure(1, "RuntimeError: ECC", time=2.0)]
-    assert failure_words(log, said) == "rank 1 on n1: RuntimeError: ECC"
-    assert failure_words("srun: error: n1: task 1: Killed\n", said[:1]) == "task 1 on n1: Killed"
-    assert failure_words("", said[:1]) == ""
+    assert first_failure_text(log, said) == "rank 1 on n1: RuntimeError: ECC"
+    assert first_failure_text("srun: error: n1: task 1: Killed\n", said[:1]) == "task 1 on n1: Killed"
+    assert first_failure_text("", said[:1]) == ""
 
 
-def fatal(log: str, failures: list[Failure], **changes: object) -> str | None:
+def fatal(log: str, failures: list[RankFailure], **changes: object) -> str | None:
     facts: dict[str, object] = {"exit_code": 1, "ntasks": 2, "began": False, "worked_before": False, "program": "py"}
     return fatal_reason(log, failures, **(facts | changes))  # type: ignore[arg-type]
 

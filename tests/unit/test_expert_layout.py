@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from relayrun.config.compose.expert_layout import expert_layers
-from relayrun.config.compose.schema import Model, RunConfig
-from relayrun.train.model.size import flops_per_token, memory_bytes, parameters, routed
+from relayrun.config.compose.schema import ModelSection, RunConfig
+from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, routed_parameters
 
 EXPERTS: dict[str, Any] = {"num_moe_experts": 8, "moe_aux_loss_coeff": 0.01}
 TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LATENT: dict[str, Any] = {"multi_latent_attention": True}
-MIXTRAL = Model(
+MIXTRAL = ModelSection(
     num_layers=32,
     hidden_size=4096,
     ffn_hidden_size=14336,
@@ -23,7 +23,7 @@ MIXTRAL = Model(
     num_query_groups=8,
     transformer=EXPERTS,  # type: ignore[arg-type]
 )
-LITE = Model(
+LITE = ModelSection(
     num_layers=27,
     hidden_size=2048,
     ffn_hidden_size=10944,
@@ -179,8 +179,8 @@ def test_which_layers_have_experts() -> None:
 
 
 def test_published_models_have_as_many_parameters_as_their_authors_say() -> None:
-    assert parameters(MIXTRAL, 32000) == 46_702_792_704
-    assert parameters(LITE, 102400) == 15_706_484_224
+    assert count_parameters(MIXTRAL, 32000) == 46_702_792_704
+    assert count_parameters(LITE, 102400) == 15_706_484_224
     used = (flops_per_token(MIXTRAL, 32000, 0) / 6, flops_per_token(LITE, 102400, 0) / 6)
     assert [round(each / 1e9, 1) for each in used] == [12.7, 2.5]  # without the embedding lookup
 
@@ -189,8 +189,8 @@ def test_a_rank_holds_its_part_of_the_experts() -> None:
     """In fp32 a weight and its gradient take 8 bytes."""
     whole = memory_bytes(made(EXPERTS), 100)
     split = memory_bytes(made(EXPERTS, parallel={"expert_model_parallel_size": 4}), 100)
-    moments = 8 * routed(made(EXPERTS).model) * 3 / 4
-    assert whole.state - split.state == 8 * routed(made(EXPERTS).model) * 3 / 4 + moments
+    moments = 8 * routed_parameters(made(EXPERTS).model) * 3 / 4
+    assert whole.state - split.state == 8 * routed_parameters(made(EXPERTS).model) * 3 / 4 + moments
     assert whole.activations == split.activations
 
 

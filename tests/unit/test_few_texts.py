@@ -10,14 +10,18 @@ from tokenizers import Tokenizer
 
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode import engines
-from relayrun.tokens.tokenize.encode.engines import select
-from relayrun.tokens.tokenize.encode.families import OF_BYTES, plan_of
-from relayrun.tokens.tokenize.encode.few import MOST, FewTexts
-from relayrun.tokens.tokenize.encode.libraries import Engine, HuggingFace
+from relayrun.tokens.tokenize.encode.engines import select_engine
+from relayrun.tokens.tokenize.encode.families import BYTE_LEVEL_FAMILIES, plan_engine
+from relayrun.tokens.tokenize.encode.libraries import Engine, HuggingFaceEngine
+from relayrun.tokens.tokenize.encode.partial_vocabulary import MAX_LETTERS, PartialVocabularyEngine
 from tests.fuzz_tokenizers import random_texts
 from tests.published import FORMS, added, bpe, byte_letters, byte_level, definition, published, small
 
-BYTE_LEVEL = [name for name in FORMS if (plan := plan_of(small(name))) and plan.family in OF_BYTES and not plan.plain]
+BYTE_LEVEL = [
+    name
+    for name in FORMS
+    if (plan := plan_engine(small(name))) and plan.family in BYTE_LEVEL_FAMILIES and not plan.plain
+]
 
 
 def loaded(text: str) -> Tokenizer:
@@ -26,8 +30,8 @@ def loaded(text: str) -> Tokenizer:
     return tokenizer
 
 
-def reference(text: str) -> HuggingFace:
-    return HuggingFace(loaded(text))
+def reference(text: str) -> HuggingFaceEngine:
+    return HuggingFaceEngine(loaded(text))
 
 
 def never() -> Engine:
@@ -43,7 +47,7 @@ def same(engine: Engine, text: str, texts: list[str]) -> None:
 def test_the_first_texts_get_the_ids_of_the_whole_tokenizer(name: str) -> None:
     whole, texts = small(name), [*random_texts(600, 5)]
     for begin in range(0, len(texts), 60):
-        same(FewTexts(whole, (), never), whole, texts[begin : begin + 60])
+        same(PartialVocabularyEngine(whole, (), never), whole, texts[begin : begin + 60])
 
 
 def test_names_of_entries_that_look_like_json_are_found() -> None:
@@ -56,7 +60,7 @@ def test_names_of_entries_that_look_like_json_are_found() -> None:
     model = bpe({name: id_ for id_, name in enumerate(names)}, merges, ignore_merges=True)
     whole = definition(model, pre_tokenizer=byte_level(), added_tokens=[added("<|end|>", len(names))])
     texts = [*made, *(first + second for first in made for second in made), "".join(made), "<|end|>\u1316", ""]
-    same(FewTexts(whole, (), never), whole, texts)
+    same(PartialVocabularyEngine(whole, (), never), whole, texts)
 
 
 def test_text_of_an_added_token_asks_for_the_whole_tokenizer() -> None:
@@ -71,10 +75,10 @@ def test_text_of_an_added_token_asks_for_the_whole_tokenizer() -> None:
         return reference(whole)
 
     for text in ("a <tool\u00e9> here", "a <toole\u0301> here"):
-        few = FewTexts(whole, ["<tool\u00e9>"], load)
+        few = PartialVocabularyEngine(whole, ["<tool\u00e9>"], load)
         same(few, whole, [text])
         assert asked.pop() == ""
-        same(FewTexts(whole, ["<tool\u00e9>"], never), whole, ["a tool here"])
+        same(PartialVocabularyEngine(whole, ["<tool\u00e9>"], never), whole, ["a tool here"])
 
 
 def _repeated(count: int) -> list[str]:
@@ -82,7 +86,9 @@ def _repeated(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "texts", [["x" * (MOST + 1)], _repeated(MOST // 60 + 1)], ids=["one that is long", "many that are short"]
+    "texts",
+    [["x" * (MAX_LETTERS + 1)], _repeated(MAX_LETTERS // 60 + 1)],
+    ids=["one that is long", "many that are short"],
 )
 def test_many_texts_ask_for_the_whole_tokenizer_once(texts: list[str]) -> None:
     whole, asked = small("GPT-2"), []
@@ -91,7 +97,7 @@ def test_many_texts_ask_for_the_whole_tokenizer_once(texts: list[str]) -> None:
         asked.append("")
         return reference(whole)
 
-    few = FewTexts(whole, (), load)
+    few = PartialVocabularyEngine(whole, (), load)
     for text in texts:
         same(few, whole, [text])
     assert asked == [""]
@@ -105,7 +111,7 @@ def test_what_is_written_in_another_way_asks_for_the_whole_tokenizer(change: tup
     other = before + '"vocab":' + lists.replace(*change)
     assert other != small("GPT-2")
     with pytest.raises(AssertionError, match="not needed"):
-        FewTexts(other, (), never).encode(Texts.of(["a text"]))
+        PartialVocabularyEngine(other, (), never).encode(Texts.of(["a text"]))
 
 
 @pytest.mark.parametrize("name", ["Llama 3", "o200k"])
@@ -114,8 +120,8 @@ def test_a_worker_that_meets_a_doubtful_character_loads_no_whole_tokenizer(
 ) -> None:
     whole = small(name)
     told: list[str] = []
-    selection = select("auto", loaded(whole), Texts.of(["a text"]), told.append, definition=whole)
-    engines._built.cache_clear()  # another process
+    selection = select_engine("auto", loaded(whole), Texts.of(["a text"]), told.append, definition=whole)
+    engines._build_engine.cache_clear()  # another process
     engine = selection.build(whole, never)  # type: ignore[arg-type]
     same(engine, whole, ["a text", "a \u1316 text that \u212a no \u017f table knows", "another"])
     assert engine.routed == 1
@@ -130,9 +136,9 @@ def test_where_the_reference_is_loaded_already_it_is_taken(monkeypatch: pytest.M
         asked.append("")
         return loaded(whole)
 
-    engines._built.cache_clear()
-    engine = select("auto", load, Texts.of(["a text"]), print, definition=whole).build(whole)
-    monkeypatch.setattr(engines, "FewTexts", never)
+    engines._build_engine.cache_clear()
+    engine = select_engine("auto", load, Texts.of(["a text"]), print, definition=whole).build(whole)
+    monkeypatch.setattr(engines, "PartialVocabularyEngine", never)
     before = engine.routed  # of the proof
     same(engine, whole, ["a \u1316 text"])
     assert engine.routed == before + 1
@@ -147,5 +153,7 @@ def test_forty_thousand_texts_in_hundreds_get_the_ids_of_the_whole_tokenizer(nam
     right = reference(whole)
     for begin in range(0, len(texts), 100):
         made = Texts.of(texts[begin : begin + 100])
-        for found, wanted in zip(FewTexts(whole, (), never).encode(made), right.encode(made), strict=True):
+        for found, wanted in zip(
+            PartialVocabularyEngine(whole, (), never).encode(made), right.encode(made), strict=True
+        ):
             assert np.array_equal(found, wanted), begin

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.agent.lines import Lines, Message
-from relayrun.control.agent.rank_server import Child, RankServer
+from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.rank_server import RankServer, StartedProcess
 from relayrun.control.rundir.run import Run
 from relayrun.train import __main__ as program
 from relayrun.train import fork_server
@@ -29,27 +29,27 @@ ALONE = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 class Forks(RankServer):
     """Starts processes that wait for their end."""
 
-    def start(self, order: Message) -> Child:
+    def start(self, order: Message) -> StartedProcess:
         pid = os.fork()
         if pid == 0:
             signal.pause()
             os._exit(1)
-        return Child(pid, partial(fork_server._wait, pid))
+        return StartedProcess(pid, partial(fork_server._wait, pid))
 
 
 class Starts(RankServer):
     """The same, as programs; `subprocess` waits for its own."""
 
-    def start(self, order: Message) -> Child:
+    def start(self, order: Message) -> StartedProcess:
         process = subprocess.Popen(["sleep", "600"])
-        return Child(process.pid, process.wait)
+        return StartedProcess(process.pid, process.wait)
 
 
 @pytest.mark.parametrize("kind", [Forks, Starts])
 def test_a_rank_that_was_killed_before_it_was_to_be_ended_is_told_as_one(kind: type[RankServer]) -> None:
     """The order to end it may come first: its neighbours see its connections close, and their agents are heard."""
     ours, theirs = socket.socketpair()
-    server, agent = kind(theirs), Lines(ours)
+    server, agent = kind(theirs), MessageSocket(ours)
     for rank in (0, 1):
         server._obey({"kind": "fork", "round": 1, "rank": rank})
     children = list(server.descriptors())
@@ -69,7 +69,7 @@ def test_the_config_is_read_once_for_all_ranks_and_what_is_wrong_with_it_is_left
     fork_server.read_config(run)  # nothing has begun
     began(run, 1)
     fork_server.read_config(run)  # it has no config
-    assert program.config_of.cache_info().currsize == 0
+    assert program.read_attempt_config.cache_info().currsize == 0
 
 
 @pytest.mark.slow

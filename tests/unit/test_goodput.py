@@ -18,22 +18,22 @@ from relayrun.cli import main
 from relayrun.control import chain_decide
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, CheckpointCommit, Hang, StartTimes
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.ways_back import went_back
+from relayrun.control.rundir.ways_back import iteration_resets
 from relayrun.control.scheduler import allocations, history
-from relayrun.control.scheduler.allocations import Allocation, joined
+from relayrun.control.scheduler.allocations import Allocation, join_resized
 from relayrun.files import append_line
-from relayrun.watch.goodput import view
-from relayrun.watch.goodput.account import Account, account
-from relayrun.watch.goodput.book import NEEDED, Booked, book
-from relayrun.watch.goodput.facts import AttemptFacts, Stay, stays
-from relayrun.watch.goodput.ledger import SECOND
-from relayrun.watch.goodput.metrics import Block, read_blocks
-from relayrun.watch.goodput.parts import NAMES, PARTS
-from relayrun.watch.report.document import as_json
-from relayrun.watch.report.gather import read_page
+from relayrun.watch.goodput import tables
+from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
+from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, attribute_time
+from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, join_allocations
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
+from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
+from relayrun.watch.goodput.parts import PART_NAMES, PARTS
+from relayrun.watch.report.document import report_as_json
+from relayrun.watch.report.report_data import read_report_data
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
 
@@ -47,8 +47,8 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> No
     for name, script in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
-    monkeypatch.setattr(history, "SECONDS", 60.0)
-    monkeypatch.setattr(history, "SILENT", set())
+    monkeypatch.setattr(history, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(history, "SILENT_COMMANDS", set())
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
 
 
@@ -64,16 +64,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def seconds(parts: dict[str, int]) -> dict[str, float]:
-    return {name: amount / SECOND for name, amount in parts.items() if amount}
+    return {name: amount / MICROSECONDS_PER_SECOND for name, amount in parts.items() if amount}
 
 
 def test_every_second_of_a_run_is_in_the_part_where_it_belongs(run: Run) -> None:
-    found = account(run)
+    found = account_for_run(run)
     assert seconds(found.parts) == pytest.approx({name: 2 * each for name, each in accounted.PARTS.items()}, abs=1e-5)
-    assert sum(found.parts.values()) == found.allocated == (111 + 100) * 2 * SECOND
+    assert sum(found.parts.values()) == found.allocated == (111 + 100) * 2 * MICROSECONDS_PER_SECOND
     assert [each.stay.source for each in found.stays] == ["sacct", "sacct"]
-    assert found.waited == {"queued": (60 + 74) * SECOND, "back-off": 0, "stopped": 0}
-    assert found.elapsed == 345 * SECOND
+    assert found.waited == {"queued": (60 + 74) * MICROSECONDS_PER_SECOND, "back-off": 0, "stopped": 0}
+    assert found.elapsed == 345 * MICROSECONDS_PER_SECOND
     assert found.goodput == pytest.approx(2 * 50 / 422)
     assert found.effective_training_time == pytest.approx(50 / 345)
     assert (found.work.iterations, found.work.redone_iterations) == (10, 3)
@@ -81,8 +81,8 @@ def test_every_second_of_a_run_is_in_the_part_where_it_belongs(run: Run) -> None
     assert found.mfu == pytest.approx(0.4 * (7.5 + 4 * 5.5 + 8.5 + 4 * 5.5) * 2 / 422)
     failed, done = found.losses
     assert (failed.cause, failed.times, failed.nodes) == ("failed", 1, {"n1": 1})
-    assert failed.lost == round((accounted.PARTS["redone"] + accounted.PARTS["recovery"]) * 2 * SECOND)
-    assert failed.waited == 74 * SECOND
+    assert failed.lost == round((accounted.PARTS["redone"] + accounted.PARTS["recovery"]) * 2 * MICROSECONDS_PER_SECOND)
+    assert failed.waited == 74 * MICROSECONDS_PER_SECOND
     assert (done.cause, done.lost, done.starts) == ("done", 0, 0)
 
 
@@ -90,7 +90,7 @@ def test_without_accounting_the_chain_knows_the_ends_of_its_jobs_but_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path / "bin", monkeypatch)
-    found = account(make_accounted(tmp_path / "run"))
+    found = account_for_run(make_accounted(tmp_path / "run"))
     assert [(each.start - T, each.end - T) for each in found.stays] == [(60, 171), (245, 343.5)]
     assert [each.stay.source for each in found.stays] == ["the chain", "the chain"]
     assert seconds(found.parts)["end"] == pytest.approx(2 * (4.5 + 3.0), abs=1e-5)
@@ -103,7 +103,7 @@ def test_the_controller_is_asked_where_there_is_no_accounting(tmp_path: Path, mo
     squeue += "\n43|PENDING|2|2026-11-20T08:05:00||2026-11-21T08:05:00|2026-11-21T09:05:00"
     refuses = "echo Slurm accounting storage is disabled >&2; exit 1"
     install(tmp_path / "bin", monkeypatch, sacct=refuses, squeue=f"cat << 'END'\n{squeue}\nEND")
-    found = account(make_accounted(tmp_path / "run"))
+    found = account_for_run(make_accounted(tmp_path / "run"))
     assert [(each.stay.source, each.end - T) for each in found.stays] == [("squeue", 171), ("squeue", 345)]
 
 
@@ -116,11 +116,11 @@ def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothin
     run = make_accounted(tmp_path / "run")
     begin = run.attempt(2).begin
     begin.write_text(begin.read_text().replace('"job_id": "42"', '"job_id": "41"'))
-    found = account(run)
+    found = account_for_run(run)
     assert [each.attempt for each in found.stays] == [1, None, 2]
     assert seconds(found.stays[1].parts) == {"no attempt": 60.0}
-    assert found.waited["queued"] == (60 + 9 + 35) * SECOND
-    assert sum(found.parts.values()) == found.allocated == (111 + 30 + 100) * 2 * SECOND
+    assert found.waited["queued"] == (60 + 9 + 35) * MICROSECONDS_PER_SECOND
+    assert sum(found.parts.values()) == found.allocated == (111 + 30 + 100) * 2 * MICROSECONDS_PER_SECOND
     assert main(["goodput", str(run.path), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert [(each["attempt"], each["job_id"]) for each in value["attempts"]] == [(1, "41"), (2, "41")]
@@ -131,7 +131,7 @@ def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothin
     assert "attempt" not in job
     both = [*value["attempts"], *value["jobs_without_attempt"]]
     assert sum(each["allocated_node_seconds"] for each in both) == value["allocated_node_seconds"]
-    page = as_json(read_page(run))
+    page = report_as_json(read_report_data(run))
     assert [each["attempt"] for each in page["attempts"]] == [1, 2]
     assert [each["job_id"] for each in page["jobs_without_attempt"]] == ["41"]
 
@@ -148,7 +148,7 @@ def test_jobs_before_the_first_attempt_are_asked_for(tmp_path: Path, monkeypatch
     for revision, moment in ((1, T - 6 * 3600), (2, T)):
         run.config_revision(revision).touch()
         os.utime(run.config_revision(revision), (moment, moment))
-    found = account(run)
+    found = account_for_run(run)
     assert [(each.stay.job_id, each.attempt) for each in found.stays] == [("40", None), ("41", 1), ("42", 2)]
     assert seconds(found.parts)["no attempt"] == 2 * 3600
 
@@ -189,7 +189,7 @@ def test_a_run_without_an_attempt_says_what_to_do(tmp_path: Path, capsys: pytest
 # --- one stay, by hand
 
 
-def stay(**changes: Any) -> Stay:
+def stay(**changes: Any) -> NodeAllocation:
     values: dict[str, Any] = {
         "job_id": "1",
         "nodes": 1,
@@ -201,7 +201,7 @@ def stay(**changes: Any) -> Stay:
         "end_known": True,
         "source": "sacct",
     }
-    return Stay(**(values | changes))
+    return NodeAllocation(**(values | changes))
 
 
 def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
@@ -221,7 +221,7 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
     values: dict[str, Any] = {
         "attempt": Attempt(str(folder)),
         "begin": begin,
-        "started": Started(process=3.0, imported=5.0, initialised=8.0, loaded=10.0),
+        "started": StartTimes(process=3.0, imported=5.0, initialised=8.0, loaded=10.0),
         "end": None,
         "outcome": None,
         "hang": None,
@@ -235,8 +235,8 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
     return AttemptFacts(**(values | changes))
 
 
-def ended(at: float, *, cause: str = "failed", code: int = 1) -> End:
-    return End(
+def ended(at: float, *, cause: str = "failed", code: int = 1) -> AttemptEnd:
+    return AttemptEnd(
         attempt=1, cause=cause, reason="", exit_code=code, durable_iteration=0, progress=False, end_time=at, delay=0
     )
 
@@ -245,16 +245,16 @@ def step(iteration: int, at: float, took: float = 1.0, **more: Any) -> dict[str,
     return {"iteration": iteration, "loss": 1.0, "step_seconds": took, "time": at, **more}
 
 
-def written(folder: Path, lines: list[dict[str, Any]]) -> list[Block]:
+def written(folder: Path, lines: list[dict[str, Any]]) -> list[MetricsBlock]:
     path = folder / "metrics.jsonl"
     path.unlink(missing_ok=True)
     for line in lines:
         append_line(path, line, durable=False)
-    return list(read_blocks(path, NEEDED))
+    return list(read_metrics_blocks(path, NEEDED_COLUMNS))
 
 
-def booked(folder: Path, lines: list[dict[str, Any]], place: Stay) -> dict[str, float]:
-    found = book(place, written(folder, lines))
+def booked(folder: Path, lines: list[dict[str, Any]], place: NodeAllocation) -> dict[str, float]:
+    found = attribute_time(place, written(folder, lines))
     assert sum(found.parts.values()) == (found.end - found.start) * place.nodes
     assert sum(sum(each.parts.values()) for each in found.rounds) == sum(found.parts.values())
     return seconds(found.parts)
@@ -275,7 +275,7 @@ def booked(folder: Path, lines: list[dict[str, Any]], place: Stay) -> dict[str, 
 )
 def test_an_end_that_is_known_is_one_whatever_the_state_is_called(state: str, source: str, ends: bool) -> None:
     end = "Unknown" if (state, source) == ("RUNNING", "sacct") else "2026-11-20T08:03:30"
-    row = allocations._row(
+    row = allocations._allocation_of_row(
         ["41", state, "2", "2026-11-20T08:02:51", "2026-11-20T08:02:51", "2026-11-20T08:03:00", end], source=source
     )
     assert row is not None
@@ -304,7 +304,7 @@ def test_ranks_that_are_killed_without_a_word_stand_still_until_that_is_noticed(
 
 
 def test_where_nobody_saw_the_end_the_rest_is_unknown_and_slurm_knows_better(tmp_path: Path) -> None:
-    closed = ended(500.0, cause="unknown", code=chain_decide.UNKNOWN)
+    closed = ended(500.0, cause="unknown", code=chain_decide.UNKNOWN_EXIT_CODE)
     place = stay(facts=facts(end=closed), end_known=False, source="the chain")
     assert booked(tmp_path, [step(1, 25.0, 15.0)], place) == START | {"step": 15.0, "unknown": 75.0}
     place = stay(facts=facts(end=closed))
@@ -326,7 +326,7 @@ def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) 
     base, back = 1, {"iteration": 3, "reason": "spike", "base_iteration": 1, "next_sample": 3, "time": 17.0}
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 16.0, 2.0), {"iteration": base, "rewind": back}]
     lines += [step(2, 24.0, 2.0), step(3, 26.0, 2.0)]
-    outcome = Outcome(outcome="done", reason="", iteration=3, time=26.0)
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=3, time=26.0)
     place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
     assert booked(tmp_path, lines, place) == START | {
         "step": 6.0,
@@ -339,14 +339,14 @@ def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) 
 
 def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) -> None:
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
-    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     written(tmp_path, lines)
-    assert went_back(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
+    assert iteration_resets(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
     place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
     assert booked(tmp_path, lines, place) == START | {"step": 4.0, "redone": 2.0, "recovery": 8.0, "end": 1.0}
 
 
-def failed(number: int, at: float, **changes: Any) -> FailedRound:
+def failed(number: int, at: float, **changes: Any) -> FailedRestart:
     values: dict[str, Any] = {
         "rank": 1,
         "node": "n1",
@@ -355,30 +355,30 @@ def failed(number: int, at: float, **changes: Any) -> FailedRound:
         "base_iteration": 0,
     }
     values |= {"durable_iteration": 1, "next_iteration": 1, "again": True, "steps_lost": 1}
-    return FailedRound(round=number, time=at, **(values | changes))
+    return FailedRestart(round=number, time=at, **(values | changes))
 
 
-def by_round(found: Booked) -> list[dict[str, float]]:
+def by_round(found: AttributedTime) -> list[dict[str, float]]:
     return [seconds(each.parts) for each in found.rounds]
 
 
 def test_each_round_has_an_account_of_its_own(tmp_path: Path) -> None:
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
-    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     place = stay(facts=facts(went_back=[1], rounds=[failed(1, 15.0)], **done), end=25.0)
-    found = book(place, written(tmp_path, lines))
+    found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         START | {"step": 2.0, "redone": 2.0 + 1.0},  # the step that was under way
         {"recovery": 7.0, "step": 2.0, "end": 1.0},
     ]
     assert [each.redone_iterations for each in found.rounds] == [1, 0]
-    assert sum(found.parts.values()) == 25 * SECOND
+    assert sum(found.parts.values()) == 25 * MICROSECONDS_PER_SECOND
 
 
 def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_at_once_no_step(tmp_path: Path) -> None:
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 40.0, 4.0)]
-    outcome = Outcome(outcome="done", reason="", iteration=3, time=40.0)
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=3, time=40.0)
     hang = Hang(iteration=2, phase="step", seconds=5.0, silent=[1], time=20.0)
     rounds = [
         failed(1, 20.1, next_iteration=2, steps_lost=0),
@@ -386,7 +386,7 @@ def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_
     ]
     done = {"outcome": outcome, "end": ended(40.0, cause="done", code=0)}
     place = stay(facts=facts(rounds=rounds, hangs={1: hang}, **done), end=41.0)
-    found = book(place, written(tmp_path, lines))
+    found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         START | {"step": 4.0, "redone": 1.0, "hang": 5.0, "recovery": pytest.approx(0.1)},
         {"recovery": pytest.approx(9.9)},
@@ -395,12 +395,12 @@ def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_
 
 
 def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_round(tmp_path: Path) -> None:
-    started = Started(process=13.0, imported=15.0, initialised=18.0, loaded=20.0)  # of round 2
-    outcome = Outcome(outcome="done", reason="", iteration=1, time=24.0)
+    started = StartTimes(process=13.0, imported=15.0, initialised=18.0, loaded=20.0)  # of round 2
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=1, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 12.0, iteration=0, next_iteration=0, steps_lost=0)]
     place = stay(facts=facts(started=started, rounds=rounds, **done), end=25.0)
-    found = book(place, written(tmp_path, [step(1, 24.0, 3.0)]))
+    found = attribute_time(place, written(tmp_path, [step(1, 24.0, 3.0)]))
     assert by_round(found) == [
         {"prolog": 1.0, "supervisor": 1.0, "failed start": 10.0},
         {"recovery": 9.0, "step": 3.0, "end": 1.0},
@@ -410,7 +410,7 @@ def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_round(tmp_path
 def test_rounds_of_an_attempt_that_fails_in_the_end_are_recovery(tmp_path: Path) -> None:
     rounds = [failed(1, 15.0), failed(2, 20.0, again=False, reason="no")]
     place = stay(facts=facts(rounds=rounds, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
-    found = book(place, written(tmp_path, [step(1, 12.0, 2.0), step(2, 14.0, 2.0)]))
+    found = attribute_time(place, written(tmp_path, [step(1, 12.0, 2.0), step(2, 14.0, 2.0)]))
     assert by_round(found) == [START | {"step": 2.0, "redone": 3.0}, {"recovery": 7.0, "end": 1.0}]
 
 
@@ -423,63 +423,63 @@ def test_a_job_that_has_lost_a_node_had_it(run: Run, spare: int) -> None:
     known = Allocation(
         job_id=each.begin.job_id, nodes=2, submit=None, eligible=None, start=0.0, end=None, source="squeue"
     )
-    (stay,) = stays([each], [known], plan=plan, now=1e10)
+    (stay,) = join_allocations([each], [known], plan=plan, now=1e10)
     assert (stay.nodes, stay.spare_nodes) == ((3, 1) if spare else (2, 0))
 
 
 def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
-    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": "n3"})]
     place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=4, spare_nodes=2)
-    found = book(place, written(tmp_path, lines))
+    found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 6.0, "load": 4.0}
         | {"step": 4.0, "redone": 6.0, "spare": 2 * (3.0 + 2.0 + 2.0 + 3.0)},
         {"recovery": 14.0, "step": 4.0, "end": 4.0, "spare": 9.0, "given up": 9.0},
     ]
-    assert sum(found.parts.values()) == 4 * 25 * SECOND
+    assert sum(found.parts.values()) == 4 * 25 * MICROSECONDS_PER_SECOND
 
 
 def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) -> None:
     """One node of four is lost and two go on: neither the lost one nor the one that is left over trains."""
     before, after = step(1, 12.0, 2.0, mfu=0.5), step(2, 24.0, 2.0, mfu=0.5)
     lines = [before, step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, after]
-    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
     place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=4)
-    found = book(place, written(tmp_path, lines))
+    found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 12.0, "load": 8.0}
         | {"step": 8.0, "redone": 12.0},
         {"recovery": 14.0, "step": 4.0, "end": 4.0, "spare": 9.0, "given up": 9.0},
     ]
-    assert sum(found.parts.values()) == 4 * 25 * SECOND
-    assert found.stepped == 4 * SECOND  # whatever number of nodes computed them
+    assert sum(found.parts.values()) == 4 * 25 * MICROSECONDS_PER_SECOND
+    assert found.stepped == 4 * MICROSECONDS_PER_SECOND  # whatever number of nodes computed them
     assert found.work.mfu_seconds == pytest.approx(0.5 * (2.0 * 4 + 2.0 * 2))
 
 
 def test_nodes_that_slurm_has_taken_back_are_booked_no_more(tmp_path: Path) -> None:
     """It notices the loss of a node some seconds behind the agents, or before them."""
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
-    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=1)]
     place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
     told: list[tuple[str, int, int, int]] = []
-    found = book(place, written(tmp_path, lines), sink=lambda *each: told.append(each))
+    found = attribute_time(place, written(tmp_path, lines), sink=lambda *each: told.append(each))
     assert by_round(found)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0, "given up": 5.0}
-    assert sum(found.parts.values()) == sum(each[1] for each in told) == (2 * 20 + 5) * SECOND
-    early = book(replace(place, resized=[(13.0, 1)]), written(tmp_path, lines))
+    assert sum(found.parts.values()) == sum(each[1] for each in told) == (2 * 20 + 5) * MICROSECONDS_PER_SECOND
+    early = attribute_time(replace(place, resized=[(13.0, 1)]), written(tmp_path, lines))
     assert by_round(early)[0] == {part: 2 * amount for part, amount in START.items()} | {
         "step": 4.0,
         "redone": 2.0 + 1.0 + 1.0,
     }
     assert by_round(early)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0}
-    assert sum(early.parts.values()) == (2 * 13 + 12) * SECOND
-    one_block = book(replace(place, facts=facts(**done), resized=[(13.0, 1)]), written(tmp_path, lines[:2]))
+    assert sum(early.parts.values()) == (2 * 13 + 12) * MICROSECONDS_PER_SECOND
+    one_block = attribute_time(replace(place, facts=facts(**done), resized=[(13.0, 1)]), written(tmp_path, lines[:2]))
     assert by_round(one_block)[0]["step"] == 2 * 2.0 + 2.0 + 1.0
 
 
@@ -495,36 +495,37 @@ def test_a_job_that_slurm_has_made_smaller_is_one_stay(tmp_path: Path, monkeypat
     install(tmp_path / "bin", monkeypatch, sacct=by_name("\n".join([*rows, second])))
     run = make_accounted(tmp_path / "run")
     replace(Plan.load(run), elastic_nodes=[1]).write(run.plan)
-    found = account(Run(run.path))
+    found = account_for_run(Run(run.path))
     assert [(each.attempt, each.nodes) for each in found.stays] == [(1, 3), (2, 2)]
-    assert found.stays[0].allocated == (60 * 3 + 30 * 2 + 21 * 1) * SECOND
+    assert found.stays[0].allocated == (60 * 3 + 30 * 2 + 21 * 1) * MICROSECONDS_PER_SECOND
     assert sum(found.parts.values()) == found.allocated
-    assert found.waited["queued"] == (60 + 74) * SECOND
+    assert found.waited["queued"] == (60 + 74) * MICROSECONDS_PER_SECOND
 
 
 def test_a_job_that_was_made_smaller_and_runs_on_has_not_ended() -> None:
     """The row of what it has left comes some seconds later."""
     values = {"job_id": "1", "submit": 0.0, "eligible": 0.0, "source": "sacct"}
     first = Allocation(nodes=3, start=1.0, end=5.0, state="RESIZING", **values)
-    assert joined([first]) == [replace(first, end=None)]
+    assert join_resized([first]) == [replace(first, end=None)]
     other = Allocation(nodes=2, start=9.0, end=None, state="RUNNING", **values)  # queued again under its id
-    assert joined([other, first]) == [replace(first, end=None), other]
+    assert join_resized([other, first]) == [replace(first, end=None), other]
     on = replace(other, start=5.0)
-    assert joined([on, first]) == [replace(first, end=None, state="RUNNING", resized=[(5.0, 2)])]
+    assert join_resized([on, first]) == [replace(first, end=None, state="RUNNING", resized=[(5.0, 2)])]
 
 
 def test_a_run_that_goes_on_is_booked_up_to_its_newest_sign(tmp_path: Path) -> None:
     place = stay(facts=facts(last_sign=26.0), ended=False)
-    found = book(place, written(tmp_path, [step(1, 25.0, 15.0)]))
-    assert (found.start, found.end) == (0, 26 * SECOND)
+    found = attribute_time(place, written(tmp_path, [step(1, 25.0, 15.0)]))
+    assert (found.start, found.end) == (0, 26 * MICROSECONDS_PER_SECOND)
     assert seconds(found.parts) == START | {"step": 15.0, "between": 1.0}
 
 
 def test_saves_while_leaving_and_beside_training(tmp_path: Path) -> None:
     commits = [
-        Commit(iteration=n, path="p", consumed_samples=n, time=at, seconds=8.0) for n, at in ((1, 26.0), (2, 44.0))
+        CheckpointCommit(iteration=n, path="p", consumed_samples=n, time=at, seconds=8.0)
+        for n, at in ((1, 26.0), (2, 44.0))
     ]
-    outcome = Outcome(outcome="saved", reason="", iteration=2, time=45.0)
+    outcome = AttemptOutcome(outcome="saved", reason="", iteration=2, time=45.0)
     place = stay(facts=facts(commits=commits, outcome=outcome, end=ended(46.0, cause="saved", code=0)), end=50.0)
     lines = [step(1, 20.0, 10.0), step(2, 32.0, 10.0, save_seconds=1.5)]
     assert booked(tmp_path, lines, place) == START | {"step": 20.0, "save": 9.5, "between": 5.5, "end": 5.0}
@@ -532,7 +533,7 @@ def test_saves_while_leaving_and_beside_training(tmp_path: Path) -> None:
 
 def test_a_program_that_says_little_is_booked_as_far_as_it_says(tmp_path: Path) -> None:
     """Another trainer's: seen from outside when its first step was over, without seconds of steps."""
-    seen = Started(process=2.0, imported=2.0, initialised=2.0, loaded=20.0)
+    seen = StartTimes(process=2.0, imported=2.0, initialised=2.0, loaded=20.0)
     place = stay(facts=facts(started=seen, end=ended(30.0, cause="done", code=0), failure_time=30.0), end=30.0)
     lines = [{"iteration": 1, "loss": 1.0, "time": 20.0}, {"iteration": 2, "loss": 1.0, "time": 30.0}]
     assert booked(tmp_path, lines, place) == {"prolog": 1.0, "supervisor": 1.0, "init": 18.0, "step": 10.0}
@@ -565,7 +566,7 @@ LINES = st.lists(
     lines=LINES,
     times=st.lists(TIMES, min_size=12, max_size=12),
     there=st.lists(st.booleans(), min_size=6, max_size=6),
-    code=st.sampled_from([0, 1, chain_decide.UNKNOWN]),
+    code=st.sampled_from([0, 1, chain_decide.UNKNOWN_EXIT_CODE]),
     limit=st.sampled_from([0.0, 4.0, float("inf")]),
     losses=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 3)), max_size=3),
 )
@@ -578,14 +579,14 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     limit: float,
     losses: list[tuple[float, float, int]],
 ) -> None:
-    started = Started(process=times[0], imported=times[1], initialised=times[2], loaded=times[3])
+    started = StartTimes(process=times[0], imported=times[1], initialised=times[2], loaded=times[3])
     found = facts(
         started=started if there[0] else None,
         hang=Hang(iteration=1, phase="step", seconds=times[4], silent=[], time=times[5]) if there[1] else None,
         failure_time=times[6] if there[2] else None,
-        outcome=Outcome(outcome="saved", reason="", iteration=1, time=times[7]) if there[3] else None,
+        outcome=AttemptOutcome(outcome="saved", reason="", iteration=1, time=times[7]) if there[3] else None,
         end=ended(times[8], code=code) if there[4] else None,
-        commits=[Commit(iteration=1, path="p", consumed_samples=1, time=times[9], seconds=times[10])],
+        commits=[CheckpointCommit(iteration=1, path="p", consumed_samples=1, time=times[9], seconds=times[10])],
         last_sign=times[11],
         limit=limit,
         went_back=[entry["iteration"] for entry in lines if "rewind" in entry],
@@ -594,16 +595,22 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     folder = tmp_path_factory.mktemp("lines")
     told: list[tuple[str, int, int, int]] = []
     resized = [(at, 4 - number) for number, at in enumerate(sorted(at for _, at, _ in losses), 1)]
-    place = stay(facts=found, ended=there[5], end_known=code != chain_decide.UNKNOWN, nodes=4, resized=resized)
-    whole: Booked = book(place, written(folder, lines), sink=lambda *each: told.append(each), grain=7 * SECOND)
-    each_node = [whole.end] + [min(whole.end, round(at * SECOND)) for at, _ in resized] + 3 * [whole.end]
+    place = stay(
+        facts=found, ended=there[5], end_known=code != chain_decide.UNKNOWN_EXIT_CODE, nodes=4, resized=resized
+    )
+    whole: AttributedTime = attribute_time(
+        place, written(folder, lines), sink=lambda *each: told.append(each), grain=7 * MICROSECONDS_PER_SECOND
+    )
+    each_node = (
+        [whole.end] + [min(whole.end, round(at * MICROSECONDS_PER_SECOND)) for at, _ in resized] + 3 * [whole.end]
+    )
     assert sum(whole.parts.values()) == sum(each_node[:4]) - 4 * whole.start
     assert all(amount >= 0 for amount in whole.parts.values())
-    assert set(whole.parts) <= set(NAMES)
-    assert whole.end == 100 * SECOND or not there[5]
+    assert set(whole.parts) <= set(PART_NAMES)
+    assert whole.end == 100 * MICROSECONDS_PER_SECOND or not there[5]
     assert sum(each[1] for each in told) == sum(whole.parts.values())
     assert all(each[2] <= each[3] for each in told)
-    assert book(place, written(folder, lines)).parts == whole.parts
+    assert attribute_time(place, written(folder, lines)).parts == whole.parts
 
 
 # --- lines
@@ -626,19 +633,19 @@ def test_blocks_hold_what_the_lines_hold(tmp_path: Path) -> None:
         if number == 25:
             torn(path, '{"iteration": 26, "lo')
     torn(path, '{"iteration": 99, "loss": 1.0')
-    (block,) = read_blocks(path, NEEDED)
+    (block,) = read_metrics_blocks(path, NEEDED_COLUMNS)
     assert block.rows == len(lines)
     assert block.columns["iteration"].tolist() == [line["iteration"] for line in lines]
     assert block.columns["time"].tolist() == [line["time"] for line in lines]
     assert sorted(block.records) == [10, 20, 30]
     assert block.records[20] == lines[20]
-    assert not list(read_blocks(tmp_path / "none", NEEDED))
+    assert not list(read_metrics_blocks(tmp_path / "none", NEEDED_COLUMNS))
 
 
 def test_a_file_that_changes_its_form_is_read_as_a_parser_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relayrun.watch.goodput.metrics.CHUNK", 1000)
+    monkeypatch.setattr("relayrun.watch.goodput.metrics_columns.METRICS_CHUNK", 1000)
     lines = [step(n, float(n), timers={"a": {"min": 1.0}}) if n % 3 else step(n, float(n)) for n in range(1, 40)]
     lines += [step(n, float(n), params_norm=2.0, memory=[1, 2]) for n in range(40, 90)]
     blocks = written(tmp_path, lines)
@@ -650,5 +657,5 @@ def test_a_file_that_changes_its_form_is_read_as_a_parser_reads_it(
 def test_the_summary_says_what_is_left_out(run: Run) -> None:
     run.evaluations.mkdir(exist_ok=True)
     run.evaluation_policy.write_text('{"interval": 5, "total_steps": 10, "hold": 1, "time_limit": 60}')
-    found: Account = account(run)
-    assert "evaluations have jobs of their own" in view.summary(found)
+    found: NodeTimeAccount = account_for_run(run)
+    assert "evaluations have jobs of their own" in tables.account_summary(found)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.tokens.mixture.build import VALIDATION_SEED, validation_orders
-from relayrun.tokens.order.document_order import DocumentOrder
-from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.mixture.build_datasets import VALIDATION_SEED, validation_sets
+from relayrun.tokens.order.document_order import DocumentWindowOrder
+from relayrun.tokens.order.samples import WindowOrder
 from relayrun.tokens.shards.manifest import Manifest
 from tests.unit.test_packing import shard
 
@@ -54,10 +54,10 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def test_a_validation_set_is_cut_and_packed_as_the_order_says(manifest: Manifest) -> None:
     made = config(order="document-window", document_window=CUT)
-    (held,) = validation_orders(made, manifest).values()
+    (held,) = validation_sets(made, manifest).values()
     cut = made.data.validation_cut
     assert cut is not None
-    rows = DocumentOrder(
+    rows = DocumentWindowOrder(
         manifest.validation["held"], cut, seq_length=16, seed=VALIDATION_SEED, name="held", eod=2, padding=2
     )
     assert len(held) == len(rows)
@@ -74,8 +74,8 @@ def test_a_validation_set_is_cut_and_packed_as_the_order_says(manifest: Manifest
 def test_with_another_order_it_is_read_as_one_stream(manifest: Manifest, order: str) -> None:
     made = config(order=order)
     assert made.data.validation_cut is None
-    (held,) = validation_orders(made, manifest).values()
-    stream = SampleOrder(manifest.validation["held"], seq_length=16, seed=VALIDATION_SEED, name="held")
+    (held,) = validation_sets(made, manifest).values()
+    stream = WindowOrder(manifest.validation["held"], seq_length=16, seed=VALIDATION_SEED, name="held")
     assert [held.sample(k).tolist() for k in range(len(held) + 3)] == [
         stream.sample(k).tolist() for k in range(len(held) + 3)
     ]

@@ -14,24 +14,24 @@ import pytest
 
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.data import Data, DataSource
+from relayrun.config.sections.data import DataSection, DataSource
 from relayrun.errors import InputError
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import data_paths
 from relayrun.tokens.mixture.folder import create_mixture
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
-from relayrun.tokens.shards.merge import merge
-from relayrun.tokens.shards.prefixes import expand
-from relayrun.tokens.shards.record import MadeBy
+from relayrun.tokens.shards.merge import merge_shards
+from relayrun.tokens.shards.prefixes import expand_paths
+from relayrun.tokens.shards.record import TokenizerRecord
 from relayrun.tokens.streams import files
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 from tests.workspace import Workspace
 
 from .tokenization_corpus import TEXTS, train_tokenizer
 
-MADE = MadeBy(fingerprint="f" * 64, ids="", size=None, eos=None)
+MADE = TokenizerRecord(fingerprint="f" * 64, ids="", size=None, eos=None)
 
 
 def shard(prefix: Path, seed: int, lengths: tuple[int, ...] = (60, 70), *, record: bool = False) -> str:
@@ -42,8 +42,8 @@ def shard(prefix: Path, seed: int, lengths: tuple[int, ...] = (60, 70), *, recor
 
 
 def build(train: Any, *, split: float = 0.0, **validation: str) -> Manifest:
-    datasets = train if isinstance(train, dict) else {"train": expand([str(train)])}
-    held = {name: expand([path]) for name, path in validation.items()}
+    datasets = train if isinstance(train, dict) else {"train": expand_paths([str(train)])}
+    held = {name: expand_paths([path]) for name, path in validation.items()}
     return Manifest.build(datasets, held, vocabulary_size=500, eod=3, tokenizer="none", split=split)
 
 
@@ -54,7 +54,7 @@ def refused(train: Any, held: Path | str) -> bool:
     except InputError as error:
         found = error.message
         assert "also stand in validation 'v'" in found
-        return os.path.dirname(expand([str(held)])[0]) in found
+        return os.path.dirname(expand_paths([str(held)])[0]) in found
     return False
 
 
@@ -80,8 +80,8 @@ def test_a_copy_of_a_training_shard_is_refused(tmp_path: Path, record: bool) -> 
 def test_a_merge_of_training_shards_is_refused_and_so_is_its_part(tmp_path: Path) -> None:
     parts = [shard(tmp_path / "t" / f"s{number}", number, record=True) for number in range(2)]
     parts.append(shard(tmp_path / "t" / "foreign", 2))
-    merge(parts, tmp_path / "m" / "merged")
-    merge([str(tmp_path / "m" / "merged"), shard(tmp_path / "x", 9)], tmp_path / "twice" / "merged")
+    merge_shards(parts, tmp_path / "m" / "merged")
+    merge_shards([str(tmp_path / "m" / "merged"), shard(tmp_path / "x", 9)], tmp_path / "twice" / "merged")
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
     for held in ("m", "copy", "twice"):
         assert refused(tmp_path / "t", tmp_path / held)
@@ -108,7 +108,7 @@ def test_a_copy_of_a_part_that_a_mixture_cut_is_refused(tmp_path: Path, record: 
 
 def test_a_merge_of_an_earlier_version_which_names_its_parts_alone_is_refused(tmp_path: Path) -> None:
     parts = [shard(tmp_path / "t" / f"s{number}", number, record=number > 0) for number in range(2)]
-    merge(parts, tmp_path / "m" / "merged")
+    merge_shards(parts, tmp_path / "m" / "merged")
     path = tmp_path / "m" / "merged.record.json"
     record = json.loads(path.read_text())
     del record["texts"]
@@ -134,13 +134,13 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, tasks, paths in (("one", 1, "text/0.jsonl text/1.jsonl text/empty.jsonl"), ("two", 2, "text/1.jsonl")):
         (folder / f"{name}.paths").write_text("\n".join(paths.split()) + "\n")
         options = TokenizeOptions(tokenizer=str(folder / "tokenizer.json"), workers=1, tasks=tasks)
-        tokenize(options, output_folder=folder / name, dataset=folder, paths_file=folder / f"{name}.paths")
+        tokenize_paths_file(options, output_folder=folder / name, dataset=folder, paths_file=folder / f"{name}.paths")
     return folder
 
 
 def stream(path: Path) -> dict[str, DatasetManifest]:
     source = DataSource.model_validate({"path": str(path), "weight": 1.0, "source": "jsonl"})
-    return {"web": files.freeze("web", source, 1)}
+    return {"web": files.freeze_text_files("web", source, 1)}
 
 
 def test_shards_of_the_raw_files_of_training_are_refused(
@@ -154,9 +154,9 @@ def test_shards_of_the_raw_files_of_training_are_refused(
     assert not refused(stream(raw / "other"), raw / "one")  # no text in common, though both have an empty file
     shutil.copytree(raw / "text", tmp_path / "copy")
     assert refused(stream(tmp_path / "copy"), raw / "one")
-    merge([str(raw / "two" / "00000_tokens")], tmp_path / "merged")
+    merge_shards([str(raw / "two" / "00000_tokens")], tmp_path / "merged")
     assert refused(stream(raw / "text"), tmp_path / "merged")
-    monkeypatch.setattr(files, "HASHED_BYTES", 0)  # no file of the stream is read whole
+    monkeypatch.setattr(files, "MAX_HASHED_BYTES", 0)  # no file of the stream is read whole
     (tmp_path / "link").symlink_to(raw / "text")
     assert refused(stream(tmp_path / "link"), raw / "two")
 
@@ -170,7 +170,9 @@ def test_files_without_text_are_nothing_in_common(raw: Path, tmp_path: Path) -> 
         (dataset / f"{number}" / "void.jsonl.gz").write_bytes(gzip.compress(b"", mtime=0))
         (tmp_path / "paths").write_text(f"{number}/text.jsonl\n{number}/void.jsonl.gz\n")
         options = TokenizeOptions(tokenizer=str(raw / "tokenizer.json"), workers=1, tasks=1)
-        tokenize(options, output_folder=tmp_path / f"t{number}", dataset=dataset, paths_file=tmp_path / "paths")
+        tokenize_paths_file(
+            options, output_folder=tmp_path / f"t{number}", dataset=dataset, paths_file=tmp_path / "paths"
+        )
     assert not refused(tmp_path / "t0", tmp_path / "t1")
     assert refused(tmp_path / "t0", raw / "one")
 
@@ -178,7 +180,7 @@ def test_files_without_text_are_nothing_in_common(raw: Path, tmp_path: Path) -> 
 def test_a_raw_file_below_a_url_of_a_folder_is_that_of_the_folder(raw: Path, tmp_path: Path) -> None:
     (tmp_path / "paths").write_text("text/1.jsonl\n")
     options = TokenizeOptions(tokenizer=str(raw / "tokenizer.json"), workers=1, tasks=1)
-    tokenize(options, output_folder=tmp_path / "url", dataset=f"file://{raw}", paths_file=tmp_path / "paths")
+    tokenize_paths_file(options, output_folder=tmp_path / "url", dataset=f"file://{raw}", paths_file=tmp_path / "paths")
     assert refused(raw / "two", tmp_path / "url")
     assert refused(tmp_path / "url", raw / "one")
 
@@ -190,7 +192,7 @@ def test_a_submit_refuses_a_copy(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "data" / f"shard2{suffix}", tmp_path / "copy" / f"x{suffix}")
     file = workspace.config("run", data={"validation": {"held": [str(tmp_path / "copy")]}})
     with pytest.raises(InputError, match=r"shard2: 1 training shard.* also stand in validation 'held'"):
-        submission.submit(compose.load(file))
+        submission.submit_run(compose.load_run_config(file))
     assert not (tmp_path / "run").exists()
 
 
@@ -199,7 +201,7 @@ def test_megatron_lm_is_given_no_copy_either(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "t", tmp_path / "copy")
     values = {"tokenizer": "none", "datasets": [str(tmp_path / "t")], "validation": {"held": [str(tmp_path / "copy")]}}
     with pytest.raises(InputError, match="also stand in validation 'held'"):
-        data_paths.flags_of(Data.model_validate(values))
+        data_paths.data_path_flags(DataSection.model_validate(values))
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ def mixed(tmp_path: Path) -> Path:
         for number in range(count):
             shard(tmp_path / name / f"{name}{number}", number + 10 * count, tuple(range(20, 60)))
     create_mixture([tmp_path / "web", tmp_path / "code"], [0.3, 0.7], tmp_path / "mixture", allow_repeats=True)
-    assert any("epoch-2" in prefix for prefix in expand([str(tmp_path / "mixture")]))
+    assert any("epoch-2" in prefix for prefix in expand_paths([str(tmp_path / "mixture")]))
     return tmp_path
 
 
@@ -224,9 +226,9 @@ def test_a_share_of_text_that_is_repeated_cannot_be_held_out(mixed: Path) -> Non
 
 def test_nor_can_a_share_of_text_that_lies_there_twice(mixed: Path) -> None:
     shutil.copytree(mixed / "web", mixed / "copy")
-    merge(expand([str(mixed / "web")]), mixed / "merged")
+    merge_shards(expand_paths([str(mixed / "web")]), mixed / "merged")
     for other in ("copy", "merged"):
-        train = {"a": expand([str(mixed / "web")]), "b": expand([str(mixed / other)])}
+        train = {"a": expand_paths([str(mixed / "web")]), "b": expand_paths([str(mixed / other)])}
         build(train)
         with pytest.raises(InputError, match=r"data\.split would hold out text"):
             build(train, split=0.1)
@@ -243,12 +245,12 @@ def test_a_submit_refuses_a_split_of_a_mixture_with_repeats(tmp_path: Path, path
         shutil.move(tmp_path / "data" / f"shard2{suffix}", small)
     create_mixture([tmp_path / "data", small], [0.3, 0.7], tmp_path / "mixture", allow_repeats=True)
     data = {"datasets": [str(tmp_path / "mixture")]}
-    config = compose.load(workspace.config("run", data=data | {"split": 0.1}))
+    config = compose.load_run_config(workspace.config("run", data=data | {"split": 0.1}))
     assert isinstance(config, RunConfig)
     if path == "config":
         with pytest.raises(InputError, match=r"data\.split would hold out text"):
-            data_paths.flags_of(config.data)
+            data_paths.data_path_flags(config.data)
         return
     with pytest.raises(InputError, match=r"data\.split would hold out text"):
-        submission.submit(config)
+        submission.submit_run(config)
     assert not (tmp_path / "run").exists()

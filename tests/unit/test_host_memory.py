@@ -8,17 +8,17 @@ import pytest
 
 from relayrun.config.compose import compose
 from relayrun.submit.host_memory import host_copy_bytes
-from relayrun.train.checkpoint.pieces import PIECE, layout, pinned
-from relayrun.train.model.size import padded, parameters
+from relayrun.train.checkpoint.host_buffers import BUFFER_PIECE_BYTES, lay_out_buffers, pinned_bytes
+from relayrun.train.model.size import count_parameters, pad_to_multiple
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
 
 def test_pinned_pieces_are_powers_of_two() -> None:
-    _, lengths = layout([3 * GIB // 2, GIB // 2, 5 << 20, 700 << 20], PIECE)
+    _, lengths = lay_out_buffers([3 * GIB // 2, GIB // 2, 5 << 20, 700 << 20], BUFFER_PIECE_BYTES)
     assert lengths == [2 * GIB, 705 << 20]
-    assert pinned(lengths) == [2 * GIB, GIB]
+    assert pinned_bytes(lengths) == [2 * GIB, GIB]
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_pinned_pieces_are_powers_of_two() -> None:
     ],
 )
 def test_the_estimate_of_the_8b(overrides: list[str], low: float, high: float) -> None:
-    config = compose.load(ROOT / "configs/runs/llama3-8b.yaml", [*overrides, "job.gpus_per_node=4"])
-    size = padded(128_256, config.model.make_vocab_size_divisible_by)
-    found = host_copy_bytes(config, parameters(config.model, size), size)
+    config = compose.load_run_config(ROOT / "configs/runs/llama3-8b.yaml", [*overrides, "job.gpus_per_node=4"])
+    size = pad_to_multiple(128_256, config.model.make_vocab_size_divisible_by)
+    found = host_copy_bytes(config, count_parameters(config.model, size), size)
     assert low * GIB <= found <= high * GIB
     assert found % (1 << 20) == 0

@@ -15,7 +15,7 @@ FOLDER = "my first project"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", project.clusters())
+@pytest.mark.parametrize("cluster", project.site_names())
 def test_the_next_command_that_is_printed_passes(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.cli import main
-from relayrun.tokens.order.length_order import POINTS, length_order
+from relayrun.tokens.order.length_order import CURVE_POINTS, measure_length_order
 from tests import genomes
 
 
 def test_the_figures_are_those_of_a_slow_reference() -> None:
     generator = np.random.default_rng(4)
     files = [(f"f{number}", generator.integers(1, 500, size)) for number, size in enumerate((130, 1, 0, 77))]
-    found = length_order(files, batch=10)
+    found = measure_length_order(files, batch=10)
     everything = [int(length) for _, lengths in files for length in lengths]
     mean = sum(everything) / len(everything)
     variance = sum((length - mean) ** 2 for length in everything) / len(everything)
@@ -29,8 +29,8 @@ def test_the_figures_are_those_of_a_slow_reference() -> None:
     assert found.batch_mean_variance_ratio == pytest.approx(np.var(batches) / (variance / 10))
     assert [(curve.file, curve.documents) for curve in found.curves] == [("f0", 130), ("f1", 1), ("f3", 77)]
     first = found.curves[0]
-    assert len(first.means) == len(first.positions) == POINTS
-    assert sum(first.means) / POINTS == pytest.approx(files[0][1].mean(), rel=0.05)
+    assert len(first.means) == len(first.positions) == CURVE_POINTS
+    assert sum(first.means) / CURVE_POINTS == pytest.approx(files[0][1].mean(), rel=0.05)
     assert found.curves[1].means == [float(files[1][1][0])]
 
 
@@ -38,7 +38,7 @@ def test_a_shuffle_is_told_from_sorted_files() -> None:
     lengths = np.random.default_rng(1).lognormal(7.7, 1.0, 20_000).astype(np.int64)
     ordered = np.sort(lengths)[::-1]
     in_files = [(str(number), part) for number, part in enumerate(np.split(ordered, 8))]
-    found, shuffled = length_order(in_files, batch=64), length_order([("all", lengths)], batch=64)
+    found, shuffled = measure_length_order(in_files, batch=64), measure_length_order([("all", lengths)], batch=64)
     assert found.lag_1_correlation is not None
     assert shuffled.lag_1_correlation is not None
     assert shuffled.lag_1_noise is not None
@@ -52,7 +52,7 @@ def test_a_shuffle_is_told_from_sorted_files() -> None:
 
 def test_what_has_no_order_has_no_figures() -> None:
     for lengths in ([], [3], [5, 5, 5]):
-        found = length_order([("a", np.array(lengths, np.int64))], batch=1)
+        found = measure_length_order([("a", np.array(lengths, np.int64))], batch=1)
         assert (found.lag_1_correlation, found.batch_mean_variance_ratio) == (None, None)
 
 

@@ -299,7 +299,7 @@ def test_what_tables_become(data: Path) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 3)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
 
 
 def first_epoch(made: Any, lanes: int) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.sections.data import Data
+from relayrun.config.sections.data import DataSection
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.order.rows import row_of
+from relayrun.tokens.order.rows import read_row
 
 
 class Pair:
@@ -23,22 +23,22 @@ class Pair:
 
 
 def test_tokens_with_a_mask_are_a_row() -> None:
-    row = row_of(Pair(np.arange(5), [1, 0, 1, 1]), 0, 0)
+    row = read_row(Pair(np.arange(5), [1, 0, 1, 1]), 0, 0)
     assert row.tokens.tolist() == [0, 1, 2, 3, 4]
     assert row.loss_mask is not None
     assert row.loss_mask.dtype == np.float32
     assert row.loss_mask.tolist() == [1, 0, 1, 1]
-    assert row_of(Pair(np.arange(5)), 0, 0).loss_mask is None
+    assert read_row(Pair(np.arange(5)), 0, 0).loss_mask is None
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
     with pytest.raises(FatalTrainingError, match=r"loss mask of shape \[5\] with 5 tokens"):
-        row_of(Pair(np.arange(5), [1] * 5), 0, 0)
+        read_row(Pair(np.arange(5), [1] * 5), 0, 0)
 
 
 def test_a_mask_is_announced_by_the_one_order_that_may_have_it() -> None:
-    def data(order: str, **source: Any) -> Data:
-        return Data.model_validate(
+    def data(order: str, **source: Any) -> DataSection:
+        return DataSection.model_validate(
             {"tokenizer": "t", "mixture": {"a": {"weight": 1.0, "path": "x", "order": order, **source}}}
         )
 

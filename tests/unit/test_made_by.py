@@ -12,21 +12,21 @@ import pytest
 from tokenizers import Tokenizer
 
 from relayrun.config.compose import compose
-from relayrun.config.compose.schema import Data
+from relayrun.config.compose.schema import DataSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import read_json, write_json
 from relayrun.submit import submission
-from relayrun.submit.check.state import Intent
+from relayrun.submit.check.state import SubmitIntent
 from relayrun.tokens.mixture.folder import create_mixture
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.made_by import check_tokenizer
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.shards.merge import merge
-from relayrun.tokens.shards.record import OWN_RECORD, RECORD
+from relayrun.tokens.shards.merge import merge_shards
+from relayrun.tokens.shards.record import FOLDER_RECORD, RECORD_SUFFIX
 from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 from relayrun.train.data_check import check_data
 from tests.megatron_lm.stand_in import stand_in
 from tests.workspace import Workspace
@@ -44,7 +44,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_parquet(folder / f"{number}.parquet", TEXTS * 20)
     (folder / "paths").write_text("0.parquet\n1.parquet\n")
     options = TokenizeOptions(tokenizer=str(folder / "tokenizer.json"), workers=1)
-    tokenize(options, output_folder=folder / "dump", dataset=folder, paths_file=folder / "paths")
+    tokenize_paths_file(options, output_folder=folder / "dump", dataset=folder, paths_file=folder / "paths")
     return folder
 
 
@@ -72,7 +72,7 @@ def swapped(value: dict[str, Any]) -> None:
 
 def submit(workspace: Workspace, tokenizer: str | Path, folder: str = "dump", **data: Any) -> None:
     data = {"tokenizer": str(workspace.folder / tokenizer), "datasets": [str(workspace.folder / folder)]} | data
-    submission.submit(compose.load(workspace.config("run", data=data)))
+    submission.submit_run(compose.load_run_config(workspace.config("run", data=data)))
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_the_right_tokenizer_is_taken_without_a_word(workspace: Workspace, capsy
 
 
 def read_ids(workspace: Workspace) -> dict[str, Any]:
-    found: dict[str, Any] = read_json(workspace.folder / "dump" / RECORD)["tokenizer"]
+    found: dict[str, Any] = read_json(workspace.folder / "dump" / FOLDER_RECORD)["tokenizer"]
     assert found["size"] == 400
     return found
 
@@ -154,7 +154,7 @@ def test_what_does_not_decide_ids_makes_no_other_tokenizer(workspace: Workspace)
 
 
 def test_a_record_of_before_is_compared_by_the_whole_file(workspace: Workspace) -> None:
-    record = workspace.folder / "dump" / RECORD
+    record = workspace.folder / "dump" / FOLDER_RECORD
     value = read_json(record)
     del value["tokenizer"]
     write_json(record, value)
@@ -179,7 +179,7 @@ def test_shards_of_other_programs_are_looked_at_and_spoken_of_once(
     data = {"tokenizer": str(workspace.folder / "tokenizer.json")} | held_out(workspace)
     caplog.set_level("INFO", logger="relayrun")
     for _ in range(2):
-        submission.submit(compose.load(workspace.config("run", data=data)))
+        submission.submit_run(compose.load_run_config(workspace.config("run", data=data)))
         for job in (workspace.folder / "run").glob("local*"):
             shutil.rmtree(job)
     said = [message for message in caplog.messages if "do not say which tokenizer" in message]
@@ -198,7 +198,7 @@ def prefixes_of(workspace: Workspace) -> list[str]:
 
 
 def change_record(workspace: Workspace, change: Any) -> None:
-    record = workspace.folder / "other" / RECORD
+    record = workspace.folder / "other" / FOLDER_RECORD
     value = read_json(record)
     change(value)
     write_json(record, value)
@@ -206,8 +206,8 @@ def change_record(workspace: Workspace, change: Any) -> None:
 
 def test_a_merged_shard_has_the_tokenizer_of_its_inputs(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
     prefixes = prefixes_of(workspace)
-    merge(prefixes, workspace.folder / "merged" / "dump-0")
-    merge([str(workspace.folder / "merged" / "dump-0"), prefixes[0]], workspace.folder / "again" / "dump-0")
+    merge_shards(prefixes, workspace.folder / "merged" / "dump-0")
+    merge_shards([str(workspace.folder / "merged" / "dump-0"), prefixes[0]], workspace.folder / "again" / "dump-0")
     other = changed(workspace, "swapped", swapped)
     for folder in ("merged", "again"):
         submit(workspace, "tokenizer.json", folder)
@@ -221,12 +221,12 @@ def test_shards_of_two_tokenizers_are_not_merged(workspace: Workspace) -> None:
     prefixes = prefixes_of(workspace)
     change_record(workspace, lambda value: value["settings"].update(eos=None))
     with pytest.raises(InputError, match=r"documents end with no token here, with the token 0 in .*dump/00000_tokens"):
-        merge(prefixes, workspace.folder / "twice")
+        merge_shards(prefixes, workspace.folder / "twice")
     change_record(workspace, lambda value: value["tokenizer"].update(ids="0" * 64))
     with pytest.raises(
         InputError, match=r"other/00000_tokens: another tokenizer made this shard than .*dump/00000_tokens"
     ):
-        merge(prefixes, workspace.folder / "twice")
+        merge_shards(prefixes, workspace.folder / "twice")
 
 
 def test_a_mixture_of_two_tokenizers_is_refused(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
@@ -243,10 +243,10 @@ def test_a_mixture_of_two_tokenizers_is_refused(workspace: Workspace, caplog: py
 
 def test_a_merge_says_where_a_tokenizer_is_not_known(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
     prefixes = prefixes_of(workspace)
-    (workspace.folder / "other" / RECORD).unlink()
-    merge(prefixes, workspace.folder / "merged")
+    (workspace.folder / "other" / FOLDER_RECORD).unlink()
+    merge_shards(prefixes, workspace.folder / "merged")
     assert "its record will name no tokenizer, since 1 of 2 inputs have none on record" in caplog.text
-    record = read_json(f"{workspace.folder}/merged{OWN_RECORD}")
+    record = read_json(f"{workspace.folder}/merged{RECORD_SUFFIX}")
     assert record["tokenizer"] is None
     assert sorted(record["xxh3_128"]) == ["bin", "idx"]
 
@@ -257,9 +257,9 @@ def test_a_job_refuses_shards_that_were_made_anew_with_another_tokenizer(
     """The index is the same, and so are all sizes. A run that began before this was looked at goes on."""
     submit(workspace, "tokenizer.json")
     path = workspace.run("run").manifest
-    data = Data(tokenizer="t", datasets=["d"])
+    data = DataSection(tokenizer="t", datasets=["d"])
     check_data(Manifest.read(path), ["train"], data)
-    record = workspace.folder / "dump" / RECORD
+    record = workspace.folder / "dump" / FOLDER_RECORD
     value = read_json(record)
     value["tokenizer"]["ids"] = "0" * 64
     value["settings"]["tokenizer"] = "0" * 64
@@ -288,7 +288,7 @@ def data_findings(workspace: Workspace, trainer: str, *, args: dict[str, Any] | 
         checkout = folder / "checkout"
         section = {"dir": str(checkout if checkout.exists() else stand_in(checkout)), "args": args or {}}
         path = written(folder, MEGATRON, megatron_lm=section, job={"time": "5", "ntasks_per_node": 2}, **sections)
-    found = submission.report_on(compose.load(path), intent=Intent()).findings.all
+    found = submission.check_submission(compose.load_run_config(path), intent=SubmitIntent()).findings.all
     again = "; ids are checked again as they are read"  # by the own reader alone
     return [
         (each.level, each.name, each.words.replace(again, ""), each.remedy)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.tokens.shards.indexed import HEADER, MAGIC, ShardWriter
+from relayrun.tokens.shards.indexed import INDEX_HEADER, INDEX_MAGIC, ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
 
@@ -23,7 +23,7 @@ def shard(prefix: Path, lengths: list[int], dtype: type[np.generic] = np.uint16,
 def raw_index(prefix: Path, lengths: list[int], offsets: list[int], code: int = 8) -> None:
     n = len(lengths)
     Path(f"{prefix}.idx").write_bytes(
-        HEADER.pack(MAGIC, 1, code, n, n + 1)
+        INDEX_HEADER.pack(INDEX_MAGIC, 1, code, n, n + 1)
         + struct.pack(f"<{n}i", *lengths)
         + struct.pack(f"<{n}q", *offsets)
         + struct.pack(f"<{n + 1}q", *range(n + 1))

@@ -10,7 +10,7 @@ import pytest
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError
-from relayrun.submit.check.report import of_config
+from relayrun.submit.check.report import check_config
 
 RUN = Path(__file__).resolve().parents[2] / "configs" / "runs" / "llama3-70b.yaml"
 PLAIN = ["data.mock_data=true", "data.reset_position_ids=false", "training.transformer_impl=auto"]
@@ -18,7 +18,7 @@ ENGINE = "training.transformer_impl=transformer_engine"
 
 
 def config(*overrides: str) -> RunConfig:
-    return compose.native(compose.load(RUN, [*PLAIN, *overrides]))
+    return compose.require_native(compose.load_run_config(RUN, [*PLAIN, *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_cannot_work_together_is_refused(overrides: list[str], message: str
 def refused(*overrides: str, **cluster: Any) -> list[str]:
     made = config(*overrides)
     made = made.model_copy(update={"cluster": made.cluster.model_copy(update={"python": None} | cluster)})
-    return [finding.words for finding in of_config(made).errors if finding.name.startswith("node.")]
+    return [finding.words for finding in check_config(made).errors if finding.name.startswith("node.")]
 
 
 def test_a_kernel_that_is_missing_is_refused_where_it_is_asked_for() -> None:

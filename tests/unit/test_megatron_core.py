@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 from relayrun.config.compose import compose
 from relayrun.errors import FatalTrainingError
 from relayrun.submit.check import node
-from relayrun.submit.check.finding import Findings
-from relayrun.train import megatron_core
+from relayrun.submit.check.findings import Findings
+from relayrun.train import megatron_versions
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,32 +58,32 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.17.1", "0.18.2"])
 def test_versions_that_are_supported(pretend: Any, version: str) -> None:
     pretend(version)
-    assert megatron_core.installed() == tuple(map(int, version.split(".")))
-    megatron_core.check()
+    assert megatron_versions.installed_version() == tuple(map(int, version.split(".")))
+    megatron_versions.check_version()
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.0.0"])
 def test_versions_that_are_not_are_refused_with_those_that_are(pretend: Any, version: str) -> None:
     pretend(version)
     with pytest.raises(FatalTrainingError) as refused:
-        megatron_core.check()
+        megatron_versions.check_version()
     assert f"megatron-core {version} is not supported: relayrun runs with 0.16 to 0.19" in str(refused.value)
     assert "pip install 'relayrun[train]'" in str(refused.value)
 
 
 def test_triton_is_asked_for_where_it_is_imported(pretend: Any) -> None:
     pretend("0.19.2", triton=True)
-    megatron_core.check()
+    megatron_versions.check_version()
     pretend("0.19.2", triton=False)
     with pytest.raises(FatalTrainingError, match="imports triton, which is not installed"):
-        megatron_core.check()
+        megatron_versions.check_version()
 
 
 @pytest.mark.parametrize("text", [None, "", "MAJOR = 0\n", "MAJOR = 0\nMINOR = 99\n"])
 def test_a_version_that_cannot_be_told_passes(pretend: Any, text: str | None) -> None:
     pretend(None, text=text)
-    assert megatron_core.installed() is None
-    megatron_core.check()
+    assert megatron_versions.installed_version() is None
+    megatron_versions.check_version()
 
 
 def test_the_check_before_the_queue_says_it(pretend: Any, tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_the_check_before_the_queue_says_it(pretend: Any, tmp_path: Path) -> Non
     pretend("0.20.0")
 
     def errors(**cluster: Any) -> list[str]:
-        config = compose.load(workspace.config("run", cluster={"python": None} | cluster))
+        config = compose.load_run_config(workspace.config("run", cluster={"python": None} | cluster))
         findings = Findings(config)
-        node.look(config, findings)
+        node.check_programs(config, findings)
         return [error.words for error in findings.errors if error.name == "node.megatron_core"]
 
     assert errors() == ["megatron-core 0.20.0 is not supported: relayrun runs with 0.16 to 0.19"]
@@ -111,14 +111,14 @@ def test_what_pip_installs_is_supported() -> None:
             each for each in wanted if each.name == "megatron-core" and each.marker and each.marker.evaluate(known)
         ]
         assert str(core.specifier).startswith(f"==0.{minor}.")
-        assert megatron_core.FIRST <= (0, minor) < megatron_core.BEHIND
+        assert megatron_versions.FIRST <= (0, minor) < megatron_versions.BEHIND
         triton = [each for each in wanted if each.name == "triton" and each.marker and each.marker.evaluate(known)]
-        assert bool(triton) == ((0, minor) >= megatron_core.TRITON)
+        assert bool(triton) == ((0, minor) >= megatron_versions.TRITON)
 
 
 def test_the_norms_gradients_have_another_name_since_0_19() -> None:
-    assert megatron_core.gradients_for_norm(SimpleNamespace(get_main_grads_for_grad_norm=lambda: [1])) == [1]
-    assert megatron_core.gradients_for_norm(SimpleNamespace(get_grads_for_grad_norm=lambda: [2])) == [2]
+    assert megatron_versions.gradients_for_norm(SimpleNamespace(get_main_grads_for_grad_norm=lambda: [1])) == [1]
+    assert megatron_versions.gradients_for_norm(SimpleNamespace(get_grads_for_grad_norm=lambda: [2])) == [2]
 
 
 def test_a_batch_is_divided_with_a_word_on_hybrid_groups_since_0_18(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_a_batch_is_divided_with_a_word_on_hybrid_groups_since_0_18(monkeypatch:
         for name in ("megatron", "megatron.core"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, "megatron.core.utils", module)
-        assert megatron_core.batch_of_context_rank({"labels": 1}) == {"labels": 1, "by": by}
+        assert megatron_versions.batch_of_context_rank({"labels": 1}) == {"labels": 1, "by": by}
 
 
 @dataclass
@@ -161,8 +161,10 @@ class Own(Base):
 
 
 def test_a_feed_forward_layer_is_a_partial_since_0_18() -> None:
-    assert megatron_core.with_feed_forward(Spec(Base, "parts"), Own) == Spec(Own, "parts")
-    made = megatron_core.with_feed_forward(functools.partial(Base.as_mlp_submodule, submodules="parts"), Own)(config=1)
+    assert megatron_versions.with_feed_forward(Spec(Base, "parts"), Own) == Spec(Own, "parts")
+    made = megatron_versions.with_feed_forward(functools.partial(Base.as_mlp_submodule, submodules="parts"), Own)(
+        config=1
+    )
     assert type(made) is Own
     assert made.given == {"submodules": "parts", "config": 1}
 
@@ -171,13 +173,13 @@ def test_experts_are_a_partial_since_0_17_and_the_layer_around_them_since_0_18()
     def around(experts: Any) -> Any:
         return SimpleNamespace(experts=experts)
 
-    oldest = megatron_core.with_experts(Spec(Base, around(Spec(Base, "parts"))), Own)
+    oldest = megatron_versions.with_experts(Spec(Base, around(Spec(Base, "parts"))), Own)
     assert oldest.submodules.experts == Spec(Own, "parts")
     for form in (
         Spec(Base, around(functools.partial(Base, submodules="parts"))),
         functools.partial(Base, submodules=around(functools.partial(Base, submodules="parts"))),
     ):
-        found = megatron_core.with_experts(form, Own)
+        found = megatron_versions.with_experts(form, Own)
         inside = found.keywords["submodules"] if isinstance(found, functools.partial) else found.submodules
         made = inside.experts(config=1)
         assert type(made) is Own

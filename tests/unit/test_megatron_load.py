@@ -12,7 +12,7 @@ from relayrun.cli import main
 from relayrun.config.compose import compose
 from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.submit import submission
-from relayrun.submit.check.state import Intent
+from relayrun.submit.check.state import SubmitIntent
 from tests.history import make_history
 from tests.unit.test_trainer_configs import MEGATRON, written
 
@@ -28,17 +28,17 @@ def checkout(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, iteration: int) -> Path:
-    rank = folder / megatron_lm_checkpoints.folder_name(iteration) / "mp_rank_00"
+    rank = folder / megatron_lm_checkpoints.checkpoint_folder_name(iteration) / "mp_rank_00"
     rank.mkdir(parents=True)
     (rank / "model_optim_rng.pt").write_text("x")
-    megatron_lm_checkpoints.track(folder, iteration)
+    megatron_lm_checkpoints.write_tracker(folder, iteration)
     return rank.parent
 
 
 def refused(path: Path, load: object, *overrides: str) -> list[str]:
     """What a submit would refuse of a checkpoint to begin with."""
-    config = compose.load(path, [f"checkpoint.load={load}", *overrides])
-    found = submission.report_on(config, intent=Intent()).findings.errors
+    config = compose.load_run_config(path, [f"checkpoint.load={load}", *overrides])
+    found = submission.check_submission(config, intent=SubmitIntent()).findings.errors
     return [finding.words for finding in found if finding.name == "run.initial_checkpoint"]
 
 

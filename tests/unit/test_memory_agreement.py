@@ -15,15 +15,15 @@ from typing import Any, cast
 
 import pytest
 
-from relayrun.control.agent.memory import Slot, held, newest
-from relayrun.tokens.order.progress import Progress
+from relayrun.control.agent.memory_copies import MemorySlot, newest_complete_copy, read_copies
+from relayrun.tokens.order.progress import TrainingProgress
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
     from relayrun.train.checkpoint.memory import MemoryTier
     from relayrun.train.checkpoint.memory_copy import MemoryCopy
-    from relayrun.train.checkpoint.memory_interval import CopyInterval, StepsBeside
-    from relayrun.train.checkpoint.neighbour import Neighbour
+    from relayrun.train.checkpoint.memory_interval import CopyInterval, StepSlowdown
+    from relayrun.train.checkpoint.neighbour import NeighbourReplica
     from relayrun.train.parallel import Ranks
 
 COPIES = 12
@@ -45,26 +45,26 @@ class World:
         return found
 
 
-def write(slot: Slot, rank: int, iteration: int, *, pause: float) -> None:
+def write(slot: MemorySlot, rank: int, iteration: int, *, pause: float) -> None:
     slot.reserve(10)
     slot.void()
     time.sleep(pause)
     slot.commit(rank=rank, iteration=iteration, hash=f"{rank}.{iteration}")
 
 
-def older(slots: list[Slot]) -> Slot:
+def older(slots: list[MemorySlot]) -> MemorySlot:
     return min(slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
 
 
 def newest_of(folders: list[Path]) -> int:
-    return max((copy.iteration for folder in folders for copy in held(folder)), default=0)
+    return max((copy.iteration for folder in folders for copy in read_copies(folder)), default=0)
 
 
-class Ring(Neighbour):
+class Ring(NeighbourReplica):
     """Lays the copy of one rank into the memory of the other's node, without messages."""
 
     def __init__(self, folder: Path, rank: int, *, pause: float) -> None:
-        self._slots = [Slot(folder, rank, number, kept=True) for number in range(2)]  # on the other node
+        self._slots = [MemorySlot(folder, rank, number, kept=True) for number in range(2)]  # on the other node
         self._thread = None
         self.seconds, self._rank, self._pause = 0.0, rank, pause
 
@@ -80,13 +80,13 @@ class Tier(MemoryTier):
         alike = SimpleNamespace(rank=rank, world_size=2, maximum=lambda flags: world.maximum(rank, flags))
         self._ranks = cast(Ranks, alike)
         self._checkpointer = cast(Any, SimpleNamespace(state=lambda position: position))
-        self._slots = [Slot(folders[rank], rank, number) for number in range(2)]
+        self._slots = [MemorySlot(folders[rank], rank, number) for number in range(2)]
         self._neighbour = Ring(folders[1 - rank], rank, pause=pause) if ring else None
         self._on, self._pause = True, pause
         self.synced: list[int] = []
         """The newest iteration of all copies, each time that the record was synced."""
         self._metrics = cast(Any, SimpleNamespace(sync=lambda: self.synced.append(newest_of(folders))))
-        self._interval, self._steps = CopyInterval(INTERVAL, at=0), StepsBeside()
+        self._interval, self._steps = CopyInterval(INTERVAL, at=0), StepSlowdown()
 
     def _write(self, iteration: int, state: Any) -> MemoryCopy:
         write(older(self._slots), self._ranks.rank, iteration, pause=self._pause)
@@ -109,27 +109,27 @@ def test_a_kill_at_any_point_leaves_a_whole_set(
         for lost, left in ((None, folders), (0, folders[1:]), (1, folders[:1])):
             if lost is not None and not ring:
                 continue
-            whole = newest([copy for folder in left for copy in held(folder)], ranks=2, after=0)
+            whole = newest_complete_copy([copy for folder in left for copy in read_copies(folder)], ranks=2, after=0)
             steps = at - (0 if whole is None else whole[0])
             most = INTERVAL if lost is None else 2 * INTERVAL  # the newest may be on its way to the other node
             if at > (INTERVAL if lost is None else 2 * INTERVAL) and (whole is None or steps > most):
                 found.append(f"{words}, node {lost} lost at iteration {at}: {whole}")
 
     for name in ("void", "commit"):
-        real = getattr(Slot, name)
+        real = getattr(MemorySlot, name)
 
-        def changed(slot: Slot, *, name: str = name, real: Any = real, **values: Any) -> None:
+        def changed(slot: MemorySlot, *, name: str = name, real: Any = real, **values: Any) -> None:
             with changing:
                 real(slot, **values)
                 look(f"{slot.path.name} {name}")
 
-        monkeypatch.setattr(Slot, name, changed)
+        monkeypatch.setattr(MemorySlot, name, changed)
     tiers = [Tier(world, folders, rank, ring=ring, pause=0.02 if rank == slow else 0.0) for rank in (0, 1)]
 
     def train(rank: int) -> None:
         for iteration in range(INTERVAL, INTERVAL * COPIES + 1, INTERVAL):
             reached[rank] = iteration
-            tiers[rank].save(cast(Progress, SimpleNamespace(iteration=iteration)), step_seconds=0.01)
+            tiers[rank].save(cast(TrainingProgress, SimpleNamespace(iteration=iteration)), step_seconds=0.01)
         tiers[rank].finish()
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
@@ -141,5 +141,5 @@ def test_a_kill_at_any_point_leaves_a_whole_set(
     assert not found, found[:4]
     before = list(range(0, INTERVAL * COPIES, INTERVAL))
     assert tiers[0].synced == (before if ring else []), "once a copy, before any rank has the next one"
-    copies = [copy for folder in folders for copy in held(folder)]
-    assert newest(copies, ranks=2, after=0) == (INTERVAL * COPIES, "memory")
+    copies = [copy for folder in folders for copy in read_copies(folder)]
+    assert newest_complete_copy(copies, ranks=2, after=0) == (INTERVAL * COPIES, "memory")

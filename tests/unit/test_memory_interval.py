@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.train.checkpoint.memory_interval import LEAST, SHARE, CopyInterval, Measured, StepsBeside
+from relayrun.train.checkpoint.memory_interval import (
+    COPY_TIME_SHARE,
+    SHORTEST_INTERVAL,
+    CopyInterval,
+    CopyTimes,
+    StepSlowdown,
+)
 
 seconds = st.floats(1e-4, 1e3)
 
@@ -15,11 +21,13 @@ seconds = st.floats(1e-4, 1e3)
 def test_the_smallest_interval_costs_less_than_its_share_and_waits_for_no_neighbour(
     copy: float, beside: float, neighbour: float, step: float
 ) -> None:
-    measured = Measured(copy=copy, beside=beside, neighbour=neighbour, step=step)
+    measured = CopyTimes(copy=copy, beside=beside, neighbour=neighbour, step=step)
     k = measured.interval
-    assert measured.cost(k) <= SHARE * (1 + 1e-9)
+    assert measured.cost(k) <= COPY_TIME_SHARE * (1 + 1e-9)
     assert k * step >= 2 * neighbour * (1 - 1e-9)
-    assert k == LEAST or measured.cost(k - 1) >= SHARE * (1 - 1e-9) or (k - 1) * step < 2 * neighbour
+    assert (
+        k == SHORTEST_INTERVAL or measured.cost(k - 1) >= COPY_TIME_SHARE * (1 - 1e-9) or (k - 1) * step < 2 * neighbour
+    )
 
 
 def test_a_fixed_interval_has_its_multiples_copied() -> None:
@@ -49,7 +57,7 @@ def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> N
 
 def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() -> None:
     """A copy takes 0.1 s, and beside its way two steps of 1 s take 1.2 s each."""
-    interval, steps = CopyInterval(None, at=0), StepsBeside()
+    interval, steps = CopyInterval(None, at=0), StepSlowdown()
     cost, since = 0.0, 0
     for at in range(1, 1000):
         if interval.due(at):
@@ -60,11 +68,11 @@ def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() 
         steps.stepped(1.2 if since < 2 else 1.0, samples=8, under_way=since < 1)
         since += 1
     assert interval.steps == pytest.approx(25.5, abs=0.5)
-    assert cost / 500 <= SHARE
+    assert cost / 500 <= COPY_TIME_SHARE
 
 
 def test_steps_beside_copies_that_are_no_longer_than_others_cost_nothing() -> None:
-    interval, steps = CopyInterval(None, at=0), StepsBeside()
+    interval, steps = CopyInterval(None, at=0), StepSlowdown()
     for at in range(1, 300):
         if interval.due(at):
             interval.copied(at, copy=0.1, beside=steps.longer, neighbour=0.5, step=1.0)
@@ -75,7 +83,7 @@ def test_steps_beside_copies_that_are_no_longer_than_others_cost_nothing() -> No
 
 def test_copies_after_every_step_would_leave_no_step_to_compare_with() -> None:
     """A copy takes 0.01 s, and the step beside its way 1.1 s instead of 1 s: after each step they would cost 11 %."""
-    interval, steps = CopyInterval(None, at=0, known=1), StepsBeside()
+    interval, steps = CopyInterval(None, at=0, known=1), StepSlowdown()
     beside, cost = False, 0.0
     for at in range(1, 1000):
         if interval.due(at):
@@ -86,12 +94,12 @@ def test_copies_after_every_step_would_leave_no_step_to_compare_with() -> None:
         steps.stepped(1.1 if beside else 1.0, samples=8, under_way=False)
         beside = False
     assert interval.steps == pytest.approx(5.5, abs=0.5)
-    assert cost / 500 <= SHARE * 1.1
+    assert cost / 500 <= COPY_TIME_SHARE * 1.1
 
 
 def test_steps_of_a_larger_batch_are_not_held_against_those_of_a_smaller_one() -> None:
     """A batch that ramps up: from one size to the next a step takes twice as long, beside a copy or not."""
-    interval, steps = CopyInterval(None, at=0), StepsBeside()
+    interval, steps = CopyInterval(None, at=0), StepSlowdown()
     chosen: list[int] = []
     for at in range(1, 400):
         larger = at > 200

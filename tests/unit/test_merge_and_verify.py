@@ -18,9 +18,9 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.tokens.shards import merge as module
-from relayrun.tokens.shards.indexed import HEADER, Shard, ShardWriter
-from relayrun.tokens.shards.merge import merge
-from relayrun.tokens.shards.verify import verify
+from relayrun.tokens.shards.indexed import INDEX_HEADER, Shard, ShardWriter
+from relayrun.tokens.shards.merge import merge_shards
+from relayrun.tokens.shards.verify import verify_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 9
@@ -58,7 +58,7 @@ def test_a_merge_is_the_bytes_of_megatrons_own(shards: list[str], tmp_path: Path
     for prefix in shards:
         builder.add_index(prefix)
     builder.finalize(str(tmp_path / "theirs.idx"))
-    merged = merge(shards, tmp_path / "to" / "ours")
+    merged = merge_shards(shards, tmp_path / "to" / "ours")
     assert (merged.documents, merged.sequences) == (63, 60)
     for suffix in (".bin", ".idx"):
         assert Path(merged.prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
@@ -89,25 +89,25 @@ def test_a_multimodal_merge_is_the_bytes_of_megatrons_own(tmp_path: Path) -> Non
     for prefix in prefixes:
         builder.add_index(prefix)
     builder.finalize(str(tmp_path / "theirs.idx"))
-    merged = merge(prefixes, tmp_path / "ours", multimodal=True)
+    merged = merge_shards(prefixes, tmp_path / "ours", multimodal=True)
     assert np.asarray(merged.modes()).tolist() == 2 * [0, 0, 1, 0, 1, 2]
     for suffix in (".bin", ".idx"):
         assert Path(merged.prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
     with pytest.raises(InputError, match=r"the index has modes of sequences: multimodal(?s:.*)--multimodal"):
-        merge(prefixes, tmp_path / "plain")
+        merge_shards(prefixes, tmp_path / "plain")
     with pytest.raises(InputError, match=r"the index has no modes of sequences(?s:.*)without --multimodal"):
-        merge([write_shard(tmp_path / "text" / "s", [[1, EOD]])], tmp_path / "other", multimodal=True)
+        merge_shards([write_shard(tmp_path / "text" / "s", [[1, EOD]])], tmp_path / "other", multimodal=True)
 
 
 def test_shards_that_do_not_fit_together_are_refused_and_leave_nothing(shards: list[str], tmp_path: Path) -> None:
     wide = write_shard(tmp_path / "wide", [[1, EOD]], np.int32)
     with pytest.raises(InputError, match="wide: token types differ: int32 here, uint16 in"):
-        merge([shards[0], wide], tmp_path / "to" / "merged")
+        merge_shards([shards[0], wide], tmp_path / "to" / "merged")
     with pytest.raises(InputError, match="exists already"):
-        merge(shards, shards[0])
+        merge_shards(shards, shards[0])
     os.truncate(shards[1] + ".bin", 4)
     with pytest.raises(InputError, match="torn"):
-        merge(shards, tmp_path / "to" / "merged")
+        merge_shards(shards, tmp_path / "to" / "merged")
     assert not (tmp_path / "to").exists()
 
 
@@ -122,10 +122,10 @@ def test_the_script_merges_folders_in_the_order_given(tmp_path: Path, monkeypatc
 
 
 def test_a_flipped_bit_in_a_merged_shard_is_found(shards: list[str], tmp_path: Path) -> None:
-    merged = merge(shards, tmp_path / "to" / "merged")
-    assert verify([merged.prefix])[0].faults == ()
+    merged = merge_shards(shards, tmp_path / "to" / "merged")
+    assert verify_shards([merged.prefix])[0].faults == ()
     damage(merged.prefix, "flipped bit")
-    assert verify([merged.prefix])[0].faults == ("the .bin is not what its record says (xxh3-128)",)
+    assert verify_shards([merged.prefix])[0].faults == ("the .bin is not what its record says (xxh3-128)",)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -136,11 +136,11 @@ def test_an_input_that_is_not_what_its_record_says_is_not_merged(
         damage(shards[1], "flipped bit")
     else:
         index = bytearray(Path(shards[1] + ".idx").read_bytes())
-        bounds = HEADER.size + 12 * Shard.open(shards[1]).sequences
+        bounds = INDEX_HEADER.size + 12 * Shard.open(shards[1]).sequences
         index[bounds + 8] ^= 3  # the first document gets another end
         Path(shards[1] + ".idx").write_bytes(index)
     with pytest.raises(InputError, match=rf"1\{suffix}: the {suffix} is not what its record says"):
-        merge(shards, tmp_path / "to" / "merged")
+        merge_shards(shards, tmp_path / "to" / "merged")
     assert list((tmp_path / "to").iterdir()) == []
 
 
@@ -163,21 +163,21 @@ def test_of_two_merges_into_one_shard_one_is_whole_and_the_other_is_refused(
     def meanwhile(*given: Any) -> Any:
         monkeypatch.setattr(place, name, real)
         try:
-            merge(shards[:2], tmp_path / "to" / "merged")
+            merge_shards(shards[:2], tmp_path / "to" / "merged")
         except InputError as error:
             refused.append(error)
         return real(*given)
 
     monkeypatch.setattr(place, name, meanwhile)
     try:
-        merge(shards, tmp_path / "to" / "merged")
+        merge_shards(shards, tmp_path / "to" / "merged")
     except InputError as error:
         refused.append(error)
     (error,) = refused
     assert ("another merge writes this output" if locks else "this exists already") in str(error)
     names = shards if locks else shards[:2]
     assert (tmp_path / "to/merged.bin").read_bytes() == b"".join(Path(f"{each}.bin").read_bytes() for each in names)
-    assert verify([str(tmp_path / "to" / "merged")])[0].faults == ()
+    assert verify_shards([str(tmp_path / "to" / "merged")])[0].faults == ()
     assert sorted(os.listdir(tmp_path / "to")) == ["merged.bin", "merged.idx", "merged.record.json"]
 
 
@@ -190,12 +190,12 @@ merge.merge({shards!r}, {str(tmp_path / "to/merged")!r})
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     assert not (tmp_path / "to/merged.bin").exists()
-    merge(shards, tmp_path / "to" / "merged")
+    merge_shards(shards, tmp_path / "to" / "merged")
     assert sorted(os.listdir(tmp_path / "to")) == ["merged.bin", "merged.idx", "merged.record.json"]
 
 
 def test_whole_shards_have_no_faults(shards: list[str]) -> None:
-    checked = verify(shards, vocabulary_size=10, eod=EOD)
+    checked = verify_shards(shards, vocabulary_size=10, eod=EOD)
     assert [each.prefix for each in checked] == shards
     assert not any(each.faults for each in checked)
     assert [each.tokens for each in checked] == [Shard.open(prefix).tokens for prefix in shards]
@@ -219,11 +219,11 @@ def damage(prefix: str, kind: str) -> None:
         ids[1] ^= 1
         ids.tofile(tokens)
     elif kind == "offset":
-        struct.pack_into("<q", bytes_of_index, HEADER.size + 4 * sequences + 8, 2)
+        struct.pack_into("<q", bytes_of_index, INDEX_HEADER.size + 4 * sequences + 8, 2)
     elif kind == "length":
-        struct.pack_into("<i", bytes_of_index, HEADER.size, 0)
+        struct.pack_into("<i", bytes_of_index, INDEX_HEADER.size, 0)
     elif kind == "bounds":
-        struct.pack_into("<q", bytes_of_index, HEADER.size + 12 * sequences, 1)
+        struct.pack_into("<q", bytes_of_index, INDEX_HEADER.size + 12 * sequences, 1)
     index.write_bytes(bytes_of_index)
 
 
@@ -242,7 +242,7 @@ def damage(prefix: str, kind: str) -> None:
 )
 def test_every_fault_is_named(shards: list[str], kind: str, message: str) -> None:
     damage(shards[1], kind)
-    good, bad, other = verify(shards, vocabulary_size=10, eod=EOD)
+    good, bad, other = verify_shards(shards, vocabulary_size=10, eod=EOD)
     assert not good.faults
     assert not other.faults
     assert any(message in fault for fault in bad.faults), bad.faults

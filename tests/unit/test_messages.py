@@ -17,21 +17,21 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.rundir import find
-from relayrun.errors import MOST_NAMED, InputError, nearest, refuse_unwritable, run_main, together
+from relayrun.control.rundir import find_runs
+from relayrun.errors import MAX_NAMED_ERRORS, InputError, combined_error, did_you_mean, refuse_unwritable, run_main
 from relayrun.tokens.mixture.folder import create_mixture
-from relayrun.tokens.readers.rows import look_at
+from relayrun.tokens.readers.rows import inspect_files
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
-from relayrun.tokens.shards.merge import merge
-from relayrun.tokens.shards.prefixes import expand, find_prefixes
-from relayrun.tokens.tokenize.dumps_jobs import begin
+from relayrun.tokens.shards.merge import merge_shards
+from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
+from relayrun.tokens.tokenize.dumps_jobs import prepare_submission
 from relayrun.tokens.tokenize.encode import hub, tokenizer
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
-from relayrun.tokens.tokenize.settings import TokenizationSettings
-from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
+from relayrun.tokens.tokenize.split import prepare_dumps
 
 from .test_submission_refusals import ordinary_user
 from .tokenization_corpus import train_tokenizer, write_parquet
@@ -99,14 +99,14 @@ def test_a_tokenizer_that_does_not_exist_is_refused_at_once(
 
 
 def test_a_copy_serves_where_the_hub_is_away(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.look_up("org/there", None) is False
-    assert hub.look_up("org/busy", None) is False
+    assert hub.check_hub("org/there", None) is False
+    assert hub.check_hub("org/busy", None) is False
     repository = tmp_path / "cache" / "models--org--there"
     train_tokenizer(repository / "snapshots" / "0" / "tokenizer.json")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert hub.look_up("org/there", str(tmp_path / "cache")) is True
+    assert hub.check_hub("org/there", str(tmp_path / "cache")) is True
 
 
 # --- bad files
@@ -119,7 +119,7 @@ def dumps(tmp_path: Path) -> TokenizationSettings:
     (tmp_path / "data").mkdir()
     for number in range(12):
         write_parquet(tmp_path / "data" / f"{number:02}.parquet", [f"text {number}"])
-    prepare(tmp_path / "data", tmp_path / "meta", n_dumps=1)
+    prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=1)
     return TokenizationSettings(
         tokenizer=str(tmp_path / "tok"),
         tokenizer_name="tok",
@@ -140,24 +140,24 @@ def test_all_bad_files_are_named_and_the_rest_counted(tmp_path: Path) -> None:
     (tmp_path / "paths").write_text("".join(f"{number:02}.jsonl\n" for number in range(20)))
     options = TokenizeOptions(tokenizer=str(tmp_path / "tokenizer.json"), workers=1, tasks=2)
     with pytest.raises(InputError) as caught:
-        tokenize(options, output_folder=tmp_path / "out", dataset=tmp_path, paths_file=tmp_path / "paths")
+        tokenize_paths_file(options, output_folder=tmp_path / "out", dataset=tmp_path, paths_file=tmp_path / "paths")
     lines = str(caught.value).splitlines()
     assert lines[0] == "16 files or tasks failed:"
-    assert all(":2: " in line for line in lines[1 : 1 + MOST_NAMED])
-    assert lines[1 + MOST_NAMED] == "  and 6 more"
+    assert all(":2: " in line for line in lines[1 : 1 + MAX_NAMED_ERRORS])
+    assert lines[1 + MAX_NAMED_ERRORS] == "  and 6 more"
     assert not list((tmp_path / "out").glob("*.bin"))
     for number in (1, 2):
         (tmp_path / f"{number:02}.jsonl").unlink()
     with pytest.raises(InputError, match=r"(?s)2 of 20 files are missing:\n  .*/01.jsonl: .*\n  .*/02.jsonl: "):
-        tokenize(options, output_folder=tmp_path / "out", dataset=tmp_path, paths_file=tmp_path / "paths")
+        tokenize_paths_file(options, output_folder=tmp_path / "out", dataset=tmp_path, paths_file=tmp_path / "paths")
 
 
 def test_a_wrong_column_is_found_before_jobs_are_queued(dumps: TokenizationSettings, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"(?s)12 files cannot be tokenized:.*11\.parquet|and 2 more") as caught:
-        begin(dumps.model_copy(update={"column": "contents"}))
+        prepare_submission(dumps.model_copy(update={"column": "contents"}))
     assert "no column 'contents'" in str(caught.value)
     assert not (tmp_path / "out").exists()
-    assert begin(dumps) == [0]
+    assert prepare_submission(dumps) == [0]
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,12 @@ def test_the_beginning_of_each_kind_of_file_is_looked_at(
     """None: what `on_error` leaves out is no fault before the jobs start either."""
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / name).write_bytes(content)
-    prepare(tmp_path / "one", tmp_path / "one-meta", n_dumps=1)
+    prepare_dumps(tmp_path / "one", tmp_path / "one-meta", n_dumps=1)
     one = dumps.model_copy(update={"metadata_folder": str(tmp_path / "one-meta")})
     with contextlib.nullcontext() if fine else pytest.raises(InputError, match=rf"/{name}"):
-        begin(one)
+        prepare_submission(one)
     with contextlib.nullcontext() if fine is not False else pytest.raises(InputError, match=rf"/{name}"):
-        begin(one.model_copy(update={"on_error": "skip-line"}))
+        prepare_submission(one.model_copy(update={"on_error": "skip-line"}))
 
 
 def test_all_damaged_shards_are_named(tmp_path: Path) -> None:
@@ -210,20 +210,20 @@ def test_what_is_wrong_in_several_files_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"3 shards are not whole:\n  \S+a.idx: .*\n  \S+b.idx: .*\n  \S+c.idx: "):
         find_prefixes([tmp_path / "shards"])
     with pytest.raises(InputError, match=r"2 paths lead to nothing:\n  \S+/x: .*\n  \S+/y: "):
-        expand([f"{tmp_path}/x", f"{tmp_path}/shards", f"{tmp_path}/y"])
+        expand_paths([f"{tmp_path}/x", f"{tmp_path}/shards", f"{tmp_path}/y"])
     with pytest.raises(InputError, match=r"3 links lead nowhere:\n  \S+a.jsonl: .*\n  \S+b.jsonl: .*\n  \S+c.jsonl: "):
-        prepare(tmp_path, tmp_path / "meta")
+        prepare_dumps(tmp_path, tmp_path / "meta")
     with pytest.raises(InputError, match=r"2 of 3 files cannot be shuffled:\n  \S+a.parquet: .*\n  \S+c.parquet: "):
-        look_at([(f"{tmp_path}/{name}.parquet", 1) for name in ("a", "b", "c")], "text")
+        inspect_files([(f"{tmp_path}/{name}.parquet", 1) for name in ("a", "b", "c")], "text")
 
 
 def test_errors_come_together_with_their_hints() -> None:
     one = InputError("is torn", where="a", hint="fetch it")
-    assert together([one], "files failed") is one
-    both = together([one, InputError("is gone", where="b", hint="fetch it")], "files failed")
+    assert combined_error([one], "files failed") is one
+    both = combined_error([one, InputError("is gone", where="b", hint="fetch it")], "files failed")
     assert str(both) == "2 files failed:\n  a: is torn\n  b: is gone\n  -> fetch it"
-    assert nearest("contnts", ["contents", "content", "id"]) == "did you mean 'contents' or 'content'?"
-    assert nearest("x", ["contents"]) == ""
+    assert did_you_mean("contnts", ["contents", "content", "id"]) == "did you mean 'contents' or 'content'?"
+    assert did_you_mean("x", ["contents"]) == ""
 
 
 # --- an unknown run
@@ -249,7 +249,7 @@ COMMANDS = (
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """logs/runs with pretrain/llama-8b and pretrain/llama-70b."""
-    monkeypatch.setattr(find, "runs", lambda: tmp_path)
+    monkeypatch.setattr(find_runs, "runs_folder", lambda: tmp_path)
     for name in ("llama-8b", "llama-70b"):
         (tmp_path / "pretrain" / name / "checkpoints").mkdir(parents=True)
         (tmp_path / "pretrain" / name / "plan.json").write_text(json.dumps({"format": 1}))
@@ -317,11 +317,11 @@ def test_who_may_not_write_is_told_whose_folder_it_is(
         ):
             metadata = "metadata_folder" in settings
             with pytest.raises(InputError, match="you may not write here: " if metadata else words):
-                begin(dumps.model_copy(update=settings))
+                prepare_submission(dumps.model_copy(update=settings))
         with pytest.raises(InputError, match=words):
             create_mixture([shards], [1.0], place)
         with pytest.raises(InputError, match=words):
-            merge([str(shards / "s")], place)
+            merge_shards([str(shards / "s")], place)
 
         def write() -> None:
             (closed / "file").write_text("x")

@@ -21,14 +21,14 @@ import pytest
 from relayrun.cli import main
 from relayrun.cli.model import checkpoint as command
 from relayrun.control.rundir import mirror as records
-from relayrun.control.rundir.lineage import commit_of, durable
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.lineage import newest_commit_at, resume_point
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import sizes
+from relayrun.files import file_sizes
 from relayrun.train.checkpoint import checksums, publish
 from relayrun.train.mirror import place, restore, sync
-from relayrun.train.mirror.pace import Pace
+from relayrun.train.mirror.pace import CopyRateLimit
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
 from tests.mirrored import SIZE, Mirrored, digest, flip
@@ -37,7 +37,7 @@ from tests.waiting import wait_for
 
 @pytest.fixture
 def mirrored(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mirrored:  # noqa: F811
-    monkeypatch.setattr(place, "PIECE", 700)
+    monkeypatch.setattr(place, "COPY_PIECE_BYTES", 700)
     made = Mirrored(make_run, tmp_path)
     for iteration in (10, 20, 30):
         made.save(iteration)
@@ -80,16 +80,16 @@ def test_what_was_computed_again_is_copied_again(mirrored: Mirrored) -> None:
     began(mirrored.run, 2, base=10)
     for iteration in (20, 30):
         shutil.rmtree(mirrored.run.checkpoint(iteration))
-        staged = publish.prepare(mirrored.run, 2, iteration)
+        staged = publish.prepare_staging(mirrored.run, 2, iteration)
         (staged / "data").write_bytes(b"anew")
-        root = checksums.write_index(staged, iteration, {})
+        root = checksums.write_checksum_index(staged, iteration, {})
         path = str(mirrored.run.checkpoint(iteration))
-        commit = Commit(iteration=iteration, path=path, consumed_samples=1, time=time.time(), seconds=1.0)
-        publish.publish(mirrored.run, 2, replace(commit, files=sizes(staged), checksum=root), staged)
+        commit = CheckpointCommit(iteration=iteration, path=path, consumed_samples=1, time=time.time(), seconds=1.0)
+        publish.publish_checkpoint(mirrored.run, 2, replace(commit, files=file_sizes(staged), checksum=root), staged)
         if iteration == 20:  # the copies of the line that was left stay until this one is beyond them
             mirrored.sync()
             mirrored.remember()
-            assert 30 in {copy.iteration for copy in records.copies(mirrored.place).values()}
+            assert 30 in {copy.iteration for copy in records.read_copies(mirrored.place).values()}
     mirrored.remember()
     mirrored.sync()
     assert mirrored.claimed() == [20, 30]
@@ -101,11 +101,11 @@ def test_a_checkpoint_without_hashes_is_compared_with_its_copy(mirrored: Mirrore
     mirrored.remember()
     assert mirrored.sync() == ["copied iteration 40", "copied iteration 30"]
     assert mirrored.claimed() == [30, 40]
-    copy = records.copies(mirrored.place)["iter_0000040"]
+    copy = records.read_copies(mirrored.place)["iter_0000040"]
     assert set(copy.hashes) == set(copy.files)
     target = mirrored.place / "iter_0000040"
     flip(target if file else target / "common.pt")
-    done = sync.sync(mirrored.run, verify=True)
+    done = sync.mirror_checkpoints(mirrored.run, verify=True)
     assert "the copy of iteration 40 is damaged" in done.complaints[0]
     assert mirrored.claimed() == [30, 40]
 
@@ -140,7 +140,7 @@ def cut_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             (records, "append_line"),
         ):
             patch.setattr(module, name, counted(name, getattr(module, name)))
-        patch.setattr(Pace, "spend", counted("spend", Pace.spend))
+        patch.setattr(CopyRateLimit, "spend", counted("spend", CopyRateLimit.spend))
         yield calls
 
 
@@ -179,17 +179,17 @@ def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> No
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert 0 < monitored.stat().st_size < SIZE
-    done = sum(sizes(mirrored.place / ".staging/iter_0000030").values())
-    assert records.copies(mirrored.place) == {}
+    done = sum(file_sizes(mirrored.place / ".staging/iter_0000030").values())
+    assert records.read_copies(mirrored.place) == {}
     mirrored.policy()
     paces: list[int] = []
 
-    class Counted(Pace):
+    class Counted(CopyRateLimit):
         def spend(self, count: int) -> None:
             paces.append(count)
 
     assert mirrored.sync(pace=Counted(None))[0] == "copied iteration 30"
-    assert sum(paces) == sum(sum(sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30)) - done
+    assert sum(paces) == sum(sum(file_sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30)) - done
     assert mirrored.claimed() == [20, 30]
 
 
@@ -204,12 +204,12 @@ def test_a_full_place_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mi
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
-        done = sync.sync(mirrored.run)
+        done = sync.mirror_checkpoints(mirrored.run)
         assert [os.strerror(errno.EFBIG) in each for each in done.complaints] == [True]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert mirrored.claimed() == [20, 30]
-    last = records.read_last(mirrored.run)
+    last = records.read_last_pass(mirrored.run)
     assert last is not None
     assert (last.iteration, last.behind) == (30, 1)
     assert os.strerror(errno.EFBIG) in (last.complaint or "")
@@ -222,9 +222,9 @@ def test_a_full_place_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mi
 
 def test_no_more_than_so_many_bytes_a_second(mirrored: Mirrored) -> None:
     slept = [0.0]
-    pace = Pace(1000.0, sleep=lambda seconds: slept.append(slept[-1] + seconds), clock=lambda: slept[-1])
+    pace = CopyRateLimit(1000.0, sleep=lambda seconds: slept.append(slept[-1] + seconds), clock=lambda: slept[-1])
     mirrored.sync(pace=pace)
-    size = sum(sum(sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30))
+    size = sum(sum(file_sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30))
     assert slept[-1] == pytest.approx(size / 1000.0)
 
 
@@ -232,7 +232,7 @@ def test_a_slow_copy_keeps_its_checkpoint_from_the_rules_of_the_run(mirrored: Mi
     """Training saves on meanwhile, and keeps but one."""
     saved: list[int] = []
 
-    class Slow(Pace):
+    class Slow(CopyRateLimit):
         def spend(self, count: int) -> None:
             if len(saved) < 5:
                 saved.append(40 + 10 * len(saved))
@@ -250,11 +250,11 @@ def test_a_slow_copy_keeps_its_checkpoint_from_the_rules_of_the_run(mirrored: Mi
 
 
 def test_a_checkpoint_that_goes_away_is_left_and_the_next_one_copied(mirrored: Mirrored) -> None:
-    class Away(Pace):
+    class Away(CopyRateLimit):
         def spend(self, count: int) -> None:
             shutil.rmtree(mirrored.run.checkpoint(30), ignore_errors=True)
 
-    done = sync.sync(mirrored.run, pace=Away(None))
+    done = sync.mirror_checkpoints(mirrored.run, pace=Away(None))
     assert "cannot be read: No such file or directory" in done.complaints[0]
     assert 20 in mirrored.claimed()
     assert 30 not in mirrored.claimed()
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_goes_away_is_left_and_the_next_one_copied(mirrored: M
 def test_a_copy_that_is_wrong_on_its_way_is_copied_again(mirrored: Mirrored) -> None:
     flipped: list[Path] = []
 
-    class Wrong(Pace):
+    class Wrong(CopyRateLimit):
         def spend(self, count: int) -> None:
             for path in (mirrored.place / ".staging").glob("*/common.pt"):
                 if not flipped and path.stat().st_size == SIZE:
@@ -279,23 +279,23 @@ def test_a_copy_that_is_wrong_on_its_way_is_copied_again(mirrored: Mirrored) -> 
 
 
 def test_a_place_that_is_always_wrong_has_no_copies(mirrored: Mirrored) -> None:
-    class Wrong(Pace):
+    class Wrong(CopyRateLimit):
         def spend(self, count: int) -> None:
             for path in (mirrored.place / ".staging").glob("*/common.pt"):
                 if path.stat().st_size == SIZE:
                     path.write_bytes(b"x" * SIZE)
 
-    done = sync.sync(mirrored.run, pace=Wrong(None))
+    done = sync.mirror_checkpoints(mirrored.run, pace=Wrong(None))
     assert len(done.complaints) == 2
     assert "is not what was saved, 2 times: common.pt is not the one that was saved" in done.complaints[0]
-    assert records.copies(mirrored.place) == {}
+    assert records.read_copies(mirrored.place) == {}
 
 
 def test_a_copy_that_goes_bad_is_taken_back_and_made_anew(mirrored: Mirrored) -> None:
     mirrored.sync()
     (mirrored.place / "iter_0000020/common.pt").write_bytes(b"short")  # its size tells
     flip(mirrored.place / "iter_0000030/common.pt")  # its bytes alone do
-    done = sync.sync(mirrored.run, verify=True)
+    done = sync.mirror_checkpoints(mirrored.run, verify=True)
     assert sorted(each.split(":")[0] for each in done.complaints) == [
         "the copy of iteration 20 is damaged",
         "the copy of iteration 30 is damaged",
@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_is_not_copied_and_takes_no_good_copy_away(mirrored
     mirrored.sync()
     mirrored.save(40)
     flip(mirrored.run.checkpoint(40) / "common.pt")
-    done = sync.sync(mirrored.run)
+    done = sync.mirror_checkpoints(mirrored.run)
     (complaint,) = done.complaints
     assert f"{mirrored.run.checkpoint(40)}: it is damaged: common.pt is not the one that was saved" in complaint
     assert mirrored.claimed() == [30]
@@ -329,7 +329,7 @@ def test_no_rule_of_the_run_removes_the_last_verified_one(mirrored: Mirrored) ->
 
 
 def test_a_damaged_record_fails_no_save_and_removes_nothing(mirrored: Mirrored) -> None:
-    (records.folder(mirrored.run) / "verified.jsonl").write_text('{"iteration": 20}\n')
+    (records.mirror_folder(mirrored.run) / "verified.jsonl").write_text('{"iteration": 20}\n')
     mirrored.save(40, keep_last=1)
     assert len(list(mirrored.run.checkpoints.glob("iter_*"))) == 4
 
@@ -340,7 +340,7 @@ def test_no_rule_of_the_copies_removes_the_newest_while_another_is_not_whole(mir
     shutil.rmtree(mirrored.place / "iter_0000030")
     for iteration in (20, 30):
         shutil.rmtree(mirrored.run.checkpoint(iteration))
-    sync.sync(mirrored.run)
+    sync.mirror_checkpoints(mirrored.run)
     assert 20 in mirrored.claimed()
 
 
@@ -352,16 +352,16 @@ def test_a_run_that_lost_its_checkpoints_gets_them_back(mirrored: Mirrored, caps
     known = mirrored.known
     mirrored.lose()
     with pytest.raises(RunDirError, match="no checkpoint of this run is whole"):
-        durable(mirrored.run)
+        resume_point(mirrored.run)
     assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 0
     said = capsys.readouterr().out
     assert "restored iteration 30: " in said
     assert f"go on: relayrun resume {mirrored.run.path}" in said
     assert digest(mirrored.run.checkpoint(30)) == known[30]
-    assert durable(mirrored.run).iteration == 30
-    commit = commit_of(mirrored.run.checkpoint(30))
+    assert resume_point(mirrored.run).iteration == 30
+    commit = newest_commit_at(mirrored.run.checkpoint(30))
     assert commit is not None
-    assert checksums.verify(mirrored.run.checkpoint(30), commit.checksum)[1] == []
+    assert checksums.verify_checkpoint(mirrored.run.checkpoint(30), commit.checksum)[1] == []
     assert main(["checkpoint", "restore", f"{mirrored.run.path}:20"]) == 0
     assert digest(mirrored.run.checkpoint(20)) == known[20]
 
@@ -380,22 +380,22 @@ def test_a_damaged_copy_is_not_put_back_and_the_one_before_is(
     assert "not restored: " in said
     assert "restored iteration 20: " in said
     assert digest(mirrored.run.checkpoint(20)) == known[20]
-    assert durable(mirrored.run).iteration == 20
+    assert resume_point(mirrored.run).iteration == 20
 
 
 def test_a_torn_one_stays_beside_what_takes_its_place(mirrored: Mirrored) -> None:
     mirrored.sync()
     (mirrored.run.checkpoint(30) / "common.pt").write_bytes(b"torn")
-    assert "restored iteration 30" in restore.restore(mirrored.run, None)[0]
+    assert "restored iteration 30" in restore.restore_copy(mirrored.run, None)[0]
     assert (mirrored.run.checkpoints / ".superseded/iter_0000030-torn/common.pt").read_bytes() == b"torn"
 
 
 def test_what_cannot_be_restored_is_one_error(mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored.sync()
     with pytest.raises(InputError, match="there is nothing to restore"):
-        restore.restore(mirrored.run, None)
+        restore.restore_copy(mirrored.run, None)
     with pytest.raises(InputError, match="no copy of iteration 10") as error:
-        restore.restore(mirrored.run, 10)
+        restore.restore_copy(mirrored.run, 10)
     assert error.value.hint == "copies that count: 20, 30"
     mirrored.lose()
     monkeypatch.setattr(command.run_status, "gather", lambda *_, **__: type("Running", (), {"state": "running"})())
@@ -410,8 +410,8 @@ def test_the_place_of_another_run_is_refused(mirrored: Mirrored) -> None:
     mirrored.sync()
     mirrored.policy(id="4567")
     with pytest.raises(RunDirError, match="holds the copies of another run"):
-        sync.sync(mirrored.run)
-    last = records.read_last(mirrored.run)
+        sync.mirror_checkpoints(mirrored.run)
+    last = records.read_last_pass(mirrored.run)
     assert last is not None
     assert "holds the copies of another run" in (last.complaint or "")
 
@@ -421,9 +421,9 @@ def test_a_copied_run_directory_does_not_take_the_copies_over_and_a_moved_one_do
     twin = Run(mirrored.run.path.with_name("twin"))
     shutil.copytree(mirrored.run.path, twin.path)
     with pytest.raises(RunDirError, match="holds the copies of another run"):
-        sync.sync(twin)
+        sync.mirror_checkpoints(twin)
     shutil.rmtree(mirrored.run.path)
-    assert sync.sync(twin).complaints == []
+    assert sync.mirror_checkpoints(twin).complaints == []
 
 
 def test_a_place_that_is_away_is_not_begun_anew(mirrored: Mirrored, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_place_that_is_away_is_not_begun_anew(mirrored: Mirrored, tmp_path: Pa
     (tmp_path / "second").rename(tmp_path / "away")
     for _ in range(2):
         with pytest.raises(RunDirError, match="the second place is away, or was emptied: iteration 30"):
-            sync.sync(mirrored.run)
+            sync.mirror_checkpoints(mirrored.run)
         (tmp_path / "second").mkdir(exist_ok=True)
     (tmp_path / "second").rmdir()
     (tmp_path / "away").rename(tmp_path / "second")
@@ -440,14 +440,14 @@ def test_a_place_that_is_away_is_not_begun_anew(mirrored: Mirrored, tmp_path: Pa
 
 
 def test_two_do_not_copy_at_once(mirrored: Mirrored) -> None:
-    with open(records.folder(mirrored.run) / "lock", "w") as lock:
+    with open(records.mirror_folder(mirrored.run) / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunDirError, match="another process copies"):
-            sync.sync(mirrored.run)
+            sync.mirror_checkpoints(mirrored.run)
 
 
 def test_a_run_without_a_second_place_says_so(mirrored: Mirrored) -> None:
-    records.policy_path(mirrored.run).unlink()
+    records.mirror_policy_path(mirrored.run).unlink()
     with pytest.raises(RunDirError, match="not copied to a second place") as error:
-        sync.sync(mirrored.run)
+        sync.mirror_checkpoints(mirrored.run)
     assert "set checkpoint.mirror" in (error.value.hint or "")

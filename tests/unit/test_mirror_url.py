@@ -18,13 +18,13 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.rundir import mirror as records
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.errors import ConfigError, InputError, RunDirError
-from relayrun.files import sizes
+from relayrun.files import file_sizes
 from relayrun.tokens.stores import remote
-from relayrun.train.mirror import place, restore, store, sync
-from relayrun.train.mirror.choose import place_at
-from relayrun.train.mirror.pace import Pace
+from relayrun.train.mirror import object_store, place, restore, sync
+from relayrun.train.mirror.choose import destination_at
+from relayrun.train.mirror.pace import CopyRateLimit
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.mirrored import SIZE, Mirrored, digest, flip
 from tests.object_store import ObjectStore
@@ -45,8 +45,8 @@ class MirroredBelowUrl(Mirrored):
     def policy(self, **changes: object) -> None:
         super().policy(**{"folder": URL} | changes)
 
-    def claims(self) -> dict[str, records.Copy]:
-        return place_at(URL, Pace(None)).copies()
+    def claims(self) -> dict[str, records.CheckpointCopy]:
+        return destination_at(URL, CopyRateLimit(None)).copies()
 
     def claimed(self, *, but: int | None = None) -> list[int]:
         """Iterations that are claimed to be there; each is, byte for byte, by the store's own objects.
@@ -72,8 +72,8 @@ class MirroredBelowUrl(Mirrored):
 
 @pytest.fixture
 def mirrored(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MirroredBelowUrl:  # noqa: F811
-    monkeypatch.setattr(place, "PIECE", 700)
-    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(place, "COPY_PIECE_BYTES", 700)
+    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.0, 0.0))
     ObjectStore.begin()
     made = MirroredBelowUrl(make_run, tmp_path)
     for iteration in (10, 20, 30):
@@ -95,7 +95,7 @@ def test_the_newest_are_copied_and_verified_first(mirrored: MirroredBelowUrl) ->
     assert mirrored.claimed() == [30, 40]
     claims = ["copies/iter_0000030.json", "copies/iter_0000040.json"]
     assert mirrored.there() == [*claims, "iter_0000030", "iter_0000040", "mirror.json"]
-    last = records.read_last(mirrored.run)
+    last = records.read_last_pass(mirrored.run)
     assert last is not None
     assert (last.iteration, last.behind, last.complaint) == (40, 0, None)
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_without_hashes_is_compared_with_its_copy(mirrored: Mirrore
     assert mirrored.claimed() == [30, 40]
     target = f"{ROOT}/iter_0000040" + ("" if file else "/common.pt")
     ObjectStore.objects[target] = b"?" + ObjectStore.objects[target][1:]
-    done = sync.sync(mirrored.run, verify=True)
+    done = sync.mirror_checkpoints(mirrored.run, verify=True)
     assert "the copy of iteration 40 is damaged" in done.complaints[0]
     assert mirrored.claimed() == [30, 40]
 
@@ -150,7 +150,7 @@ def cut_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "before", staticmethod(counted))
-        patch.setattr(Pace, "spend", lambda self, count: counted("spend", ""))
+        patch.setattr(CopyRateLimit, "spend", lambda self, count: counted("spend", ""))
         yield calls
     gc.collect()  # a file that is half sent must not be finished when it is collected
 
@@ -166,18 +166,18 @@ def test_a_pass_that_is_cut_anywhere_claims_nothing_that_is_not_there(
     ObjectStore.objects[damaged] = b"x" + ObjectStore.objects[damaged][1:]  # so that a claim is taken back as well
     before = dict(ObjectStore.objects)
     with cut_at(0, monkeypatch) as calls:
-        sync.sync(mirrored.run, verify=True)
+        sync.mirror_checkpoints(mirrored.run, verify=True)
     assert set(calls) == {"read", "list", "write", "copy", "remove", "spend"}
     for number in range(1, len(calls) + 1, every):
         ObjectStore.objects.clear()
         ObjectStore.objects.update(before)
         with cut_at(number, monkeypatch), pytest.raises(Cut):
-            sync.sync(mirrored.run, verify=True)
+            sync.mirror_checkpoints(mirrored.run, verify=True)
         whole = set(mirrored.claimed(but=20))
         assert 30 in whole  # the last verified one, whatever happens
         sent = {path.rpartition("40/")[2]: len(data) for path, data in ObjectStore.objects.items() if "40/" in path}
         assert sent.items() <= saved.files.items()  # a file that is half sent is no object
-        sync.sync(mirrored.run, verify=True)
+        sync.mirror_checkpoints(mirrored.run, verify=True)
         assert mirrored.claimed() == [30, 40]
         assert not [name for name in mirrored.there() if name.startswith(("copying", "iter_0000020"))]
 
@@ -200,17 +200,17 @@ def test_a_process_that_is_killed_goes_on_with_the_file_that_it_was_at(
     process.wait()
     done = {path.name for path in (first, second) if path.exists() and path.stat().st_size == SIZE}
     assert len(done) == 1
-    assert place_at(url, Pace(None)).copies() == {}
+    assert destination_at(url, CopyRateLimit(None)).copies() == {}
     mirrored.policy(folder=url)
     sent: list[str] = []
-    real = store.StorePlace._send
+    real = object_store.ObjectStoreDestination._send
 
     def counted(self: object, source: object, name: str, file: str, *rest: object) -> None:
         sent.append(f"{name}/{file}")
         real(self, source, name, file, *rest)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store.StorePlace, "_send", counted)
+        patch.setattr(object_store.ObjectStoreDestination, "_send", counted)
         assert mirrored.sync() == ["copied iteration 30", "copied iteration 20"]
     assert not [name for name in sent if name.startswith("iter_0000030") and Path(name).name in done]
     for iteration in (20, 30):
@@ -225,10 +225,10 @@ def test_a_full_store_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mi
     mirrored.save(40)
     mirrored.remember()
     ObjectStore.room = sum(map(len, ObjectStore.objects.values())) + SIZE + 1000
-    (complaint,) = sync.sync(mirrored.run).complaints
+    (complaint,) = sync.mirror_checkpoints(mirrored.run).complaints
     assert complaint.startswith(f"{URL}/iter_0000040: the store refuses this: Disk quota exceeded")
     assert mirrored.claimed() == [20, 30]
-    last = records.read_last(mirrored.run)
+    last = records.read_last_pass(mirrored.run)
     assert last is not None
     assert (last.iteration, last.behind) == (30, 1)
     ObjectStore.room = float("inf")
@@ -241,16 +241,16 @@ def test_a_full_store_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mi
 
 def test_no_more_than_so_many_bytes_a_second_there_and_back(mirrored: MirroredBelowUrl) -> None:
     slept = [0.0]
-    pace = Pace(1000.0, sleep=lambda seconds: slept.append(slept[-1] + seconds), clock=lambda: slept[-1])
+    pace = CopyRateLimit(1000.0, sleep=lambda seconds: slept.append(slept[-1] + seconds), clock=lambda: slept[-1])
     mirrored.sync(pace=pace)
-    size = sum(sum(sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30))
+    size = sum(sum(file_sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30))
     assert 2 * size <= 1000.0 * slept[-1] <= 2.3 * size  # the list of hashes is read twice
 
 
 def test_a_slow_copy_keeps_its_checkpoint_from_the_rules_of_the_run(mirrored: MirroredBelowUrl) -> None:
     saved: list[int] = []
 
-    class Slow(Pace):
+    class Slow(CopyRateLimit):
         def spend(self, count: int) -> None:
             if len(saved) < 5:
                 saved.append(40 + 10 * len(saved))
@@ -291,10 +291,10 @@ def test_a_store_that_does_not_answer_is_asked_once_and_said(mirrored: MirroredB
         raise ConnectionError("no route; AKIAABCDEFGHIJKLMNOP")
 
     ObjectStore.before = staticmethod(away)
-    (complaint,) = sync.sync(mirrored.run).complaints
+    (complaint,) = sync.mirror_checkpoints(mirrored.run).complaints
     assert "the store does not answer: no route; <AWS key> (tried 3 times)" in complaint
     assert len(asked) == 3  # and no pause of minutes for each of the others
-    last = records.read_last(mirrored.run)
+    last = records.read_last_pass(mirrored.run)
     assert last is not None
     assert last.iteration == 30
     assert "AKIA" not in (last.complaint or "")
@@ -308,7 +308,7 @@ def test_access_that_is_lost_is_no_damage(mirrored: MirroredBelowUrl) -> None:
             raise PermissionError("Access Denied")
 
     ObjectStore.before = staticmethod(closed)
-    (complaint,) = sync.sync(mirrored.run, verify=True).complaints
+    (complaint,) = sync.mirror_checkpoints(mirrored.run, verify=True).complaints
     assert "the store refuses this: Access Denied" in complaint
     ObjectStore.before = staticmethod(lambda operation, path: None)
     assert mirrored.claimed() == [20, 30]
@@ -318,7 +318,7 @@ def test_a_store_that_was_emptied_is_not_begun_anew(mirrored: MirroredBelowUrl) 
     mirrored.sync()
     ObjectStore.objects.clear()
     with pytest.raises(RunDirError, match="the second place is away, or was emptied: iteration 30"):
-        sync.sync(mirrored.run)
+        sync.mirror_checkpoints(mirrored.run)
     assert ObjectStore.objects == {}
 
 
@@ -343,7 +343,7 @@ def test_a_copy_that_is_wrong_on_its_way_is_copied_again(mirrored: MirroredBelow
 
 def test_a_store_that_is_always_wrong_has_no_copies(mirrored: MirroredBelowUrl) -> None:
     ObjectStore.taken = staticmethod(lambda path, data: data[:-1] + b"x" if path.endswith("common.pt") else data)
-    done = sync.sync(mirrored.run)
+    done = sync.mirror_checkpoints(mirrored.run)
     assert len(done.complaints) == 2
     assert "is not what was saved, 2 times: common.pt is not the one that was saved" in done.complaints[0]
     assert mirrored.claims() == {}
@@ -354,7 +354,7 @@ def test_a_copy_that_goes_bad_is_taken_back_set_aside_and_made_anew(mirrored: Mi
     ObjectStore.objects[f"{ROOT}/iter_0000020/common.pt"] = b"short"  # its size tells
     bytes_of_30 = f"{ROOT}/iter_0000030/common.pt"
     ObjectStore.objects[bytes_of_30] = b"x" + ObjectStore.objects[bytes_of_30][1:]  # its bytes alone do
-    done = sync.sync(mirrored.run, verify=True)
+    done = sync.mirror_checkpoints(mirrored.run, verify=True)
     assert [each.split(":")[0] for each in done.complaints] == [
         "the copy of iteration 20 is damaged",
         "the copy of iteration 30 is damaged",
@@ -369,7 +369,7 @@ def test_a_damaged_checkpoint_is_not_copied_and_takes_no_good_copy_away(mirrored
     mirrored.sync()
     mirrored.save(40)
     flip(mirrored.run.checkpoint(40) / "common.pt")
-    (complaint,) = sync.sync(mirrored.run).complaints
+    (complaint,) = sync.mirror_checkpoints(mirrored.run).complaints
     assert f"{mirrored.run.checkpoint(40)}: it is damaged: common.pt is not the one that was saved" in complaint
     assert mirrored.claimed() == [30]
 
@@ -379,7 +379,7 @@ def test_a_claim_that_cannot_be_read_is_said_and_nothing_is_removed(mirrored: Mi
     ObjectStore.objects[f"{ROOT}/copies/iter_0000020.json"] = b'{"name": "iter'
     before = dict(ObjectStore.objects)
     with pytest.raises(RunDirError, match=r"copies/iter_0000020.json: unreadable record"):
-        sync.sync(mirrored.run)
+        sync.mirror_checkpoints(mirrored.run)
     assert {name: data for name, data in ObjectStore.objects.items() if not name.endswith("mirror.json")} == {
         name: data for name, data in before.items() if not name.endswith("mirror.json")
     }
@@ -395,11 +395,11 @@ def test_a_run_that_lost_its_checkpoints_gets_them_back(
     known = mirrored.known
     mirrored.lose()
     with pytest.raises(RunDirError, match="no checkpoint of this run is whole"):
-        durable(mirrored.run)
+        resume_point(mirrored.run)
     assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 0
     assert "restored iteration 30: " in capsys.readouterr().out
     assert digest(mirrored.run.checkpoint(30)) == known[30]
-    assert durable(mirrored.run).iteration == 30
+    assert resume_point(mirrored.run).iteration == 30
     assert main(["checkpoint", "restore", f"{mirrored.run.path}:20"]) == 0
     assert digest(mirrored.run.checkpoint(20)) == known[20]
 
@@ -417,7 +417,7 @@ def test_a_damaged_copy_is_not_put_back_and_the_one_before_is(
     said = capsys.readouterr().out
     assert "not restored: " in said
     assert "restored iteration 20: " in said
-    assert durable(mirrored.run).iteration == 20
+    assert resume_point(mirrored.run).iteration == 20
 
 
 @pytest.mark.parametrize("below_url", [True, False])
@@ -436,9 +436,9 @@ def test_a_copy_of_a_run_that_is_lost_comes_into_any_folder(
     assert digest(target / "iter_0000020") == mirrored.known[20]
     assert sorted(os.listdir(target)) == ["iter_0000020", "iter_0000030"]
     with pytest.raises(InputError, match="something has this name already"):
-        restore.fetch(where, 20, target)
+        restore.fetch_copy(where, 20, target)
     with pytest.raises(InputError, match="there is no copy of iteration 10") as error:
-        restore.fetch(where, 10, target)
+        restore.fetch_copy(where, 10, target)
     assert error.value.hint == "copies: 20, 30"
 
 
@@ -449,37 +449,37 @@ def test_the_place_of_another_run_is_refused(mirrored: MirroredBelowUrl) -> None
     mirrored.sync()
     mirrored.policy(id="4567")
     with pytest.raises(RunDirError, match="holds the copies of another run"):
-        sync.sync(mirrored.run)
+        sync.mirror_checkpoints(mirrored.run)
 
 
 def test_a_bucket_or_folder_that_is_not_there_is_said_and_not_made(mirrored: MirroredBelowUrl, tmp_path: Path) -> None:
     for above in (f"file://{tmp_path}/nowhere", "objects://other/ada"):
         mirrored.policy(folder=f"{above}/my-project/my-run")
         with pytest.raises(RunDirError, match="there is no such bucket or folder"):
-            sync.sync(mirrored.run)
+            sync.mirror_checkpoints(mirrored.run)
         with pytest.raises(ConfigError, match=r"checkpoint.mirror.path: .*: there is no such bucket or folder"):
-            store.check(above, "checkpoint.mirror.path")
+            object_store.check_object_store(above, "checkpoint.mirror.path")
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_place_is_tried_before_anything_is_queued(mirrored: MirroredBelowUrl) -> None:
-    store.check("objects://mine/ada", "it")
+    object_store.check_object_store("objects://mine/ada", "it")
     assert ObjectStore.objects == {}
     ObjectStore.before = staticmethod(_refuse)
     with pytest.raises(ConfigError, match="it cannot be written: Access Denied"):
-        store.check("objects://mine/ada", "it")
+        object_store.check_object_store("objects://mine/ada", "it")
     with pytest.raises(ConfigError, match="Protocol not known: nowhere"):
-        store.check("nowhere://mine/ada", "it")
+        object_store.check_object_store("nowhere://mine/ada", "it")
 
 
 def test_a_name_that_is_a_pattern_is_refused_and_removes_nothing_of_others(mirrored: MirroredBelowUrl) -> None:
     """fsspec removes what a pattern matches: copies below `web2` for those below `web[2024]`."""
     ObjectStore.objects["mine/web2/run/iter_0000010/data"] = b"another's"
-    named = place_at("objects://mine/web[2024]/run", Pace(None))
+    named = destination_at("objects://mine/web[2024]/run", CopyRateLimit(None))
     with pytest.raises(InputError, match="in a name for a pattern, and would remove other copies"):
         named.remove("iter_0000010")
     with pytest.raises(ConfigError, match="in a name for a pattern, and would remove other copies"):
-        store.check("objects://mine/web[2024]", "it")
+        object_store.check_object_store("objects://mine/web[2024]", "it")
     assert ObjectStore.objects == {"mine/web2/run/iter_0000010/data": b"another's"}
 
 

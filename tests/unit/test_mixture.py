@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.mixture.folder import create_mixture, distinct
-from relayrun.tokens.mixture.select import normalised, select_whole_shards, shuffled_order
+from relayrun.tokens.mixture.folder import create_mixture, distinct_names
+from relayrun.tokens.mixture.select import normalise_weights, select_whole_shards, shuffled_order
 from relayrun.tokens.shards.indexed import Shard, ShardWriter
 from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT
 from relayrun.tokens.shards.prefixes import find_prefixes
@@ -221,12 +221,12 @@ def test_a_dataset_without_tokens_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", [[0.0, 1.0], [-1.0, 2.0], [math.nan, 1.0], [math.inf, 1.0], [1e-320, 1e300]])
 def test_weights_that_are_not_positive_numbers_are_errors(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="weight"):
-        normalised(weights)
+        normalise_weights(weights)
 
 
 def test_weights_are_normalised() -> None:
-    assert normalised([4, 1]) == [0.8, 0.2]
-    assert normalised([1e308, 1e308]) == [0.5, 0.5]
+    assert normalise_weights([4, 1]) == [0.8, 0.2]
+    assert normalise_weights([1e308, 1e308]) == [0.5, 0.5]
 
 
 def test_the_order_depends_on_seed_and_names_only() -> None:
@@ -249,10 +249,10 @@ def test_the_draw_by_hand() -> None:
 
 
 def test_distinct_names() -> None:
-    assert distinct(["a", "b", "a"], ["x-a", "x-b", "y-a"]) == ["x-a", "b", "y-a"]
-    assert distinct(["a", "a", "x-a"], ["x-a", "y-a", "z"]) == ["x-a-1", "y-a", "x-a"]
-    assert distinct(["a", "a"], ["f" * 300, "g" * 300]) == ["a", "a-1"]
-    assert distinct(["a"], ["a-1"], reserved=["a"]) == ["a-1"]
+    assert distinct_names(["a", "b", "a"], ["x-a", "x-b", "y-a"]) == ["x-a", "b", "y-a"]
+    assert distinct_names(["a", "a", "x-a"], ["x-a", "y-a", "z"]) == ["x-a-1", "y-a", "x-a"]
+    assert distinct_names(["a", "a"], ["f" * 300, "g" * 300]) == ["a", "a-1"]
+    assert distinct_names(["a"], ["a-1"], reserved=["a"]) == ["a-1"]
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ from relayrun.tokens.mixture.folder import create_mixture
 from relayrun.tokens.order.windows import WindowDataset
 from relayrun.tokens.shards.indexed import Shard, ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
-from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON
 from relayrun.tokens.shards.prefixes import find_prefixes
-from relayrun.tokens.shards.verify import verify
+from relayrun.tokens.shards.verify import verify_shards
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 EOD = 99
@@ -92,9 +92,9 @@ def test_everybody_reads_a_cut_shard(tmp_path: Path) -> None:
     stream = np.asarray(whole.ids())[: cut.tokens]
     for number in range(len(windows)):
         assert np.array_equal(windows.read(number), stream[64 * number : 64 * number + 65])
-    assert merge([prefix], tmp_path / "merged").tokens == cut.tokens
+    assert merge_shards([prefix], tmp_path / "merged").tokens == cut.tokens
     assert np.array_equal(Shard.open(tmp_path / "merged").ids(), stream)
-    (verified,) = verify([prefix], vocabulary_size=100, eod=EOD)
+    (verified,) = verify_shards([prefix], vocabulary_size=100, eod=EOD)
     assert verified.faults == ()
 
 
@@ -104,11 +104,11 @@ def test_a_cut_index_that_is_not_the_beginning_of_its_shard_is_a_fault(tmp_path:
     (prefix,) = cut_shards(tmp_path / "m")
     dataset(tmp_path / "other", shards=1, documents=100, longest=20, seed=5)
     os.replace(tmp_path / "other" / "00000_tokens.idx", prefix + ".idx")
-    (verified,) = verify([prefix], eod=EOD)
+    (verified,) = verify_shards([prefix], eod=EOD)
     assert f"its index is not the beginning of {b}/00000_tokens.idx" in verified.faults
     with open(b / "00000_tokens.bin", "ab") as file:  # a real shard with bytes behind its end is no cut one
         file.write(b"xx")
-    (verified,) = verify([str(b / "00000_tokens")], eod=EOD)
+    (verified,) = verify_shards([str(b / "00000_tokens")], eod=EOD)
     assert any("its index ends at" in fault for fault in verified.faults)
 
 
@@ -176,8 +176,8 @@ def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path) -> None:
         create_mixture([a], [1], tmp_path / "m", tokens=10**14, most_repeats=10**15)
     for text in ("0", "-5", "10X", "", "1e9"):
         with pytest.raises(ConfigError, match="no number of tokens"):
-            select.parse_tokens(text)
-    assert [select.parse_tokens(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
+            select.parse_token_count(text)
+    assert [select.parse_token_count(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
         7,
         1000,
         20_000,

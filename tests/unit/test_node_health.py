@@ -22,35 +22,41 @@ import pytest
 
 from relayrun.control.agent import health as health_module
 from relayrun.control.agent import node_facts, own_health
-from relayrun.control.agent.aside import Aside
-from relayrun.control.agent.clocks import QUESTIONS, Clocks
-from relayrun.control.agent.health import Health
-from relayrun.control.agent.lines import Lines
-from relayrun.control.agent.node_facts import Program, available_memory, gather, quick
-from relayrun.control.agent.node_findings import decided, judged, of_clock, of_facts, of_probe
-from relayrun.control.agent.own_health import OwnHealth
-from relayrun.control.agent.places import Places
+from relayrun.control.agent.background_work import BackgroundWork
+from relayrun.control.agent.clocks import CLOCK_QUESTIONS, ClockOffsets
+from relayrun.control.agent.health import JobHealth
+from relayrun.control.agent.lines import MessageSocket
+from relayrun.control.agent.node_facts import TimedProgram, available_memory, gather_facts, quick_facts
+from relayrun.control.agent.node_findings import (
+    decide_actions,
+    findings_of_clock,
+    findings_of_facts,
+    findings_of_probe,
+    judge_findings,
+)
+from relayrun.control.agent.own_health import LocalNodeHealth
+from relayrun.control.agent.places import NodeRanks
 from relayrun.control.chain import nodes
 from relayrun.control.rundir import node_health
-from relayrun.control.rundir.node_health import Finding, HealthPlan, History
+from relayrun.control.rundir.node_health import HealthFinding, HealthPlan, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.train.node_gpus import xids_of
-from relayrun.train.node_probe import pairs
+from relayrun.train.gpu_health import hardware_xids
+from relayrun.train.node_benchmark import exchange_pairs
 from tests.history import began
 from tests.waiting import wait_for
 
-EMPTY = History([])
+EMPTY = NodeHistory([])
 GB = 10**9
 
 
-def found(facts: dict[str, Any], history: History = EMPTY, **plan: Any) -> dict[str, Finding]:
-    return {each.check: each for each in of_facts("n1", facts, HealthPlan(mode="warn", **plan), history)}
+def found(facts: dict[str, Any], history: NodeHistory = EMPTY, **plan: Any) -> dict[str, HealthFinding]:
+    return {each.check: each for each in findings_of_facts("n1", facts, HealthPlan(mode="warn", **plan), history)}
 
 
 def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> None:
-    facts = gather(HealthPlan(mode="warn"), tmp_path)
+    facts = gather_facts(HealthPlan(mode="warn"), tmp_path)
     assert facts["memory"] > 0
     assert facts["tmp"] > 0
     assert facts["unwritable"] == {}
@@ -60,7 +66,7 @@ def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> 
 
 
 def test_what_is_short_of_a_limit_is_named_with_both_figures(tmp_path: Path) -> None:
-    facts = quick(tmp_path)
+    facts = quick_facts(tmp_path)
     there = found(facts, memory=1e18, shm=1e18, tmp=1e18, open_files=10**9)
     assert {check: each.hard for check, each in there.items()} == {
         "memory": True,
@@ -74,7 +80,7 @@ def test_what_is_short_of_a_limit_is_named_with_both_figures(tmp_path: Path) -> 
 
 
 def test_memory_is_compared_with_what_ranks_took_before() -> None:
-    history = History([{"ranks_memory": 40 * GB}, {"ranks_memory": 44 * GB}, {"ranks_memory": 300 * GB}])
+    history = NodeHistory([{"ranks_memory": 40 * GB}, {"ranks_memory": 44 * GB}, {"ranks_memory": 300 * GB}])
     assert not found({"memory": 44 * GB}, history)
     assert not found({"memory": GB})  # nobody knows
     short, much_shorter = found({"memory": 30 * GB}, history)["memory"], found({"memory": 20 * GB}, history)["memory"]
@@ -83,7 +89,7 @@ def test_memory_is_compared_with_what_ranks_took_before() -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_hard(tmp_path: Path) -> None:
-    facts = quick(tmp_path / "gone")
+    facts = quick_facts(tmp_path / "gone")
     each = found(facts)["run_dir"]
     assert each.hard
     assert each.words == f"cannot be written: {tmp_path / 'gone'}: No such file or directory"
@@ -150,15 +156,15 @@ def plan_of(run: Run, **health: Any) -> Plan:
 )
 def test_the_sites_own_check(tmp_path: Path, command: list[str], hard: bool | None, words: str) -> None:
     plan = HealthPlan(mode="warn", command=command, command_seconds=0.5 if command[0] == "sleep" else 60.0)
-    there = {each.check: each for each in of_facts("n1", gather(plan, tmp_path), plan, EMPTY)}
+    there = {each.check: each for each in findings_of_facts("n1", gather_facts(plan, tmp_path), plan, EMPTY)}
     assert (there["command"].hard, there["command"].words) == (hard, words) if words else there == {}
 
 
 def test_a_program_ends_with_what_it_has_started() -> None:
-    program = Program(["sh", "-c", "sleep 600 & echo $!; wait"], 0.5)
+    program = TimedProgram(["sh", "-c", "sleep 600 & echo $!; wait"], 0.5)
     code, words = program.wait()
     assert (code, words) == (None, "no answer within 0.5 s")
-    answered = Program(["sh", "-c", "sleep 600 & echo $!"], 60.0).wait()
+    answered = TimedProgram(["sh", "-c", "sleep 600 & echo $!"], 60.0).wait()
     assert answered[0] == 0
     pid = int(answered[1])
     stat = Path(f"/proc/{pid}/stat")
@@ -187,10 +193,12 @@ def nvmlDeviceGetRemappedRows(handle):
 
 def test_gpus_that_are_lost_or_have_errors_are_found(tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text(PYNVML)
-    program = Program([sys.executable, "-m", "relayrun.train.node_gpus"], 60.0)
-    assert "gpu_error" in node_facts.of_gpus(program)  # this machine has none, or says so
+    program = TimedProgram([sys.executable, "-m", "relayrun.train.gpu_health"], 60.0)
+    assert "gpu_error" in node_facts.wait_for_gpu_facts(program)  # this machine has none, or says so
     environment = f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    facts = node_facts.of_gpus(Program(["env", environment, sys.executable, "-m", "relayrun.train.node_gpus"], 60.0))
+    facts = node_facts.wait_for_gpu_facts(
+        TimedProgram(["env", environment, sys.executable, "-m", "relayrun.train.gpu_health"], 60.0)
+    )
     there = found(facts, gpus=3)
     assert {check: each.hard for check, each in there.items() if check != "gpu_xid"} == {
         "gpus": True,
@@ -215,11 +223,11 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
         threads.append(threading.current_thread())
         return hung.wait(600)
 
-    monkeypatch.setattr(node_facts, "quick", quick)
+    monkeypatch.setattr(node_facts, "quick_facts", quick)
     monkeypatch.setattr(own_health, "FOLDERS_SECONDS", 0.2)
     selector = selectors.DefaultSelector()
-    aside, told = Aside(selector), list[dict[str, Any]]()
-    own, began = OwnHealth(HealthPlan(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
+    aside, told = BackgroundWork(selector), list[dict[str, Any]]()
+    own, began = LocalNodeHealth(HealthPlan(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
     own.look_between(told.append, copies=None)
     assert time.monotonic() - began < 60
     wait_for(lambda: told or turn(selector) or aside.attend(), step=0.0)
@@ -240,7 +248,7 @@ def test_a_program_that_says_something_and_hangs_is_not_waited_for(
     monkeypatch.setattr(own_health, "BETWEEN_SECONDS", 600.0)
     program = ["sh", "-c", f"echo something; echo >{tmp_path}/said; sleep 600"]
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
-    own, began = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), time.monotonic()
+    own, began = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), time.monotonic()
     own.ranks_end()
     wait_for((tmp_path / "said").exists)
     for _ in range(20):
@@ -252,7 +260,7 @@ def test_a_program_that_says_something_and_hangs_is_not_waited_for(
 
 def test_a_program_that_another_thread_ends_is_read_by_its_own_alone() -> None:
     """A descriptor that is closed while a thread still reads it may be another's by then, whose words it would take."""
-    program, words = Program(["sleep", "600"], 600.0), list[tuple[int | None, str]]()
+    program, words = TimedProgram(["sleep", "600"], 600.0), list[tuple[int | None, str]]()
     reader = threading.Thread(target=lambda: words.append(program.wait()))
     reader.start()
     time.sleep(0.2)  # it waits
@@ -270,7 +278,7 @@ def test_a_program_that_another_thread_ends_is_read_by_its_own_alone() -> None:
 
 
 def test_what_is_done_is_heard_without_the_word_that_wakes() -> None:
-    aside, told = Aside(selectors.DefaultSelector()), list[int]()
+    aside, told = BackgroundWork(selectors.DefaultSelector()), list[int]()
     aside.start(lambda: 7, told.append, seconds=600.0, otherwise=lambda _: 0)
     for thread in threading.enumerate():
         if thread.name == "aside":
@@ -287,7 +295,7 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
     held = f"for _ in $(seq 6000); do [ -e {answers} ] && break; sleep 0.05; done" if behind else ":"
     program = ["sh", "-c", f'echo >> {asked}; {held}; echo \'{{"gpus": [], "xids": []}}\'']
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
-    own, told = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), list[dict[str, Any]]()
+    own, told = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), list[dict[str, Any]]()
     own.ranks_start()
     taken = bytearray(64 << 20)  # a rank's memory
     own.ranks_run()
@@ -310,7 +318,7 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
 
 def test_a_library_that_is_missing_is_told_once(tmp_path: Path) -> None:
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=["/no/such"]), selectors.DefaultSelector()
-    own, told = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), list[dict[str, Any]]()
+    own, told = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), list[dict[str, Any]]()
     for number in range(2):
         own.ranks_end()
         own.look_between(told.append, copies=None)
@@ -326,7 +334,7 @@ def test_xid_errors_of_programs_are_not_those_of_the_hardware() -> None:
         "4,1,3,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
         "4,1,4,-;usb: 79",
     ]
-    assert xids_of(lines) == ["NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."]
+    assert hardware_xids(lines) == ["NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."]
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -348,17 +356,17 @@ def test_memory_that_is_left_in_a_group_counts_where_it_is_less(tmp_path: Path, 
     assert available_memory(tmp_path / "none", tmp_path / "none", tmp_path) is None
 
 
-def clock_of(offset: float, delay: float) -> Callable[[Lines], None]:
+def clock_of(offset: float, delay: float) -> Callable[[MessageSocket], None]:
     """An agent on a node whose clock is ahead by `offset`, behind a connection that takes `delay` each way."""
 
-    def say(agent: Lines, sent: float) -> None:
+    def say(agent: MessageSocket, sent: float) -> None:
         time.sleep(delay)
         here = time.time() + offset
         time.sleep(delay)
         agent.send("clock", sent=sent, here=here)
 
-    def answer(agent: Lines) -> None:
-        left = QUESTIONS
+    def answer(agent: MessageSocket) -> None:
+        left = CLOCK_QUESTIONS
         while left:
             for message in agent.receive():
                 say(agent, message["sent"])
@@ -368,18 +376,18 @@ def clock_of(offset: float, delay: float) -> Callable[[Lines], None]:
 
 
 def test_a_clock_that_differs_is_found_whatever_the_connection_takes() -> None:
-    clocks, links, threads, ends = Clocks(), {}, [], []
+    clocks, links, threads, ends = ClockOffsets(), {}, [], []
     for node, (offset, delay) in enumerate([(0.0, 0.0), (7.5, 0.01), (0.0, 0.05)]):
         ours, theirs = socket.socketpair()
         ours.settimeout(300)
         theirs.settimeout(300)
-        links[node] = Lines(ours)
-        ends.append(Lines(theirs))
+        links[node] = MessageSocket(ours)
+        ends.append(MessageSocket(theirs))
         threads.append(threading.Thread(target=clock_of(offset, delay), args=[ends[-1]]))
         threads[-1].start()
     clocks.ask(links, links)
     for node, link in links.items():
-        left = QUESTIONS
+        left = CLOCK_QUESTIONS
         while left:
             for message in link.receive():
                 assert message["kind"] == "clock"
@@ -392,14 +400,14 @@ def test_a_clock_that_differs_is_found_whatever_the_connection_takes() -> None:
     offsets = clocks.offsets()
     assert abs(offsets[1][0] - 7.5) <= offsets[1][1] + offsets[0][1] + offsets[2][1]
     plan = HealthPlan(mode="warn", clock_seconds=2.0)
-    there = {node: list(of_clock(f"n{node}", *known, plan)) for node, known in offsets.items()}
+    there = {node: list(findings_of_clock(f"n{node}", *known, plan)) for node, known in offsets.items()}
     assert [bool(there[node]) for node in range(3)] == [False, True, False]
     assert there[1][0].words.startswith("its clock is 7.")
     assert " s ahead (± " in there[1][0].words
 
 
 def test_one_clock_alone_is_right() -> None:
-    clocks = Clocks()
+    clocks = ClockOffsets()
     clocks.hear(0, {"sent": time.time(), "here": 0.0})
     assert clocks.offsets() == {}
 
@@ -407,37 +415,39 @@ def test_one_clock_alone_is_right() -> None:
 def test_what_is_slower_than_the_runs_own_median_is_named_and_the_first_measurement_is_not() -> None:
     plan = HealthPlan(mode="warn", slower=1.5)
     probe = {"matmul": 0.016, "exchange": 0.002, "on": "cpu"}
-    assert not list(of_probe("n1", probe, plan, EMPTY))
-    history = History([{"matmul": 0.010, "exchange": 0.002, "on": "cpu"}, {"matmul": 0.001, "on": "H100"}])
-    (slow,) = of_probe("n1", probe, plan, history)
+    assert not list(findings_of_probe("n1", probe, plan, EMPTY))
+    history = NodeHistory([{"matmul": 0.010, "exchange": 0.002, "on": "cpu"}, {"matmul": 0.001, "on": "H100"}])
+    (slow,) = findings_of_probe("n1", probe, plan, history)
     assert (slow.check, slow.hard, slow.value) == ("matmul", False, 0.016)
     assert slow.limit == pytest.approx(0.015)
     assert slow.words == "a matrix product takes 16 ms, 1.6 times this run's median of 10 ms (1.5 times allowed)"
-    assert not list(of_probe("n1", probe | {"matmul": 0.0149}, plan, history))
-    (wrong,) = of_probe("n1", {"wrong": "3 of 768 rows of a product"}, plan, history)
+    assert not list(findings_of_probe("n1", probe | {"matmul": 0.0149}, plan, history))
+    (wrong,) = findings_of_probe("n1", {"wrong": "3 of 768 rows of a product"}, plan, history)
     assert (wrong.check, wrong.hard) == ("result", True)
-    (few,) = of_probe("n1", {"devices": 3}, HealthPlan(gpus=4), history)
+    (few,) = findings_of_probe("n1", {"devices": 3}, HealthPlan(gpus=4), history)
     assert (few.check, few.hard) == ("gpus", True)
-    (mute,) = of_probe("n1", {"error": "no answer"}, plan, history)
+    (mute,) = findings_of_probe("n1", {"error": "no answer"}, plan, history)
     assert (mute.check, mute.hard) == ("answer", False)
 
 
-def finding(node: str, check: str, *, hard: bool = False) -> Finding:
-    return Finding(node=node, check=check, value=1, limit=0, words=check, hard=hard)
+def finding(node: str, check: str, *, hard: bool = False) -> HealthFinding:
+    return HealthFinding(node=node, check=check, value=1, limit=0, words=check, hard=hard)
 
 
 def test_what_every_node_has_makes_none_sick() -> None:
     every = [finding(node, "gpus", hard=True) for node in ("n0", "n1")]
-    seen, sick = judged([*every, finding("n1", "gpu_ecc", hard=True)], nodes=2, mode="warn")
+    seen, sick = judge_findings([*every, finding("n1", "gpu_ecc", hard=True)], nodes=2, mode="warn")
     assert [each.reason for each in seen] == ["every node has it", "every node has it", ""]
     assert {node: each.check for node, each in sick.items()} == {"n1": "gpu_ecc"}
-    assert judged(every[:1], nodes=1, mode="warn")[1].keys() == {"n0"}  # one alone has nobody to be compared with
+    assert judge_findings(every[:1], nodes=1, mode="warn")[1].keys() == {
+        "n0"
+    }  # one alone has nobody to be compared with
 
 
 def test_what_is_less_makes_a_node_sick_only_where_that_is_asked_for() -> None:
     soft = [finding("n0", "tmp"), finding("n1", "matmul"), finding("n1", "gpus", hard=True)]
-    assert judged(soft, nodes=3, mode="warn")[1].keys() == {"n1"}
-    sick = judged(soft, nodes=3, mode="exclude")[1]
+    assert judge_findings(soft, nodes=3, mode="warn")[1].keys() == {"n1"}
+    sick = judge_findings(soft, nodes=3, mode="exclude")[1]
     assert {node: each.check for node, each in sick.items()} == {"n1": "gpus", "n0": "tmp"}
 
 
@@ -453,9 +463,9 @@ def test_what_is_less_makes_a_node_sick_only_where_that_is_asked_for() -> None:
 def test_a_node_is_left_out_where_training_goes_on_without_it(
     wanted: int, spare: int, elastic: list[int], actions: list[str]
 ) -> None:
-    places = Places(wanted, spare=spare, elastic=elastic)
+    places = NodeRanks(wanted, spare=spare, elastic=elastic)
     sick = {"n1": finding("n1", "gpus", hard=True), "n0": finding("n0", "tmp")}
-    found = decided(sick, left=places.left, fitting=places.fitting)
+    found = decide_actions(sick, left=places.left, fitting=places.fitting)
     assert [found[node][0] for node in ("n1", "n0")] == actions
 
 
@@ -463,13 +473,13 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
     said: list[str] = []
-    health = Health(run, run.attempt(1), HealthPlan(mode="warn", tmp=GB), say=said.append)
+    health = JobHealth(run, run.attempt(1), HealthPlan(mode="warn", tmp=GB), say=said.append)
     health.hear(0, {"kind": "health", "facts": {"tmp": 2 * GB, "ranks_memory": 5 * GB}}, name="n0")
     health.hear(1, {"kind": "health", "facts": {"tmp": 0, "unwritable": {"run_dir": "/r: Read-only"}}}, name="n1")
     assert health.knows(1)
-    left_out, ends = health.look({0: "n0", 1: "n1"}, Places(2), ended_round=3)
+    left_out, ends = health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_round=3)
     assert (left_out, ends) == ({1: "cannot be written: /r: Read-only (node health)"}, True)
-    first, second = node_health.read(run.attempt(1))
+    first, second = node_health.read_findings(run.attempt(1))
     assert (first.check, first.action, first.reason, first.round) == (
         "run_dir",
         "ended",
@@ -481,17 +491,17 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
         "n1: cannot be written: /r: Read-only; ends the attempt, no other node takes its place",
         "n1: 0 GB are free in the folder for temporary files, 1 GB wanted; goes on",
     ]
-    assert node_health.why_ended(run.attempt(1)) == "n1: cannot be written: /r: Read-only"
-    assert node_health.sick(run.attempt(1)) == {"n1": "cannot be written: /r: Read-only"}
+    assert node_health.why_health_ended_attempt(run.attempt(1)) == "n1: cannot be written: /r: Read-only"
+    assert node_health.sick_nodes(run.attempt(1)) == {"n1": "cannot be written: /r: Read-only"}
     (line,) = read_lines(run.node_health)
     assert (line["node"], line["ranks_memory"]) == ("n0", 5 * GB)
-    assert not health.look({0: "n0"}, Places(2), ended_round=3)[0], "it is forgotten"
+    assert not health.look({0: "n0"}, NodeRanks(2), ended_round=3)[0], "it is forgotten"
 
 
 def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
-    health = Health(run, run.attempt(1), HealthPlan(mode="warn"), say=lambda _: None)
+    health = JobHealth(run, run.attempt(1), HealthPlan(mode="warn"), say=lambda _: None)
 
     class Link:
         def send(self, kind: str, **values: Any) -> None:
@@ -507,8 +517,8 @@ def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeyp
     assert not health.probed([0, 1])
     clock[0] += health_module.PROBE_SECONDS + 1
     assert health.probed([0, 1])
-    assert health.look({0: "n0", 1: "n1"}, Places(2), ended_round=0) == ({}, False)
-    (late,) = node_health.read(run.attempt(1))
+    assert health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_round=0) == ({}, False)
+    (late,) = node_health.read_findings(run.attempt(1))
     assert (late.node, late.check, late.action) == ("n1", "answer", "warned")
     assert [line["matmul"] for line in read_lines(run.node_health)] == [0.01]
 
@@ -516,17 +526,17 @@ def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeyp
 def test_a_sick_node_is_excluded_at_its_first_strike(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    nodes.strike(run, 1, {"n1": "2 GPUs answer"}, now=100.0, sick=True)
-    nodes.strike(run, 1, {"n1": "killed", "n2": "killed"}, now=100.0)
-    strikes = nodes.read_strikes(run)
+    nodes.record_node_failures(run, 1, {"n1": "2 GPUs answer"}, now=100.0, sick=True)
+    nodes.record_node_failures(run, 1, {"n1": "killed", "n2": "killed"}, now=100.0)
+    strikes = nodes.read_node_failures(run)
     assert [(entry.node, entry.sick) for entry in strikes] == [("n1", True), ("n2", False)]
-    assert nodes.excluded(strikes, nodes=40, now=200.0) == ["n1"]
-    assert nodes.excluded(strikes, nodes=40, now=200.0 + nodes.EXPIRE_SECONDS) == []
+    assert nodes.worst_nodes(strikes, nodes=40, now=200.0) == ["n1"]
+    assert nodes.worst_nodes(strikes, nodes=40, now=200.0 + nodes.FAILURE_EXPIRE_SECONDS) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
 def test_every_node_exchanges_with_both_neighbours_and_with_one_at_a_time(count: int) -> None:
-    turns = list(pairs(count))
+    turns = list(exchange_pairs(count))
     for turn in turns:
         each = [node for pair in turn for node in pair]
         assert len(set(each)) == len(each)

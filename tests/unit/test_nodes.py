@@ -4,40 +4,46 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.evidence import failure_words
-from relayrun.control.chain.nodes import Strike, blamed, excluded, read_strikes, strike
-from relayrun.control.rundir.records import Failure
+from relayrun.control.chain.failure_reason import first_failure_text
+from relayrun.control.chain.nodes import (
+    NodeFailureRecord,
+    blamed_nodes,
+    read_node_failures,
+    record_node_failures,
+    worst_nodes,
+)
+from relayrun.control.rundir.records import RankFailure
 from relayrun.control.rundir.run import Run
 
 
-def failure(rank: int, node: str, error: str = "CUDA error", time: float = 1.0) -> Failure:
-    return Failure(rank=rank, node=node, error=error, time=time)
+def failure(rank: int, node: str, error: str = "CUDA error", time: float = 1.0) -> RankFailure:
+    return RankFailure(rank=rank, node=node, error=error, time=time)
 
 
 def test_the_node_of_a_rank_that_srun_names_first_is_blamed() -> None:
     log = "srun: error: n1: task 3: Killed\nsrun: Terminating StepId=5.0\nsrun: error: n0: tasks 0-2: Terminated\n"
-    assert blamed(log, [], ntasks=4) == {"n1": "Killed"}
+    assert blamed_nodes(log, [], ntasks=4) == {"n1": "Killed"}
 
 
 def test_a_node_failure_counts_whatever_else_was_said() -> None:
     log = "srun: error: Node failure on n1\nsrun: error: n0: task 0: Killed\n"
-    assert blamed(log, [], ntasks=2) == {"n1": "node failure"}
+    assert blamed_nodes(log, [], ntasks=2) == {"n1": "node failure"}
 
 
 def test_the_same_error_on_all_ranks_blames_nobody() -> None:
     log = "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Exited with exit code 1\n"
-    assert blamed(log, [failure(0, "n0"), failure(1, "n1")], ntasks=2) == {}
+    assert blamed_nodes(log, [failure(0, "n0"), failure(1, "n1")], ntasks=2) == {}
 
 
 def test_of_several_that_failed_the_one_whose_words_came_first_is_blamed() -> None:
     log = "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Exited with exit code 1\n"
-    found = blamed(log, [failure(1, "n1", "ECC", 1.0), failure(0, "n0", "connection closed", 2.0)], ntasks=2)
+    found = blamed_nodes(log, [failure(1, "n1", "ECC", 1.0), failure(0, "n0", "connection closed", 2.0)], ntasks=2)
     assert found == {"n1": "ECC"}
 
 
 def test_without_evidence_nobody_is_blamed() -> None:
-    assert blamed("", [], ntasks=2) == {}
-    assert blamed("Traceback ...", [failure(0, "n0"), failure(3, "n1", "other")], ntasks=4) == {}
+    assert blamed_nodes("", [], ntasks=2) == {}
+    assert blamed_nodes("Traceback ...", [failure(0, "n0"), failure(3, "n1", "other")], ntasks=4) == {}
 
 
 PEER = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:26077"
@@ -46,7 +52,7 @@ TERMINATING = "srun: launch/slurm: _step_signal: Terminating StepId=5.0\n"
 
 def test_a_killed_rank_leaves_no_words_and_its_neighbours_are_no_evidence() -> None:
     log = f"srun: error: n1: task 1: Killed\n{TERMINATING}srun: error: n0: task 0: Exited with exit code 1\n"
-    assert blamed(log, [failure(0, "n0", PEER)], ntasks=2) == {"n1": "Killed"}
+    assert blamed_nodes(log, [failure(0, "n0", PEER)], ntasks=2) == {"n1": "Killed"}
 
 
 def test_what_a_neighbour_said_is_no_evidence_although_its_end_was_reported_first() -> None:
@@ -62,7 +68,7 @@ def test_what_a_neighbour_said_is_no_evidence_although_its_end_was_reported_firs
         "srun: error: n2: task 4: Killed\n"  # by srun, KillWait after SIGTERM
         "srun: Force Terminated StepId=5.0\n"
     )
-    assert blamed(log, [failure(0, "n0", PEER)], ntasks=6) == {"n1": "Killed"}
+    assert blamed_nodes(log, [failure(0, "n0", PEER)], ntasks=6) == {"n1": "Killed"}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +85,9 @@ def test_what_a_neighbour_said_is_no_evidence_although_its_end_was_reported_firs
     ],
 )
 def test_words_that_only_say_that_another_rank_is_gone_name_no_node(words: str) -> None:
-    assert blamed("", [failure(0, "n0", words)], ntasks=2) == {}
+    assert blamed_nodes("", [failure(0, "n0", words)], ntasks=2) == {}
     log = "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Segmentation fault\n"
-    assert blamed(log, [failure(0, "n0", words)], ntasks=2) == {"n1": "Segmentation fault"}
+    assert blamed_nodes(log, [failure(0, "n0", words)], ntasks=2) == {"n1": "Segmentation fault"}
 
 
 def test_ranks_that_srun_killed_because_they_did_not_end_are_no_evidence() -> None:
@@ -89,9 +95,9 @@ def test_ranks_that_srun_killed_because_they_did_not_end_are_no_evidence() -> No
         f"srun: error: n0: task 0: Exited with exit code 1\n{TERMINATING}"
         "srun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
     )
-    assert blamed(log, [failure(0, "n0", PEER)], ntasks=3) == {}
+    assert blamed_nodes(log, [failure(0, "n0", PEER)], ntasks=3) == {}
     log = f"{TERMINATING}srun: error: n0: task 0: Terminated\nsrun: error: n1: task 1: Killed\n"
-    assert blamed(log, [], ntasks=2) == {}
+    assert blamed_nodes(log, [], ntasks=2) == {}
 
 
 def test_the_same_end_of_every_task_blames_nobody() -> None:
@@ -99,8 +105,8 @@ def test_the_same_end_of_every_task_blames_nobody() -> None:
         f"srun: error: n0: tasks 0-1: Exited with exit code 127\n{TERMINATING}"
         "srun: error: n[1-2]: tasks 2-5: Exited with exit code 127\n"
     )
-    assert blamed(log, [], ntasks=6) == {}
-    assert blamed("srun: error: n[0-1]: tasks 0-1: Killed\n", [], ntasks=2) == {}
+    assert blamed_nodes(log, [], ntasks=6) == {}
+    assert blamed_nodes("srun: error: n[0-1]: tasks 0-1: Killed\n", [], ntasks=2) == {}
 
 
 def test_one_node_that_cannot_start_its_tasks_is_blamed() -> None:
@@ -108,20 +114,20 @@ def test_one_node_that_cannot_start_its_tasks_is_blamed() -> None:
         f"srun: error: n1: tasks 2-3: Exited with exit code 127\n{TERMINATING}"
         "srun: error: n0: tasks 0-1: Terminated\nsrun: error: n2: tasks 4-5: Terminated\n"
     )
-    assert blamed(log, [], ntasks=6) == {"n1": "Exited with exit code 127"}
+    assert blamed_nodes(log, [], ntasks=6) == {"n1": "Exited with exit code 127"}
     log = "srun: error: Task launch for StepId=5.0 failed on node n1: Communication connection failure\n"
-    assert blamed(log, [], ntasks=2) == {"n1": "Communication connection failure"}
+    assert blamed_nodes(log, [], ntasks=2) == {"n1": "Communication connection failure"}
 
 
 def test_the_same_words_of_several_nodes_blame_nobody() -> None:
     log = "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Exited with exit code 1\n"
     said = [failure(0, "n0", "ValueError: bad row"), failure(1, "n1", "ValueError: bad row"), failure(2, "n2", PEER)]
-    assert blamed(log, said, ntasks=3) == {}
+    assert blamed_nodes(log, said, ntasks=3) == {}
 
 
 def test_several_lost_nodes_are_all_blamed_and_only_slurm_can_say_so() -> None:
     log = "print of a rank: node failure on n7\nsrun: error: Node failure on n[08-10]\n"
-    assert blamed(log, [], ntasks=4) == {"n08": "node failure", "n09": "node failure", "n10": "node failure"}
+    assert blamed_nodes(log, [], ntasks=4) == {"n08": "node failure", "n09": "node failure", "n10": "node failure"}
 
 
 PREFIXES = [
@@ -142,14 +148,14 @@ def test_what_slurm_ended_is_blamed_on_nobody_whatever_stands_before_its_words(p
         f"{prefix}error: *** {what} ON n0 CANCELLED AT 2026-11-26T12:02:04 DUE to SIGNAL Killed ***\n"
         "srun: error: n1: task 1: Killed\nsrun: error: n0: task 0: Killed\n"
     )
-    assert blamed(log, [], ntasks=3) == {}
-    assert failure_words(log, []) == ""
+    assert blamed_nodes(log, [], ntasks=3) == {}
+    assert first_failure_text(log, []) == ""
 
 
 @pytest.mark.parametrize("prefix", ["", *PREFIXES])
 def test_a_lost_node_counts_whatever_stands_before_the_words(prefix: str) -> None:
-    found = blamed(f"{prefix}srun: error: Node failure on n1\n", [], ntasks=2)
-    assert found == blamed(f"{prefix}error: Node failure on n1\n", [], ntasks=2) == {"n1": "node failure"}
+    found = blamed_nodes(f"{prefix}srun: error: Node failure on n1\n", [], ntasks=2)
+    assert found == blamed_nodes(f"{prefix}error: Node failure on n1\n", [], ntasks=2) == {"n1": "node failure"}
 
 
 LISTENING = (
@@ -198,13 +204,13 @@ ENDED = (
 def test_a_cause_that_lies_in_no_node_gives_no_strike_and_is_the_reason(said: str, words: str) -> None:
     consequences = f"DistNetworkError: failed to recv, got 0 bytes\n{PEER}\n"
     for log in (f"{said}\n{consequences}{ENDED}", f"{said}\nsrun: error: n0: task 0: Exited with exit code 127\n"):
-        assert blamed(log, [], ntasks=2) == blamed(log, [failure(1, "n1", PEER)], ntasks=2) == {}
-        assert words in failure_words(log, [])
-    assert words in failure_words(f"{said}\n", [])  # the time limit was over
+        assert blamed_nodes(log, [], ntasks=2) == blamed_nodes(log, [failure(1, "n1", PEER)], ntasks=2) == {}
+        assert words in first_failure_text(log, [])
+    assert words in first_failure_text(f"{said}\n", [])  # the time limit was over
     killed = f"{said}\nsrun: error: n1: task 1: Segmentation fault\n"
-    assert blamed(killed, [], ntasks=2) == {"n1": "Segmentation fault"}
+    assert blamed_nodes(killed, [], ntasks=2) == {"n1": "Segmentation fault"}
     later = f"{said}\nRuntimeError: CUDA error: uncorrectable ECC\nsrun: error: n1: task 1: Exited with exit code 1\n"
-    assert blamed(later, [], ntasks=2) == {"n1": "Exited with exit code 1"}
+    assert blamed_nodes(later, [], ntasks=2) == {"n1": "Exited with exit code 1"}
 
 
 @pytest.mark.parametrize(
@@ -212,32 +218,32 @@ def test_a_cause_that_lies_in_no_node_gives_no_strike_and_is_the_reason(said: st
 )
 def test_a_port_that_was_taken_excuses_no_sick_node(sick: str) -> None:
     log = f"{sick}\nOSError: [Errno 98] Address already in use\nsrun: error: n1: task 1: Exited with exit code 1\n"
-    assert blamed(log, [], ntasks=2) == {"n1": "Exited with exit code 1"}
+    assert blamed_nodes(log, [], ntasks=2) == {"n1": "Exited with exit code 1"}
 
 
 @pytest.mark.parametrize("error", [LISTENING, "socket.gaierror: [Errno -2] Name or service not known"])
 def test_what_a_rank_says_of_a_port_or_a_name_is_the_reason_and_no_strike(error: str) -> None:
     said = [failure(0, "n0", error), failure(1, "n1", PEER)]
-    assert blamed(ENDED, said, ntasks=3) == {}
-    assert failure_words(ENDED, said).startswith(f"rank 0 on n0: {error[:40]}")
+    assert blamed_nodes(ENDED, said, ntasks=3) == {}
+    assert first_failure_text(ENDED, said).startswith(f"rank 0 on n0: {error[:40]}")
 
 
 def test_a_script_that_one_node_cannot_read_is_the_nodes_fault() -> None:
     log = "/venv/bin/python: can't open file '/x/train.py': [Errno 116] Stale file handle\n"
     log += f"srun: error: n1: task 1: Exited with exit code 2\n{TERMINATING}srun: error: n0: task 0: Terminated\n"
-    assert blamed(log, [], ntasks=2) == {"n1": "Exited with exit code 2"}
+    assert blamed_nodes(log, [], ntasks=2) == {"n1": "Exited with exit code 2"}
 
 
 def test_two_strikes_within_a_day_exclude_and_strikes_expire(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    strike(run, 1, {"n1": "Killed", "n2": "Killed"}, now=1000.0)
-    assert excluded(read_strikes(run), nodes=2, now=1001.0) == []
-    strike(run, 2, {"n1": "Killed"}, now=2000.0)
-    assert excluded(read_strikes(run), nodes=2, now=2001.0) == ["n1"]
-    assert excluded(read_strikes(run), nodes=2, now=1000.0 + 24 * 3600) == []
+    record_node_failures(run, 1, {"n1": "Killed", "n2": "Killed"}, now=1000.0)
+    assert worst_nodes(read_node_failures(run), nodes=2, now=1001.0) == []
+    record_node_failures(run, 2, {"n1": "Killed"}, now=2000.0)
+    assert worst_nodes(read_node_failures(run), nodes=2, now=2001.0) == ["n1"]
+    assert worst_nodes(read_node_failures(run), nodes=2, now=1000.0 + 24 * 3600) == []
 
 
 @pytest.mark.parametrize(("nodes", "most"), [(1, 1), (16, 1), (40, 2), (1000, 50)])
 def test_at_most_a_twentieth_of_the_nodes_or_one_is_excluded(nodes: int, most: int) -> None:
-    strikes = [Strike(node=f"n{n}", attempt=a, reason="", time=float(a)) for n in range(100) for a in (1, 2)]
-    assert len(excluded(strikes, nodes=nodes, now=3.0)) == most
+    strikes = [NodeFailureRecord(node=f"n{n}", attempt=a, reason="", time=float(a)) for n in range(100) for a in (1, 2)]
+    assert len(worst_nodes(strikes, nodes=nodes, now=3.0)) == most

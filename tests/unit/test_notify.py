@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.sections import notify as settings
 from relayrun.config.sections.notify import secret_in
 from relayrun.control.notify import notices
-from relayrun.control.notify.notices import Delivery, Message, Notice, NoticePolicy, Target
+from relayrun.control.notify.notices import Notice, NoticeDelivery, NoticeMessage, NoticePolicy, NoticeTarget
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.submit import notice_policy, submission
-from relayrun.watch import channels, notification
-from relayrun.watch.channels import NotSent, expand, without_secrets
+from relayrun.watch import notice_channels, notification
+from relayrun.watch.notice_channels import NotSent, expand_variables, remove_secrets
 from tests.receivers import Mailbox, Web, web_server
 from tests.workspace import Workspace
 
-EVENTS = list(notices.EVENTS)
+EVENTS = list(notices.NOTICE_EVENTS)
 APPRISE = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what apprise itself imports
 SECRET = "Zx81k9Qm44tTp0aa7Rw2"
 
@@ -38,7 +38,7 @@ def notice(number: int = 1, **changes: Any) -> Notice:
     return Notice(**(values | changes))
 
 
-def policy(*targets: Target, **changes: Any) -> NoticePolicy:
+def policy(*targets: NoticeTarget, **changes: Any) -> NoticePolicy:
     values = {
         "run": "p/n",
         "cluster": "alps",
@@ -53,16 +53,16 @@ def policy(*targets: Target, **changes: Any) -> NoticePolicy:
 
 
 def send(url: str, *, subject: str = "subject", body: str = "body", **environment: str) -> None:
-    target = Target(name="t", url=url, events=EVENTS)
-    channels.send(target, subject, body, event="hang", environment=environment, limit=5.0)
+    target = NoticeTarget(name="t", url=url, events=EVENTS)
+    notice_channels.send_to_target(target, subject, body, event="hang", environment=environment, limit=5.0)
 
 
 # the config
 
 
 def test_schema_and_run_directory_know_the_same_events() -> None:
-    assert settings.EVENTS == notices.EVENTS == typing.get_args(settings.Event)
-    assert set(notification.TITLES) == {*notices.EVENTS, "test"}
+    assert settings.EVENTS == notices.NOTICE_EVENTS == typing.get_args(settings.Event)
+    assert set(notification.EVENT_TITLES) == {*notices.NOTICE_EVENTS, "test"}
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_secret_in_a_url_is_refused_and_not_repeated(tmp_path: Path, url: str)
     workspace = Workspace(tmp_path)
     told = {"targets": {"team": {"url": url}}}
     for load in (
-        lambda: compose.load(workspace.config("run", notify=told)),
-        lambda: compose.load(workspace.config("run"), [f"notify.targets.team.url={url}"]),
-        lambda: compose.load(workspace.config("run", cluster={"notify": told})),
+        lambda: compose.load_run_config(workspace.config("run", notify=told)),
+        lambda: compose.load_run_config(workspace.config("run"), [f"notify.targets.team.url={url}"]),
+        lambda: compose.load_run_config(workspace.config("run", cluster={"notify": told})),
     ):
         with pytest.raises(ConfigError) as error:
             load()
@@ -124,7 +124,7 @@ def test_a_wrong_target_is_refused_by_name_without_its_value(tmp_path: Path) -> 
         ({"url": "${A}", "events": ["stoped"]}, "notify.targets.team.events"),
     ):
         with pytest.raises(ConfigError, match=r"notify\.targets\.team") as error:
-            compose.load(workspace.config("run", notify={"targets": {"team": wrong}}))
+            compose.load_run_config(workspace.config("run", notify={"targets": {"team": wrong}}))
         assert words in str(error.value)
         assert SECRET not in str(error.value)
 
@@ -134,21 +134,21 @@ def test_a_site_gives_defaults_and_a_run_adds_to_them(tmp_path: Path) -> None:
     site = {"targets": {"ops": {"url": "${OPS}"}, "team": {"url": "${TEAM}"}}, "failed_attempts": 5}
     own = {"targets": {"team": {"url": "${OWN}", "events": ["done"]}}, "no_progress": 60.0}
     path = workspace.config("run", notify=own, cluster={"notify": site})
-    config = compose.load(path)
+    config = compose.load_run_config(path)
     assert {name: target.url for name, target in config.notify.targets.items()} == {"ops": "${OPS}", "team": "${OWN}"}
     assert (config.notify.failed_attempts, config.notify.no_progress) == (5, 60.0)
     assert config.cluster.notify == {}
     with pytest.raises(ConfigError, match=r"run\.yaml:\d+: notify\.failed_attempts"):
-        compose.load(workspace.config("run", cluster={"notify": site | {"failed_attempts": 0}}))
-    targets = {target.name: target for target in notice_policy.make(config).every_target()}
+        compose.load_run_config(workspace.config("run", cluster={"notify": site | {"failed_attempts": 0}}))
+    targets = {target.name: target for target in notice_policy.make_notice_policy(config).every_target()}
     assert targets["team"].events == ["done"]
     assert targets["ops"].events == EVENTS
 
 
 def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/notify.md").read_text(encoding="utf-8")
-    example = yamlfile.parse(page.split("```yaml\n")[1].split("```")[0], source="docs/notify.md")
-    config = compose.load(Workspace(tmp_path).config("run", notify=example.values["notify"]))
+    example = yaml_file.parse_yaml(page.split("```yaml\n")[1].split("```")[0], source="docs/notify.md")
+    config = compose.load_run_config(Workspace(tmp_path).config("run", notify=example.values["notify"]))
     assert list(config.notify.targets) == ["mail", "team", "pager"]
     for event in settings.EVENTS:
         assert f"| `{event}` |" in page
@@ -162,12 +162,12 @@ def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
     run = workspace.run("run")
 
     def submit(resume: bool = False, **sections: Any) -> None:
-        submission.submit(compose.load(workspace.config("run", **sections)), resume=resume)
+        submission.submit_run(compose.load_run_config(workspace.config("run", **sections)), resume=resume)
 
     monkeypatch.setattr(LocalScheduler, "submit_first", lambda *_: "1")
     told = {"targets": {"team": {"url": "${TEAM}"}}}
     submit(notify=told)
-    first = notices.read_policy(run)
+    first = notices.read_notice_policy(run)
     assert first is not None
     assert (first.run, first.cluster, first.every_target()[0].url) == ("tests/tiny", "local", "${TEAM}")
     write_stop(run, "stopped by ada")
@@ -179,9 +179,9 @@ def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
         patch.setattr(LocalScheduler, "submit_first", refused)
         with pytest.raises(SchedulerError):
             submit(resume=True, notify={"targets": {"other": {"url": "${OTHER}"}}})
-    assert notices.read_policy(run) == first  # or the stop would be told as another one
+    assert notices.read_notice_policy(run) == first  # or the stop would be told as another one
     submit(resume=True)
-    assert notices.read_policy(run) is None
+    assert notices.read_notice_policy(run) is None
 
 
 def test_notify_test_of_a_config(tmp_path: Path, web: Web, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,89 +200,89 @@ def test_notify_test_of_a_config(tmp_path: Path, web: Web, capsys: pytest.Captur
 
 
 def test_one_message_a_cause_an_hour_and_the_rest_is_counted() -> None:
-    target = Target(name="t", url="x", events=["hang"])
-    waiting = [(notice(n), Delivery(cause="hang")) for n in range(1, 9)]
-    (message,) = notices.due([target], waiting, {}, now=2000.0)
+    target = NoticeTarget(name="t", url="x", events=["hang"])
+    waiting = [(notice(n), NoticeDelivery(cause="hang")) for n in range(1, 9)]
+    (message,) = notices.due_messages([target], waiting, {}, now=2000.0)
     assert (message.notice.id, message.count, len(message.settles)) == ("hang-0008", 8, 8)
-    assert "7 more since" in notification.body(policy(target), message)
-    assert notices.due([target], waiting, {("t", "hang"): 2000.0}, now=2000.0 + 3599) == []
-    assert len(notices.due([target], waiting, {("t", "hang"): 2000.0}, now=2000.0 + 3600)) == 1
-    other = (notice(9, id="hang-other", cause="another"), Delivery(cause="another"))
-    assert len(notices.due([target], [*waiting, other], {("t", "hang"): 2000.0}, now=2001.0)) == 1
+    assert "7 more since" in notification.message_body(policy(target), message)
+    assert notices.due_messages([target], waiting, {("t", "hang"): 2000.0}, now=2000.0 + 3599) == []
+    assert len(notices.due_messages([target], waiting, {("t", "hang"): 2000.0}, now=2000.0 + 3600)) == 1
+    other = (notice(9, id="hang-other", cause="another"), NoticeDelivery(cause="another"))
+    assert len(notices.due_messages([target], [*waiting, other], {("t", "hang"): 2000.0}, now=2001.0)) == 1
 
 
 def test_a_target_is_told_of_its_events_alone_and_of_nothing_that_is_a_week_old() -> None:
-    targets = [Target(name="a", url="x", events=["hang"]), Target(name="b", url="x", events=["done"])]
-    waiting = [(notice(), Delivery(cause="hang"))]
-    assert [message.target.name for message in notices.due(targets, waiting, {}, now=2000.0)] == ["a"]
-    assert notices.due(targets, waiting, {}, now=2000.0 + notices.KEEP_SECONDS) == []
+    targets = [NoticeTarget(name="a", url="x", events=["hang"]), NoticeTarget(name="b", url="x", events=["done"])]
+    waiting = [(notice(), NoticeDelivery(cause="hang"))]
+    assert [message.target.name for message in notices.due_messages(targets, waiting, {}, now=2000.0)] == ["a"]
+    assert notices.due_messages(targets, waiting, {}, now=2000.0 + notices.KEEP_SECONDS) == []
 
 
 def test_a_failed_try_is_left_alone_for_longer_and_longer() -> None:
-    target = Target(name="t", url="x", events=["hang"])
-    delivery = Delivery(cause="hang")
+    target = NoticeTarget(name="t", url="x", events=["hang"])
+    delivery = NoticeDelivery(cause="hang")
     waiting = [(notice(), delivery)]
-    (message,) = notices.due([target], waiting, {}, now=2000.0)
-    assert not notices.try_later(message, waiting, now=2000.0)
+    (message,) = notices.due_messages([target], waiting, {}, now=2000.0)
+    assert not notices.must_wait_for_retry(message, waiting, now=2000.0)
     for pause in (60, 120, 240, 480, 960, 1920, 3600, 3600):
         delivery.note("t", "waits", now=2000.0, reason="away", tried=True)
-        assert notices.try_later(message, waiting, now=2000.0 + pause - 1)
-        assert not notices.try_later(message, waiting, now=2000.0 + pause)
+        assert notices.must_wait_for_retry(message, waiting, now=2000.0 + pause - 1)
+        assert not notices.must_wait_for_retry(message, waiting, now=2000.0 + pause)
 
 
 def test_one_process_at_a_time_has_its_turn(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    notices.folder(run).mkdir()
-    first = notices.take_turn(run, now=1000.0)
+    notices.notices_folder(run).mkdir()
+    first = notices.take_sender_lock(run, now=1000.0)
     assert first is not None
-    assert notices.take_turn(run, now=1000.0 + notices.TURN_SECONDS - 1) is None
-    second = notices.take_turn(run, now=1000.0 + notices.TURN_SECONDS + 1)  # the first was killed
+    assert notices.take_sender_lock(run, now=1000.0 + notices.SENDER_LOCK_SECONDS - 1) is None
+    second = notices.take_sender_lock(run, now=1000.0 + notices.SENDER_LOCK_SECONDS + 1)  # the first was killed
     assert second is not None
     assert not first.exists()
-    notices.end_turn(second)
-    third = notices.take_turn(run, now=1000.0 + notices.TURN_SECONDS + 1)
+    notices.release_sender_lock(second)
+    third = notices.take_sender_lock(run, now=1000.0 + notices.SENDER_LOCK_SECONDS + 1)
     assert third is not None
-    assert sorted(path.name for path in notices.folder(run).iterdir()) == [third.name]
+    assert sorted(path.name for path in notices.notices_folder(run).iterdir()) == [third.name]
 
 
 def test_who_read_an_old_state_does_not_take_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look and the file of its own, another process takes a turn, and the next one too."""
     run = Run(tmp_path)
-    notices.folder(run).mkdir()
-    one = notices.take_turn(run, now=1.0)
+    notices.notices_folder(run).mkdir()
+    one = notices.take_sender_lock(run, now=1.0)
     assert one is not None
-    notices.end_turn(one)
-    listed = notices._turns
+    notices.release_sender_lock(one)
+    listed = notices._sender_locks
 
     def late(of: Run) -> list[Path]:
         found = listed(of)
-        monkeypatch.setattr(notices, "_turns", listed)
+        monkeypatch.setattr(notices, "_sender_locks", listed)
         for _ in range(2):
-            turn = notices.take_turn(of, now=2.0)
+            turn = notices.take_sender_lock(of, now=2.0)
             assert turn is not None
-            notices.end_turn(turn)
-        notices.take_turn(of, now=2.0)
+            notices.release_sender_lock(turn)
+        notices.take_sender_lock(of, now=2.0)
         return found
 
-    monkeypatch.setattr(notices, "_turns", late)
-    assert notices.take_turn(run, now=2.0) is None
+    monkeypatch.setattr(notices, "_sender_locks", late)
+    assert notices.take_sender_lock(run, now=2.0) is None
 
 
 def test_a_run_has_no_end_of_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "MOST", 5)
-    monkeypatch.setattr(notices, "KEPT", 2)
+    monkeypatch.setattr(notices, "MAX_NOTICES", 5)
+    monkeypatch.setattr(notices, "MAX_SENT_NOTICES", 2)
     run = Run(tmp_path)
-    notices.folder(run).mkdir()
+    notices.notices_folder(run).mkdir()
     for number in range(8):
-        notices.add(run, notice(number, reason="x" * 9000), notices.known(run))
-    waiting = notices.pending(run)
+        notices.add_notice(run, notice(number, reason="x" * 9000), notices.known_notices(run))
+    waiting = notices.pending_notices(run)
     assert len(waiting) == 5
-    assert {len(entry.reason) for entry, _ in waiting} == {notices.WORDS}
+    assert {len(entry.reason) for entry, _ in waiting} == {notices.MAX_WORDS}
     for entry, delivery in waiting:
-        notices.record(run, entry, delivery, [])
-    assert notices.pending(run) == []
-    notices.tidy(run)
-    assert len(notices.known(run)) == 2
+        notices.record_delivery(run, entry, delivery, [])
+    assert notices.pending_notices(run) == []
+    notices.remove_old_notices(run)
+    assert len(notices.known_notices(run)) == 2
 
 
 # the text
@@ -302,11 +302,11 @@ def test_the_text_says_what_happened_and_what_to_do() -> None:
         go_on="relayrun resume /runs/x",
         words="The last lines of its log:\nKeyError: 'layout'",
     )
-    message = Message(target=Target(name="t"), notice=told, settles=[], count=1, since=1.0)
-    assert notification.subject(policy(), message) == (
+    message = NoticeMessage(target=NoticeTarget(name="t"), notice=told, settles=[], count=1, since=1.0)
+    assert notification.message_subject(policy(), message) == (
         "[relayrun] p/n on alps: the chain has stopped: 3 attempts in a row without a new durable iteration"
     )
-    body = notification.body(policy(), message)
+    body = notification.message_body(policy(), message)
     for words in (
         "attempt:   7, job 4711, n[1-4]",
         "iteration: 900 of 5000",
@@ -331,15 +331,15 @@ def test_the_text_says_what_happened_and_what_to_do() -> None:
     ],
 )
 def test_what_a_rank_wrote_does_nothing_where_it_is_shown(text: str, shown: str) -> None:
-    assert notification.plain(text) == shown
+    assert notification.plain_text(text) == shown
 
 
 def test_a_message_is_short_whatever_a_rank_wrote() -> None:
     told = notice(reason="x" * 3000 + "\nSubject: other", words="y\n" * 100_000)
-    message = Message(target=Target(name="t"), notice=told, settles=[], count=1, since=1.0)
-    assert len(notification.subject(policy(), message)) == notification.SUBJECT
-    assert "\n" not in notification.subject(policy(), message)
-    assert len(notification.body(policy(), message)) <= notification.BODY
+    message = NoticeMessage(target=NoticeTarget(name="t"), notice=told, settles=[], count=1, since=1.0)
+    assert len(notification.message_subject(policy(), message)) == notification.SUBJECT_LENGTH
+    assert "\n" not in notification.message_subject(policy(), message)
+    assert len(notification.message_body(policy(), message)) <= notification.BODY_LENGTH
 
 
 # the ways to a person
@@ -380,14 +380,16 @@ def test_a_command_reads_the_message_and_has_nothing_in_its_arguments(tmp_path: 
     program = tmp_path / "tell"
     program.write_text(f'#!/bin/bash\n{{ echo "$RELAYRUN_EVENT $*"; cat; }} >"{tmp_path}/told"\n')
     program.chmod(0o755)
-    target = Target(name="t", command=[str(program), "--urgent"], events=EVENTS)
-    channels.send(target, "subject", "body", event="hang", environment={})
+    target = NoticeTarget(name="t", command=[str(program), "--urgent"], events=EVENTS)
+    notice_channels.send_to_target(target, "subject", "body", event="hang", environment={})
     assert (tmp_path / "told").read_text() == "hang --urgent\nsubject\n\nbody\n"
 
 
 def test_a_command_that_fails_or_hangs_is_a_reason() -> None:
     def run(*command: str) -> None:
-        channels.send(Target(name="t", command=list(command)), "s", "b", event="hang", environment={}, limit=0.5)
+        notice_channels.send_to_target(
+            NoticeTarget(name="t", command=list(command)), "s", "b", event="hang", environment={}, limit=0.5
+        )
 
     with pytest.raises(NotSent, match=r"/bin/sh ended with exit code 3: no way"):
         run("/bin/sh", "-c", "echo no way; exit 3")
@@ -403,14 +405,14 @@ def test_a_missing_variable_is_named() -> None:
 
 
 def test_a_password_with_special_characters_is_quoted_and_a_whole_url_is_not() -> None:
-    assert expand("mailto://a:${PW}@h?to=x@y", {"PW": "p@/s:s"}) == "mailto://a:p%40%2Fs%3As@h?to=x@y"
-    assert expand("${URL}", {"URL": "https://h/a?b=c\n"}) == "https://h/a?b=c"
+    assert expand_variables("mailto://a:${PW}@h?to=x@y", {"PW": "p@/s:s"}) == "mailto://a:p%40%2Fs%3As@h?to=x@y"
+    assert expand_variables("${URL}", {"URL": "https://h/a?b=c\n"}) == "https://h/a?b=c"
 
 
 def test_no_reason_holds_the_value_of_a_variable() -> None:
-    target = Target(name="t", url="https://h/${HOOK}/${PW}")
+    target = NoticeTarget(name="t", url="https://h/${HOOK}/${PW}")
     environment = {"HOOK": f"https://x.org/{SECRET}/T0AB1CD2", "PW": "p@ss word"}
-    told = without_secrets(f"no /{SECRET} T0AB1CD2 p%40ss%20word p@ss word at all", target, environment)
+    told = remove_secrets(f"no /{SECRET} T0AB1CD2 p%40ss%20word p@ss word at all", target, environment)
     for part in (SECRET, "T0AB1CD2", "p%40ss", "p@ss"):
         assert part not in told
 
@@ -503,9 +505,9 @@ def test_without_apprise_the_reason_says_what_to_install(monkeypatch: pytest.Mon
 
 def test_a_damaged_record_of_a_delivery_is_begun_anew(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    notices.folder(run).mkdir()
-    notices.add(run, notice(time=time.time()), {})
-    (notices.folder(run) / "hang-0001.tried").write_text("{")
-    ((entry, delivery),) = notices.pending(run)
+    notices.notices_folder(run).mkdir()
+    notices.add_notice(run, notice(time=time.time()), {})
+    (notices.notices_folder(run) / "hang-0001.tried").write_text("{")
+    ((entry, delivery),) = notices.pending_notices(run)
     assert replace(entry, time=0.0) == notice(time=0.0)
     assert delivery.tries("t") == 0

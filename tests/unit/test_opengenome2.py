@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.places import CODE as ROOT
-from relayrun.tokens.streams.fragments import groups_of
-from relayrun.train.model.size import memory_bytes, parameters
+from relayrun.places import CODE_ROOT as ROOT
+from relayrun.tokens.streams.fragments import group_count
+from relayrun.train.model.size import count_parameters, memory_bytes
 
 RUNS = ("og2_7b_thd_gqa", "og2_7b_thd_gqa_global_shuffle")
 PAGE = (ROOT / "docs/opengenome2-options.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 def config(name: str) -> RunConfig:
-    found = compose.load(ROOT / "configs" / "runs" / f"{name}.yaml")
+    found = compose.load_run_config(ROOT / "configs" / "runs" / f"{name}.yaml")
     assert isinstance(found, RunConfig)
     return found
 
@@ -55,7 +55,7 @@ def test_every_option_of_the_recipe_stands_in_the_table() -> None:
 
 def values(text: str) -> list[Any]:
     """The values between backticks, one for each run where there are two."""
-    return [yamlfile.parse_value(value) for value in re.findall(r"`([^`]+)`", text)]
+    return [yaml_file.parse_yaml_value(value) for value in re.findall(r"`([^`]+)`", text)]
 
 
 def setting(settings: dict[str, Any], name: str) -> Any:
@@ -69,13 +69,13 @@ def setting(settings: dict[str, Any], name: str) -> Any:
 @pytest.mark.parametrize("number", [0, 1], ids=RUNS)
 def test_the_settings_are_those_of_the_table(number: int) -> None:
     """A setting alone has the recipe's value, else that behind it; of two the second is that of the second run."""
-    dumped = yamlfile.parse_value(config(RUNS[number]).model_dump_json().replace(f"{ROOT}/", ""))
+    dumped = yaml_file.parse_yaml_value(config(RUNS[number]).model_dump_json().replace(f"{ROOT}/", ""))
     compared = 0
     for option, there, here in ROWS:
         given: dict[str, list[Any]] = {}
         for name, value in SETTING.findall(here):
             if name.split(".")[0] in dumped and name != option:
-                given.setdefault(name, []).extend([yamlfile.parse_value(value)] if value else values(there))
+                given.setdefault(name, []).extend([yaml_file.parse_yaml_value(value)] if value else values(there))
         for name, choices in given.items():
             wanted, found = choices[min(number, len(choices) - 1)], setting(dumped, name)
             if name == "optimizer.groups":
@@ -88,7 +88,7 @@ def test_the_settings_are_those_of_the_table(number: int) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_model_has_7b_parameters_and_fits_80_gb(name: str) -> None:
     made = config(name)
-    assert parameters(made.model, 256) == 6_981_685_248
+    assert count_parameters(made.model, 256) == 6_981_685_248
     assert memory_bytes(made, 256).total < 0.9 * 80e9
 
 
@@ -99,7 +99,7 @@ def test_an_iteration_has_384_rows_and_replicas_divide_the_lanes(name: str) -> N
     assert made.world_size == 48
     assert made.data.lanes % made.data_parallel_size == 0
     files = {"jsonl": 80, "parquet": 1733}[made.data.mixture["metagenomes"].source]
-    assert made.data.lanes % groups_of(files, made.data.lanes) == 0
+    assert made.data.lanes % group_count(files, made.data.lanes) == 0
     assert made.data.masks_loss
     assert made.training.resolved_loss_mean == "token"
 

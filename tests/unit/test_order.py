@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.order.samples import WindowOrder
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
 
@@ -27,7 +27,7 @@ def manifest(tmp_path: Path) -> DatasetManifest:
 
 
 def test_every_epoch_has_every_window_once_in_another_order(manifest: DatasetManifest) -> None:
-    order = SampleOrder(manifest, seq_length=4, seed=1)
+    order = WindowOrder(manifest, seq_length=4, seed=1)
     assert order.windows_per_epoch == 100
     epochs = []
     for epoch in range(3):
@@ -39,7 +39,7 @@ def test_every_epoch_has_every_window_once_in_another_order(manifest: DatasetMan
 
 
 def test_a_sample_is_its_window(manifest: DatasetManifest) -> None:
-    order = SampleOrder(manifest, seq_length=4, seed=1)
+    order = WindowOrder(manifest, seq_length=4, seed=1)
     for k in (0, 1, 99, 100, 250):
         window = order.locate(k)[2]
         assert order.sample(k).tolist() == list(range(4 * window, 4 * window + 5))
@@ -47,7 +47,7 @@ def test_a_sample_is_its_window(manifest: DatasetManifest) -> None:
 
 def test_the_order_depends_on_seed_and_name_alone(manifest: DatasetManifest) -> None:
     def windows(**settings: object) -> list[int]:
-        order = SampleOrder(manifest, seq_length=4, **{"seed": 1, **settings})  # type: ignore[arg-type]
+        order = WindowOrder(manifest, seq_length=4, **{"seed": 1, **settings})  # type: ignore[arg-type]
         return [order.locate(k)[2] for k in range(100)]
 
     assert windows() == windows()
@@ -57,29 +57,29 @@ def test_the_order_depends_on_seed_and_name_alone(manifest: DatasetManifest) -> 
 
 def test_the_order_never_changes_between_versions(manifest: DatasetManifest) -> None:
     """A checkpoint of an older relayrun must go on with the same samples."""
-    order = SampleOrder(manifest, seq_length=4, seed=28)
+    order = WindowOrder(manifest, seq_length=4, seed=28)
     assert [order.locate(k)[2] for k in (*range(6), 10**12)] == [82, 90, 91, 3, 34, 68, 87]
 
 
 def test_without_shuffle_every_epoch_is_the_stream(manifest: DatasetManifest) -> None:
-    order = SampleOrder(manifest, seq_length=4, seed=1, shuffle=False)
+    order = WindowOrder(manifest, seq_length=4, seed=1, shuffle=False)
     assert [order.locate(k)[2] for k in range(200)] == [*range(100), *range(100)]
 
 
 def test_samples_are_numbered_from_zero(manifest: DatasetManifest) -> None:
     with pytest.raises(IndexError, match="sample -1"):
-        SampleOrder(manifest, seq_length=4, seed=1).sample(-1)
+        WindowOrder(manifest, seq_length=4, seed=1).sample(-1)
 
 
 def test_a_data_set_below_one_sample_is_refused(manifest: DatasetManifest) -> None:
-    assert SampleOrder(manifest, seq_length=400, seed=1).windows_per_epoch == 1
+    assert WindowOrder(manifest, seq_length=400, seed=1).windows_per_epoch == 1
     with pytest.raises(ConfigError, match="401 tokens, fewer than one sample: seq_length 401 needs 402"):
-        SampleOrder(manifest, seq_length=401, seed=1)
+        WindowOrder(manifest, seq_length=401, seed=1)
 
 
 def test_a_split_holds_out_the_last_windows_and_trains_on_the_others(manifest: DatasetManifest) -> None:
-    training = SampleOrder(manifest, seq_length=4, seed=1, split=0.1)
-    held_out = SampleOrder(manifest, seq_length=4, seed=1, split=0.1, held_out=True)
+    training = WindowOrder(manifest, seq_length=4, seed=1, split=0.1)
+    held_out = WindowOrder(manifest, seq_length=4, seed=1, split=0.1, held_out=True)
     assert (len(training), len(held_out)) == (90, 10)
     for epoch in range(2):
         assert sorted(training.window(epoch, i) for i in range(90)) == list(range(90))
@@ -89,12 +89,12 @@ def test_a_split_holds_out_the_last_windows_and_trains_on_the_others(manifest: D
 
 
 def test_a_split_keeps_a_window_on_both_sides(manifest: DatasetManifest) -> None:
-    assert len(SampleOrder(manifest, seq_length=4, seed=1, split=1e-9, held_out=True)) == 1
-    assert len(SampleOrder(manifest, seq_length=4, seed=1, split=0.9999)) == 1
+    assert len(WindowOrder(manifest, seq_length=4, seed=1, split=1e-9, held_out=True)) == 1
+    assert len(WindowOrder(manifest, seq_length=4, seed=1, split=0.9999)) == 1
 
 
 def test_an_epoch_has_no_window_outside_of_it(manifest: DatasetManifest) -> None:
-    order = SampleOrder(manifest, seq_length=4, seed=1)
+    order = WindowOrder(manifest, seq_length=4, seed=1)
     assert order.read(3, 7).tolist() == order.sample(307).tolist()
     for epoch, i in ((0, 100), (0, -1), (-1, 0)):
         with pytest.raises(IndexError):

@@ -9,9 +9,9 @@ import yaml
 from pydantic import ValidationError
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.model import Model
-from relayrun.config.sections.optimizer import Optimizer
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.optimizer import OptimizerSection
+from relayrun.config.sections.training import TrainingSection
 
 RUN: dict[str, Any] = {
     "project": "tests",
@@ -32,14 +32,14 @@ RUN: dict[str, Any] = {
 }
 
 
-def optimizer(**changes: Any) -> Optimizer:
-    return Optimizer.model_validate({"lr": 1e-3} | changes)
+def optimizer(**changes: Any) -> OptimizerSection:
+    return OptimizerSection.model_validate({"lr": 1e-3} | changes)
 
 
 def test_a_class_by_import_path_survives_a_revision() -> None:
     found = optimizer(**{"class": "torch.optim:NAdam", "arguments": {"betas": [0.9, 0.99]}})
     assert (found.class_path, found.kind) == ("torch.optim:NAdam", "torch.optim:NAdam")
-    again = Optimizer.model_validate(yaml.safe_load(yaml.safe_dump(found.model_dump(mode="json"))))
+    again = OptimizerSection.model_validate(yaml.safe_load(yaml.safe_dump(found.model_dump(mode="json"))))
     assert again == found
     assert (optimizer().class_path, optimizer().kind, optimizer(name="muon").kind) == (None, "adam", "muon")
 
@@ -75,6 +75,6 @@ def test_whole_parameters_and_the_distributed_optimizer_are_refused_with_the_set
 @pytest.mark.parametrize("path", ["loss", "a.b.C", "a:b:c", "a:", ":b", "a b:c"])
 def test_what_is_no_import_path_is_refused(path: str) -> None:
     with pytest.raises(ValidationError, match="pattern"):
-        Training.model_validate(RUN["training"] | {"loss": path})
+        TrainingSection.model_validate(RUN["training"] | {"loss": path})
     with pytest.raises(ValidationError, match="pattern"):
-        Model.model_validate(RUN["model"] | {"spec": path})
+        ModelSection.model_validate(RUN["model"] | {"spec": path})

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.sections.data import Data, DataSource
-from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.data import DataSection, DataSource
+from relayrun.config.sections.document_window import DocumentWindowSection
 from relayrun.config.sections.rampup import BatchSizes
 from relayrun.errors import ConfigError
 from relayrun.tokens.order import documents, packing
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.document_order import DocumentOrder
-from relayrun.tokens.order.document_windows import Cut, DocumentWindows
-from relayrun.tokens.order.packing import PackedRows, assign
-from relayrun.tokens.order.rows import Row, Rows
-from relayrun.tokens.order.sampler import MixtureSampler, Part
-from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.order.document_order import DocumentWindowOrder
+from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
+from relayrun.tokens.order.packing import PackedRows, assign_rows
+from relayrun.tokens.order.rows import RowBatch, SampleRow
+from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
+from relayrun.tokens.order.samples import WindowOrder
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
 
@@ -71,16 +71,16 @@ def test_a_packing_is_that_of_a_slow_reference(how: packing.Packing) -> None:
     rng = np.random.default_rng(3)
     for count, room in ((1, 5), (40, 5), (200, 64), (300, 20), (150, 1)):
         sizes = rng.integers(1, room + 1, count)
-        assert assign(sizes, room, how).tolist() == slow(sizes.tolist(), room, how)
+        assert assign_rows(sizes, room, how).tolist() == slow(sizes.tolist(), room, how)
 
 
 @pytest.mark.parametrize("how", PACKINGS)
 def test_every_token_of_every_window_stands_once_in_the_rows(
     tmp_path: Path, how: packing.Packing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "BLOCK", 16)
+    monkeypatch.setattr(packing, "WINDOWS_PER_BLOCK", 16)
     lengths = np.random.default_rng(5).integers(1, 40, 90).tolist()
-    windows = DocumentWindows(shard(tmp_path / "s", lengths), Cut(window=13, overlap=3, bos=1, eos=2))
+    windows = DocumentWindows(shard(tmp_path / "s", lengths), DocumentCut(window=13, overlap=3, bos=1, eos=2))
     rows = PackedRows(windows, 16, how)
     pieces = [piece for i in range(len(rows)) for piece in rows.pieces(i)]
     assert all(sum(stop - start for _, start, stop in rows.pieces(i)) <= 16 for i in range(len(rows)))
@@ -100,8 +100,8 @@ def test_what_is_predicted_is_the_next_token_of_the_same_window(
     tmp_path: Path, how: packing.Packing, mask_special: bool
 ) -> None:
     lengths = np.random.default_rng(6).integers(1, 50, 40).tolist()
-    settings = DocumentWindow(window=13, overlap=3, bos=1, eos=2, packing=how, mask_special=mask_special)
-    order = DocumentOrder(shard(tmp_path / "s", lengths), settings, seq_length=16, seed=1, name="a", padding=7)
+    settings = DocumentWindowSection(window=13, overlap=3, bos=1, eos=2, packing=how, mask_special=mask_special)
+    order = DocumentWindowOrder(shard(tmp_path / "s", lengths), settings, seq_length=16, seed=1, name="a", padding=7)
     predicted = []
     for i in range(len(order)):
         row = order.row(0, i)
@@ -121,7 +121,9 @@ def test_what_is_predicted_is_the_next_token_of_the_same_window(
 
 def test_an_epoch_has_every_row_once_in_another_order_and_says_where_it_is_from(tmp_path: Path) -> None:
     manifest = shard(tmp_path / "s", [30, 5, 9, 44, 3, 16, 2] * 6)
-    order = DocumentOrder(manifest, DocumentWindow(window=12, overlap=2, bos=1), seq_length=16, seed=1, name="a")
+    order = DocumentWindowOrder(
+        manifest, DocumentWindowSection(window=12, overlap=2, bos=1), seq_length=16, seed=1, name="a"
+    )
     epochs = [[order.number(epoch, i) for i in range(len(order))] for epoch in range(2)]
     assert epochs[0] != epochs[1]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(len(order)))
@@ -143,41 +145,41 @@ def test_best_fit_leaves_less_than_3_percent_and_twice_the_text_of_padded_rows(t
     assert 2000 < np.median(lengths) < 2400
     assert 3600 < lengths.mean() < 4400
     assert lengths.max() > 1e6
-    cut = Cut(window=8192, overlap=200, bos=1, eos=2)
+    cut = DocumentCut(window=8192, overlap=200, bos=1, eos=2)
     sizes = cut.sizes(lengths)
-    blocks = [sizes[at : at + packing.BLOCK] for at in range(0, len(sizes), packing.BLOCK)]
-    rows = {how: sum(int(assign(block, 8192, how).max()) + 1 for block in blocks) for how in ("pad", "best_fit")}
+    blocks = [sizes[at : at + packing.WINDOWS_PER_BLOCK] for at in range(0, len(sizes), packing.WINDOWS_PER_BLOCK)]
+    rows = {how: sum(int(assign_rows(block, 8192, how).max()) + 1 for block in blocks) for how in ("pad", "best_fit")}
     useful = {how: sizes.sum() / count / 8192 for how, count in rows.items()}
     assert useful["best_fit"] > 0.97
     assert useful["best_fit"] > 2 * useful["pad"]
 
 
 def test_rows_with_and_without_lengths_make_one_micro_batch() -> None:
-    plain = Row(tokens=np.arange(7))
-    packed = Row(
+    plain = SampleRow(tokens=np.arange(7))
+    packed = SampleRow(
         tokens=np.arange(7), lengths=[2, 3, 1], loss_mask=np.array([1, 0, 1, 1, 0, 0], np.float32), padding=1, windows=2
     )
-    assert Rows.of([plain, plain]).lengths is None
-    assert Rows.of([plain, plain]).loss_mask is None
-    rows = Rows.of([plain, packed])
+    assert RowBatch.of([plain, plain]).lengths is None
+    assert RowBatch.of([plain, plain]).loss_mask is None
+    rows = RowBatch.of([plain, packed])
     assert rows.lengths == [None, [2, 3, 1]]
     assert rows.loss_mask is not None
     assert rows.loss_mask.tolist() == [[1] * 6, [1, 0, 1, 1, 0, 0]]
     assert (rows.padding, rows.windows) == (1, 3)
     inputs = rows.tokens[:, :-1]
-    assert documents.lengths(inputs, 3, rows.lengths) == [[4, 2], [2, 3, 1]]
-    assert documents.positions(inputs, -1, rows.lengths).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0]]
+    assert documents.document_lengths(inputs, 3, rows.lengths) == [[4, 2], [2, 3, 1]]
+    assert documents.document_positions(inputs, -1, rows.lengths).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0]]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
     source = {"path": "x", "weight": 1.0}
 
-    def data(**values: object) -> Data:
+    def data(**values: object) -> DataSection:
         mixture = {"a": DataSource.model_validate(source | values.pop("source", {}))}  # type: ignore[operator]
-        return Data.model_validate({"tokenizer": "t", "order": "document-window", "mixture": mixture} | values)
+        return DataSection.model_validate({"tokenizer": "t", "order": "document-window", "mixture": mixture} | values)
 
     assert data(document_window={"overlap": 3}).cut_by_document["a"].overlap == 3
-    own = data(document_window={"overlap": 3}, source={"document_window": DocumentWindow(overlap=4)})
+    own = data(document_window={"overlap": 3}, source={"document_window": DocumentWindowSection(overlap=4)})
     assert own.order_of("a")[1]["overlap"] == 4
     assert own.masks_loss
     assert own.attends_documents
@@ -187,7 +189,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
     for wrong, words in (
         ({"split": 0.1}, "hold data out by path"),
         ({"order": "window", "document_window": {}}, "no data set has order: document-window"),
-        ({"order": "window", "source": {"document_window": DocumentWindow()}}, "belongs to order: document-window"),
+        (
+            {"order": "window", "source": {"document_window": DocumentWindowSection()}},
+            "belongs to order: document-window",
+        ),
         ({"source": {"options": {"window": 3}}}, "takes document_window, and no options"),
         ({"document_window": {"window": 10, "overlap": 8, "bos": 1, "eos": True}}, "overlap 8 must be below the 8"),
     ):
@@ -198,10 +203,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
 def test_an_end_of_document_that_the_tokenizer_lacks_is_asked_for(tmp_path: Path) -> None:
     manifest = shard(tmp_path / "s", [3])
     with pytest.raises(ConfigError, match=r"eos: true and drop_eod need an end-of-document token"):
-        DocumentOrder(manifest, DocumentWindow(eos=True), seq_length=8, seed=1, name="a")
+        DocumentWindowOrder(manifest, DocumentWindowSection(eos=True), seq_length=8, seed=1, name="a")
     with pytest.raises(ConfigError, match=r"document_window.bos 7 is beyond the vocabulary of 6"):
-        DocumentOrder(manifest, DocumentWindow(bos=7), seq_length=8, seed=1, name="a", vocabulary_size=6)
-    order = DocumentOrder(manifest, DocumentWindow(eos=True), seq_length=8, seed=1, name="a", eod=5)
+        DocumentWindowOrder(manifest, DocumentWindowSection(bos=7), seq_length=8, seed=1, name="a", vocabulary_size=6)
+    order = DocumentWindowOrder(manifest, DocumentWindowSection(eos=True), seq_length=8, seed=1, name="a", eod=5)
     assert order.read(0, 0).tolist() == [1000, 1001, 1002, 5, 0, 0, 0, 0, 0]
 
 
@@ -211,13 +216,13 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
     packed, plain = shard(tmp_path / "a", lengths), shard(tmp_path / "b", [900])
 
     def mixture() -> MixtureSampler:
-        cut = DocumentWindow(window=20, overlap=4, bos=1, eos=2)
+        cut = DocumentWindowSection(window=20, overlap=4, bos=1, eos=2)
         parts = {
-            "a": DocumentOrder(packed, cut, seq_length=24, seed=1, name="a"),
-            "b": SampleOrder(plain, seq_length=24, seed=1, name="b"),
+            "a": DocumentWindowOrder(packed, cut, seq_length=24, seed=1, name="a"),
+            "b": WindowOrder(plain, seq_length=24, seed=1, name="b"),
         }
         weights = {"a": 0.7, "b": 0.3}
-        return MixtureSampler({n: Part(dataset=d, weight=weights[n], record={}) for n, d in parts.items()}, {})
+        return MixtureSampler({n: MixturePart(dataset=d, weight=weights[n], record={}) for n, d in parts.items()}, {})
 
     def read(order: MixtureSampler, ranks: int, micro: int, consumed: int, iterations: int) -> list[Sample]:
         readers = [
@@ -259,9 +264,9 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
 def test_rows_are_counted_once_and_counted_anew_where_what_is_kept_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packing, "BLOCK", 16)
+    monkeypatch.setattr(packing, "WINDOWS_PER_BLOCK", 16)
     manifest = shard(tmp_path / "s", np.random.default_rng(5).integers(1, 40, 90).tolist())
-    windows, kept = DocumentWindows(manifest, Cut(window=13, overlap=3, bos=1, eos=2)), tmp_path / "kept"
+    windows, kept = DocumentWindows(manifest, DocumentCut(window=13, overlap=3, bos=1, eos=2)), tmp_path / "kept"
     counted: list[int] = []
     count = PackedRows._count
 
@@ -271,7 +276,9 @@ def test_rows_are_counted_once_and_counted_anew_where_what_is_kept_does_not_fit(
 
     monkeypatch.setattr(PackedRows, "_count", counting)
 
-    def opened(how: packing.Packing = "best_fit", room: int = 16, cut: Cut = windows.cut) -> tuple[int, list[Any]]:
+    def opened(
+        how: packing.Packing = "best_fit", room: int = 16, cut: DocumentCut = windows.cut
+    ) -> tuple[int, list[Any]]:
         counted.clear()
         rows = PackedRows(DocumentWindows(manifest, cut), room, how, cache=kept, opening="an attempt")
         return len(counted), [rows.pieces(i) for i in range(len(rows))]
@@ -279,7 +286,7 @@ def test_rows_are_counted_once_and_counted_anew_where_what_is_kept_does_not_fit(
     blocks, expected = opened()
     assert blocks == -(-len(windows) // 16)
     assert opened() == (0, expected)
-    for other in (opened("greedy"), opened(room=20), opened(cut=Cut(window=13, overlap=2, bos=1, eos=2))):
+    for other in (opened("greedy"), opened(room=20), opened(cut=DocumentCut(window=13, overlap=2, bos=1, eos=2))):
         assert other[0] > 0, "other settings are other rows"
         assert other[1] != expected
     assert opened() == (0, expected)

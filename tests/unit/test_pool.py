@@ -54,7 +54,7 @@ with locked(sys.argv[1]):
 
 
 def test_a_fork_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
-    from relayrun.tokens.tokenize.locks import locked
+    from relayrun.tokens.tokenize.locks import file_lock
 
     command = [sys.executable, "-c", FORK, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
@@ -62,7 +62,7 @@ def test_a_fork_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) 
         parent.wait(timeout=300)
 
         def free() -> bool:
-            with locked(tmp_path / "lock", wait=False) as held:
+            with file_lock(tmp_path / "lock", wait=False) as held:
                 return held
 
         wait_for(free, words="the lock is free")  # the child may not have run at all yet

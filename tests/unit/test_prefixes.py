@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.files import ASIDE, replaced_folder
+from relayrun.files import REPLACED_PREFIX, replaced_folder
 from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.prefixes import find_prefixes, one_line
+from relayrun.tokens.shards.prefixes import find_prefixes, join_prefixes
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_config.py"
 NAMES = ["a'; echo foo", "-dash", 'quote"d', "größe 数据", "new\nline", ".hidden", "x.bin", "$HOME"]
@@ -105,14 +105,14 @@ def test_missing_empty_and_wrong_folders_are_errors(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_being_built_is_not_read(tmp_path: Path) -> None:
     prefix = shard(tmp_path / "s")
-    shard(tmp_path / f"{ASIDE}0" / "s")
+    shard(tmp_path / f"{REPLACED_PREFIX}0" / "s")
     assert find_prefixes([tmp_path]) == [prefix]
 
 
 def test_blanks_are_refused_in_one_line() -> None:
-    assert one_line(["/a/b", "/c"]) == "/a/b /c"
+    assert join_prefixes(["/a/b", "/c"]) == "/a/b /c"
     with pytest.raises(InputError, match=r"/c d.*blank(?s:.*)--json or --null"):
-        one_line(["/a/b", "/c d"])
+        join_prefixes(["/a/b", "/c d"])
 
 
 @pytest.mark.slow
@@ -169,9 +169,9 @@ with replaced_folder(Path({str(tmp_path)!r}, "killed")) as building:
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=600).returncode == -signal.SIGKILL
     (dead,) = os.listdir(tmp_path)
-    assert dead.startswith(ASIDE)
-    far = tmp_path / f"{ASIDE}01234567-1-2-3-of-another-node"  # whose locks this node may not see
-    former = tmp_path / f"{ASIDE}0123456789abcdef"
+    assert dead.startswith(REPLACED_PREFIX)
+    far = tmp_path / f"{REPLACED_PREFIX}01234567-1-2-3-of-another-node"  # whose locks this node may not see
+    former = tmp_path / f"{REPLACED_PREFIX}0123456789abcdef"
     for folder in (far, former):
         folder.mkdir()
     with replaced_folder(tmp_path / "live") as building:

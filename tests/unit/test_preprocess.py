@@ -18,7 +18,7 @@ import zstandard
 from relayrun.errors import InputError
 from relayrun.tokens.shards.indexed import Shard
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import Result, tokenize
+from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
 from tests.waiting import wait_for
 
 from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer, write_parquet
@@ -43,20 +43,20 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-Run = Callable[..., Result]
+Run = Callable[..., TokenizeResult]
 
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: Path, data: Path, out: Path) -> Run:
     """Tokenize these files of the dataset, in this process."""
 
-    def run(names: Sequence[str], **options: Any) -> Result:
+    def run(names: Sequence[str], **options: Any) -> TokenizeResult:
         paths = tmp_path / "paths_file_0.txt"
         paths.write_bytes(b"".join(os.fsencode(name) + b"\n" for name in names))
         where = {"output_folder": out, "dataset": data}
         where |= {name: options.pop(name) for name in list(options) if name in where}
         how = TokenizeOptions(**({"tokenizer": str(tokenizer), "workers": 1} | options))
-        return tokenize(how, paths_file=paths, **where)
+        return tokenize_paths_file(how, paths_file=paths, **where)
 
     return run
 

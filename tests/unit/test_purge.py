@@ -14,12 +14,12 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir import purge
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import DAY
+from relayrun.control.rundir.purge import DAY_SECONDS
 from relayrun.control.rundir.run import Run
-from relayrun.watch import sentinel
-from relayrun.watch.status import run_status, run_status_view
-from relayrun.watch.status.queue import Queue
-from relayrun.watch.status.terminal import show
+from relayrun.watch import cron_check
+from relayrun.watch.status import run_status, run_status_text
+from relayrun.watch.status.queue import QueueStatus
+from relayrun.watch.status.terminal import print_table
 from relayrun.watch.symptoms import purged_soon
 from tests.history import make_history
 from tests.workspace import Workspace
@@ -29,7 +29,7 @@ NOW = time.mktime(time.strptime("2026-11-20T08:00:00", "%Y-%m-%dT%H:%M:%S"))
 
 def use(path: Path, *, days_ago: float) -> None:
     """Set when a file was last read and written."""
-    os.utime(path, (NOW - days_ago * DAY,) * 2)
+    os.utime(path, (NOW - days_ago * DAY_SECONDS,) * 2)
 
 
 @pytest.fixture
@@ -54,17 +54,17 @@ def run(tmp_path: Path) -> Run:
 
 
 def gathered(run: Run) -> run_status.RunStatus:
-    return run_status.gather(Run(run.path), Queue(), now=NOW)
+    return run_status.read_run_status(Run(run.path), QueueStatus(), now=NOW)
 
 
 def test_status_says_what_goes_first_and_when(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    show(run_status_view.one(gathered(run), now=NOW))
+    print_table(run_status_text.run_status_table(gathered(run), now=NOW))
     out = capsys.readouterr().out
     assert "the checkpoint of iteration 30 may be purged in 5.0 days, on 2026-11-25 (" in out
     assert "/scratch: 30 days without use; first " in out
     assert "training data may be purged in 2.0 days, on 2026-11-22 (" in out
     assert gathered(run).purges[1].path.endswith("shard-2.bin")
-    as_json = run_status_view.as_json(gathered(run))
+    as_json = run_status_text.run_status_as_json(gathered(run))
     assert [each["what"] for each in as_json["purges"]] == ["checkpoint", "data"]
     use(run.checkpoint(30) / "data", days_ago=31)
     assert "iteration 30 may be purged at any moment, since 2026-11-19" in gathered(run).purges[0].words(NOW)
@@ -72,10 +72,10 @@ def test_status_says_what_goes_first_and_when(run: Run, capsys: pytest.CaptureFi
 
 def test_reading_or_writing_is_use(run: Run) -> None:
     data = run.checkpoint(30) / "data"
-    os.utime(data, (NOW, NOW - 100 * DAY))
-    assert gathered(run).purges[0].time == pytest.approx(NOW + 30 * DAY)
-    os.utime(data, (NOW - 100 * DAY, NOW - DAY))
-    assert gathered(run).purges[0].time == pytest.approx(NOW + 29 * DAY)
+    os.utime(data, (NOW, NOW - 100 * DAY_SECONDS))
+    assert gathered(run).purges[0].time == pytest.approx(NOW + 30 * DAY_SECONDS)
+    os.utime(data, (NOW - 100 * DAY_SECONDS, NOW - DAY_SECONDS))
+    assert gathered(run).purges[0].time == pytest.approx(NOW + 29 * DAY_SECONDS)
 
 
 def test_of_a_chain_that_has_ended_the_checkpoint_counts(run: Run) -> None:
@@ -89,23 +89,23 @@ def test_the_innermost_folder_counts_and_links_are_followed(tmp_path: Path) -> N
     use(tmp_path / "a/b/x", days_ago=0)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     rules = {str(tmp_path / "link"): 30.0, f"{tmp_path}/link/b": 10.0, str(tmp_path / "a2"): 1.0}
-    found = purge.foreseen("x", "data", [str(tmp_path / "link/b/x")], rules)
+    found = purge.first_purge("x", "data", [str(tmp_path / "link/b/x")], rules)
     assert found is not None
-    assert (found.days, found.time) == (10.0, pytest.approx(NOW + 10 * DAY))
-    assert purge.foreseen("x", "data", [str(tmp_path / "a/b/x")], {"/scratch": 1.0}) is None
-    assert purge.foreseen("x", "data", [str(tmp_path / "none")], rules) is None
+    assert (found.days, found.time) == (10.0, pytest.approx(NOW + 10 * DAY_SECONDS))
+    assert purge.first_purge("x", "data", [str(tmp_path / "a/b/x")], {"/scratch": 1.0}) is None
+    assert purge.first_purge("x", "data", [str(tmp_path / "none")], rules) is None
 
 
 def test_of_many_files_some_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = []
-    monkeypatch.setattr(purge, "_rule", lambda path, _: looked_at.append(path))
-    purge.foreseen("x", "data", [f"/x/{number}" for number in range(10_001)], {"/x": 1.0})
-    assert 900 < len(looked_at) <= purge.LOOKED_AT
+    monkeypatch.setattr(purge, "_purge_rule", lambda path, _: looked_at.append(path))
+    purge.first_purge("x", "data", [f"/x/{number}" for number in range(10_001)], {"/x": 1.0})
+    assert 900 < len(looked_at) <= purge.MAX_FILES_CHECKED
 
 
 def test_without_the_setting_nothing_is_looked_at(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     replace(Plan.load(run), purge_days={}).write(run.plan)
-    monkeypatch.setattr(purge, "foreseen", None)
+    monkeypatch.setattr(purge, "first_purge", None)
     assert gathered(run).purges == []
 
 
@@ -114,7 +114,7 @@ def test_a_week_before_somebody_is_told(run: Run) -> None:
     told = list(purged_soon(purges, now=NOW))
     assert [each.cause.rpartition("-")[0] for each in told] == ["purge-checkpoint", "purge-data"]
     assert all(each.event == "disk" for each in told)
-    assert list(purged_soon(purges, now=NOW - 10 * DAY)) == []
+    assert list(purged_soon(purges, now=NOW - 10 * DAY_SECONDS)) == []
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -123,7 +123,7 @@ def test_the_sentinel_tells_it_once(run: Run, ended: bool, monkeypatch: pytest.M
     if ended:
         run.stop.write_text("done: all\n")
     folder = run.path.parents[1]
-    lines = [line for minute in (0, 2, 4, 61, 63) for line in sentinel.look(folder, now=NOW + 60 * minute)]
+    lines = [line for minute in (0, 2, 4, 61, 63) for line in cron_check.check_folder(folder, now=NOW + 60 * minute)]
     told = [line for line in lines if "may be purged" in line]
     assert len([line for line in told if "the checkpoint of iteration 30" in line]) == 1
     assert len([line for line in told if "training data" in line]) == (0 if ended else 1)

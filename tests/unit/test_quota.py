@@ -14,23 +14,23 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.chain import quota as measuring
-from relayrun.control.chain.quota import QuotaWatch, measure, quotas
-from relayrun.control.chain.quota_table import parse
+from relayrun.control.chain.quota import QuotaMonitor, measure_quotas, read_quotas
+from relayrun.control.chain.quota_table import parse_quota_output
 from relayrun.control.notify import notices
-from relayrun.control.notify.chain_notices import note
-from relayrun.control.notify.notices import NoticePolicy, Target
+from relayrun.control.notify.events import write_due_notices
+from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
 from relayrun.control.rundir import quota
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import DAY
-from relayrun.control.rundir.quota import FILE_SYSTEM, Foreseen
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.purge import DAY_SECONDS
+from relayrun.control.rundir.quota import FILE_SYSTEM, QuotaForecast
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.watch import symptoms
-from relayrun.watch.status import run_status, run_status_view
-from relayrun.watch.status.queue import Queue
+from relayrun.watch.status import run_status, run_status_text
+from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.terminal import show
+from relayrun.watch.status.terminal import print_table
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import ROOT, began
 
@@ -64,23 +64,27 @@ class Site:
         folder = self.run.checkpoint(self.saved)
         folder.mkdir(parents=True)
         values = {"consumed_samples": 1, "time": self.now, "seconds": 1.0, "files": {"data": ONE}}
-        self.run.attempt(1).append_commit(Commit(iteration=self.saved, path=str(folder), **values))  # type: ignore[arg-type]
+        self.run.attempt(1).append_commit(CheckpointCommit(iteration=self.saved, path=str(folder), **values))  # type: ignore[arg-type]
         if self.saved > 2:
             self.run.checkpoint(self.saved - 2).rmdir()
 
-    def look(self) -> list[Foreseen]:
+    def look(self) -> list[QuotaForecast]:
         """Ask the planted program, as a job does; what is foreseen of the quota."""
         used = self.others + ONE * min(self.saved, 2)
         row = f"/scratch {used // 1024} 0 {self.limit // 1024} - {self.files} 0 {self.most_files} -"
         program = self.programs / self.program
         program.write_text(f'#!/bin/sh\n[ "$1$3" = quota-u ] || exit 1\necho "{row}"\n')
         program.chmod(0o755)
-        measure(self.run, self.plan, now=self.now)
-        return [each for each in quota.foreseen(quota.read(self.run), now=self.now) if each.source != FILE_SYSTEM]
+        measure_quotas(self.run, self.plan, now=self.now)
+        return [
+            each
+            for each in quota.quota_forecasts(quota.read_usage(self.run), now=self.now)
+            if each.source != FILE_SYSTEM
+        ]
 
-    def days(self, number: float, *, growth: float = 0.0, every: float = 6.0) -> list[Foreseen]:
+    def days(self, number: float, *, growth: float = 0.0, every: float = 6.0) -> list[QuotaForecast]:
         """Let so many days pass, with a save and a look every so many hours; others write `growth` bytes a day."""
-        found: list[Foreseen] = []
+        found: list[QuotaForecast] = []
         for _ in range(round(number * 24 / every)):
             self.now += every * HOUR
             self.others += round(growth * every / 24)
@@ -89,12 +93,12 @@ class Site:
         return found
 
     def status(self) -> RunStatus:
-        return run_status.gather(self.run, Queue(), now=self.now, plan=self.plan)
+        return run_status.read_run_status(self.run, QueueStatus(), now=self.now, plan=self.plan)
 
 
 @pytest.fixture
 def site(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:  # noqa: F811
-    monkeypatch.setattr(measuring, "of_file_system", lambda place: [])  # of whatever machine this is
+    monkeypatch.setattr(measuring, "file_system_limit", lambda place: [])  # of whatever machine this is
     return Site(make_run, tmp_path, monkeypatch)
 
 
@@ -108,7 +112,7 @@ def test_growth_is_told_a_day_and_a_checkpoint_and_when_it_is_full(site: Site) -
     assert found.a_day == pytest.approx(8 * ONE, rel=0.05)
     assert found.a_checkpoint == pytest.approx(2 * ONE, rel=0.05)
     left = 100 - 4 * 8 - 2
-    assert ((found.full or 0.0) - site.now) / DAY == pytest.approx(left / 8, rel=0.05)
+    assert ((found.full or 0.0) - site.now) / DAY_SECONDS == pytest.approx(left / 8, rel=0.05)
     words = found.words(site.now)
     assert words.startswith("lfs quota: 34.0 MB of 100.0 MB used, 2.0 MB in checkpoints of this run; grows by 1.9 MB ")
     assert "a checkpoint, 7.7 MB a day: full in about 8.5 days, on 2023-11-" in words
@@ -166,9 +170,9 @@ def test_files_are_counted_too(site: Site) -> None:
 
 def test_a_week_is_kept_in_few_points(site: Site) -> None:
     site.days(20, growth=ONE, every=1.0)
-    points = [entry["time"] for entry in quota.read(site.run).points]
-    assert len(points) <= quota.POINTS
-    assert site.now - 7 * DAY <= points[0] < site.now - 5 * DAY  # type: ignore[operator]
+    points = [entry["time"] for entry in quota.read_usage(site.run).points]
+    assert len(points) <= quota.MAX_SAMPLES
+    assert site.now - 7 * DAY_SECONDS <= points[0] < site.now - 5 * DAY_SECONDS  # type: ignore[operator]
     assert points[-1] == site.now
 
 
@@ -177,30 +181,30 @@ def test_a_week_is_kept_in_few_points(site: Site) -> None:
 
 def test_status_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.days(4, growth=8 * ONE)
-    show(run_status_view.one(site.status(), now=site.now))
+    print_table(run_status_text.run_status_table(site.status(), now=site.now))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quota")]
     assert "full in about 8.5 days" in line
     assert line.endswith("(looked 0 s ago)")
-    assert run_status_view.as_json(site.status())["quotas"][0]["source"] == "lfs quota"
+    assert run_status_text.run_status_as_json(site.status())["quotas"][0]["source"] == "lfs quota"
 
 
 def test_a_notice_is_written_before_it_is_full_and_once_a_week(site: Site) -> None:
     values = {"failed_attempts": 9, "no_progress": 1e9, "disk_checkpoints": 0, "program": ["true"]}
-    target = vars(Target(name="t", command=["true"], events=["disk"]))
+    target = vars(NoticeTarget(name="t", command=["true"], events=["disk"]))
     policy = NoticePolicy(run="m/r", cluster="c", since=NOW, targets=[target], **values)  # type: ignore[arg-type]
-    notices.write_policy(site.run, policy)
+    notices.write_notice_policy(site.run, policy)
     first = None
     for _ in range(6 * 4):
         site.days(0.25, growth=8 * ONE)
-        assert note(site.run, site.plan, policy, now=site.now, at_work=True) == []
-        if notices.known(site.run) and first is None:
+        assert write_due_notices(site.run, site.plan, policy, now=site.now, at_work=True) == []
+        if notices.known_notices(site.run) and first is None:
             first = 100 * ONE - site.others - 2 * ONE
-    names = sorted(notices.known(site.run))
+    names = sorted(notices.known_notices(site.run))
     assert 1 <= len(names) <= 2
     assert all(name.startswith("disk-quota-lfs-quota-bytes-") for name in names)
     assert first is not None
     assert 6.0 < first / (8 * ONE) < 7.5  # days before it is full
-    (notice, *_) = [entry for entry, _ in notices.pending(site.run)]
+    (notice, *_) = [entry for entry, _ in notices.pending_notices(site.run)]
     assert "full in about " in notice.reason
 
 
@@ -209,15 +213,15 @@ def test_a_symptom_shares_its_notice_with_the_job(site: Site) -> None:
     status = replace(site.status(), state="queued")
     (symptom,) = symptoms._full_soon(status, site.now)
     assert symptom.cause == "quota-lfs-quota-bytes"
-    assert symptom.notice == f"disk-quota-lfs-quota-bytes-{int(site.now // (7 * DAY))}"
+    assert symptom.notice == f"disk-quota-lfs-quota-bytes-{int(site.now // (7 * DAY_SECONDS))}"
     assert "free some space" in symptom.reason
     assert list(symptoms._full_soon(replace(status, state="stopped"), site.now)) == []
 
 
 def test_a_disk_of_all_users_is_spoken_of_when_it_gets_scarce() -> None:
     values = {"kind": "bytes", "used": 5, "limit": 10, "own": 0, "time": NOW, "a_day": 1.0, "a_checkpoint": None}
-    far = Foreseen(source=FILE_SYSTEM, full=NOW + 40 * DAY, **values)  # type: ignore[arg-type]
-    near = Foreseen(source=FILE_SYSTEM, full=NOW + 20 * DAY, **values)  # type: ignore[arg-type]
+    far = QuotaForecast(source=FILE_SYSTEM, full=NOW + 40 * DAY_SECONDS, **values)  # type: ignore[arg-type]
+    near = QuotaForecast(source=FILE_SYSTEM, full=NOW + 20 * DAY_SECONDS, **values)  # type: ignore[arg-type]
     assert [far.is_told(NOW), near.is_told(NOW), near.is_soon(NOW)] == [False, True, False]
 
 
@@ -229,8 +233,8 @@ def test_a_site_names_a_command_of_its_own(site: Site) -> None:
     program.write_text("""#!/bin/sh\necho '{"used": 5000, "limit": 9000}'\necho "$@" > "$0.seen"\n""")
     program.chmod(0o755)
     site.plan = replace(site.plan, quota_command=[str(program), "--of", "{user}", "{path}/; rm -rf /"])
-    measure(site.run, site.plan, now=site.now)
-    (found,) = quota.foreseen(quota.read(site.run), now=site.now)
+    measure_quotas(site.run, site.plan, now=site.now)
+    (found,) = quota.quota_forecasts(quota.read_usage(site.run), now=site.now)
     assert (found.source, found.used, found.limit) == ("ourquota", 5000, 9000)
     seen = Path(f"{program}.seen").read_text()
     assert seen == f"--of {os.getuid()} {site.run.path}/; rm -rf /\n"  # an argument, and no line of a shell
@@ -248,44 +252,46 @@ def test_a_site_names_a_command_of_its_own(site: Site) -> None:
 def test_a_command_that_says_nothing_is_said(
     site: Site, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
 ) -> None:
-    monkeypatch.setattr(measuring, "SECONDS", 1.0 if script == "sleep 60" else 60.0)
+    monkeypatch.setattr(measuring, "QUOTA_QUESTION_SECONDS", 1.0 if script == "sleep 60" else 60.0)
     program = site.programs / "ourquota"
     if script is not None:
         program.write_text(f"#!/bin/sh\nexec {script}\n")
         program.chmod(0o755)
     with pytest.raises(RelayrunError, match=words):
-        quotas(site.run.path, [str(program)])
+        read_quotas(site.run.path, [str(program)])
     site.plan = replace(site.plan, quota_command=[str(program)])
-    measure(site.run, site.plan, now=site.now)
+    measure_quotas(site.run, site.plan, now=site.now)
     assert words in (site.status().quota_complaint or "")
 
 
 def test_words_of_quota_and_json() -> None:
-    assert parse("x", '{"used": 1, "limit": 2}') == [quota.Limit(source="x", kind="bytes", used=1, limit=2)]
-    assert parse("x", '{"used": "a lot"}') is None
-    assert parse("x", "[]") is None
-    assert parse("x", "/home 1 0 0 0 1 0 0 0") == []
+    assert parse_quota_output("x", '{"used": 1, "limit": 2}') == [
+        quota.QuotaLimit(source="x", kind="bytes", used=1, limit=2)
+    ]
+    assert parse_quota_output("x", '{"used": "a lot"}') is None
+    assert parse_quota_output("x", "[]") is None
+    assert parse_quota_output("x", "/home 1 0 0 0 1 0 0 0") == []
 
 
 def test_a_job_measures_with_its_saves_and_says_what_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: site.now)
-    watch = QuotaWatch(site.run, site.plan)
+    watch = QuotaMonitor(site.run, site.plan)
 
     def look(saved: int) -> int:
         watch.look(saved)
         assert watch._thread is not None
         watch._thread.join(300)
-        return len(quota.read(site.run).points)
+        return len(quota.read_usage(site.run).points)
 
     site.look()
     assert look(0) == 2
     assert look(100) == 2  # ten minutes have not passed
-    monkeypatch.setattr(measuring, "SAVED_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "MEASURE_AFTER_SAVE_SECONDS", 0.0)
     assert look(200) == 3
     assert look(200) == 3  # no save meanwhile
-    quota.path(site.run).write_text("{")
+    quota.usage_path(site.run).write_text("{")
     watch.look(300)
     watch._thread.join(300)  # type: ignore[union-attr]
     with pytest.raises(RelayrunError, match="unreadable record"):
@@ -315,11 +321,13 @@ for number in range(8):
 """
     subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
     now = NOW + 7 * 6 * HOUR
-    every = quota.foreseen(quota.read(Run(run.path)), now=now)
+    every = quota.quota_forecasts(quota.read_usage(Run(run.path)), now=now)
     (found,) = [each for each in every if (each.source, each.kind) == (FILE_SYSTEM, "bytes")]
     assert found.limit == 20 << 20
     assert found.a_day == pytest.approx(8_000_000, rel=0.02)
-    assert ((found.full or 0.0) - now) / DAY == pytest.approx(((20 << 20) - 8 * 2_000_000) / 8_000_000, rel=0.05)
+    assert ((found.full or 0.0) - now) / DAY_SECONDS == pytest.approx(
+        ((20 << 20) - 8 * 2_000_000) / 8_000_000, rel=0.05
+    )
     assert found.is_soon(now)
 
 
@@ -333,7 +341,7 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     assert "lfs quota: 100.0 MB of 100.0 MB used, 1.0 MB in checkpoints of this run: full at any moment" in (
         capsys.readouterr().out
     )
-    assert json.loads(quota.path(site.run).read_text())["complaint"] is None
+    assert json.loads(quota.usage_path(site.run).read_text())["complaint"] is None
 
 
 @pytest.mark.parametrize(
@@ -347,13 +355,13 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_status_says_that_the_disk_is_full_also_of_a_chain_that_has_ended(
-    site: Site, monkeypatch: pytest.MonkeyPatch, limits: list[tuple[quota.Kind, int, int]], said: str | None
+    site: Site, monkeypatch: pytest.MonkeyPatch, limits: list[tuple[quota.QuotaKind, int, int]], said: str | None
 ) -> None:
-    found = [quota.Limit(source=FILE_SYSTEM, kind=kind, used=used, limit=limit) for kind, used, limit in limits]
-    monkeypatch.setattr(run_status, "of_file_system", lambda place: found)
+    found = [quota.QuotaLimit(source=FILE_SYSTEM, kind=kind, used=used, limit=limit) for kind, used, limit in limits]
+    monkeypatch.setattr(run_status, "file_system_limit", lambda place: found)
     site.run.stop.write_text("cancelled by ada\n")
-    status = run_status.gather(site.run, Queue(), now=NOW)
-    words = [text for name, text in run_status_view._lines(status, NOW) if name == "disk"]
+    status = run_status.read_run_status(site.run, QueueStatus(), now=NOW)
+    words = [text for name, text in run_status_text._lines(status, NOW) if name == "disk"]
     assert len(words) == (said is not None)
     assert said is None or words[0].startswith(said.format(site.run.path))
-    assert run_status_view.as_json(status)["disk"] == words
+    assert run_status_text.run_status_as_json(status)["disk"] == words

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.quota import quotas
-from relayrun.control.chain.quota_table import parse
-from relayrun.control.rundir.quota import Limit
+from relayrun.control.chain.quota import read_quotas
+from relayrun.control.chain.quota_table import parse_quota_output
+from relayrun.control.rundir.quota import QuotaLimit
 
 HEAD = "     Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace\n"
 KIB = 1024
 
 
 def limits(text: str) -> dict[tuple[str, str], tuple[int, int]] | None:
-    found = parse("lfs quota", text)
+    found = parse_quota_output("lfs quota", text)
     return None if found is None else {(each.source, each.kind): (each.used, each.limit) for each in found}
 
 
@@ -105,15 +105,15 @@ project*) echo "  1042 P $3";;
 esac"""
     planted(programs, "lfs", script)
     group = place.stat().st_gid
-    assert quotas(place) == [
-        Limit(source="lfs quota", kind="bytes", used=KIB, limit=10 * KIB),
-        Limit(source=f"lfs quota of group {group}", kind="bytes", used=2 * KIB, limit=20 * KIB),
-        Limit(source="lfs quota of project 1042", kind="bytes", used=3 * KIB, limit=30 * KIB),
+    assert read_quotas(place) == [
+        QuotaLimit(source="lfs quota", kind="bytes", used=KIB, limit=10 * KIB),
+        QuotaLimit(source=f"lfs quota of group {group}", kind="bytes", used=2 * KIB, limit=20 * KIB),
+        QuotaLimit(source="lfs quota of project 1042", kind="bytes", used=3 * KIB, limit=30 * KIB),
     ]
     asked = (programs / "asked").read_text().splitlines()
     assert f"lfs quota -q -u {os.getuid()} {place}" in asked
     planted(programs, "lfs", script.replace("1042 P", "0 -"))  # no project
-    assert [each.source for each in quotas(place)] == ["lfs quota", f"lfs quota of group {group}"]
+    assert [each.source for each in read_quotas(place)] == ["lfs quota", f"lfs quota of group {group}"]
 
 
 def test_quota_is_asked_for_the_mount_point_and_for_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +128,8 @@ def test_quota_is_asked_for_the_mount_point_and_for_nfs(tmp_path: Path, monkeypa
 echo 'Disk quotas for user ada (uid 1000): '
 echo 'server:/export/home 300* 200 400 1795640168 50 0 60 0'"""
     planted(programs, "quota", script)
-    assert quotas(place) == [
-        Limit(source="quota", kind="bytes", used=300 * KIB, limit=400 * KIB),
-        Limit(source="quota", kind="files", used=50, limit=60),
+    assert read_quotas(place) == [
+        QuotaLimit(source="quota", kind="bytes", used=300 * KIB, limit=400 * KIB),
+        QuotaLimit(source="quota", kind="files", used=50, limit=60),
     ]
     assert "--nfs-all" in (programs / "asked").read_text()

@@ -10,8 +10,8 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import compose
-from relayrun.control.agent.between import last_words
-from relayrun.control.rundir.rounds import SECONDS, FailedRound
+from relayrun.control.agent.between import ranks_gone_line
+from relayrun.control.rundir.rounds import RESTART_SECONDS, FailedRestart
 from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
 
@@ -29,7 +29,7 @@ def test_the_page_is_short_and_its_configs_are_some(tmp_path: Path) -> None:
     assert len(blocks("yaml")) == 2
     for part in blocks("yaml"):
         (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
-        assert compose.load(tmp_path / "whole.yaml").chain.recovery == "node"
+        assert compose.load_run_config(tmp_path / "whole.yaml").chain.recovery == "node"
 
 
 def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
@@ -37,9 +37,9 @@ def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
     (part,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
     config = written(tmp_path, COMMAND)
     (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
-    made = compose.load(tmp_path / "whole.yaml")
+    made = compose.load_run_config(tmp_path / "whole.yaml")
     assert (made.trainer, made.chain.recovery) == ("command", "node")
-    assert last_words(4) in page
+    assert ranks_gone_line(4) in page
 
 
 @pytest.mark.slow
@@ -51,8 +51,8 @@ def test_its_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_fields_that_it_names_are_those_of_the_record() -> None:
-    known = {field.name for field in fields(FailedRound)}
+    known = {field.name for field in fields(FailedRestart)}
     section = PAGE.partition("## What is on record")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", section.partition("| name |")[0]))
     assert named <= known, named - known
-    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(SECONDS)
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(RESTART_SECONDS)

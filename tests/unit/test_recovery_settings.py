@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from relayrun.config.compose import compose
-from relayrun.control.agent.places import Places
-from relayrun.control.chain import render
+from relayrun.control.agent.places import NodeRanks
+from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
@@ -25,7 +25,7 @@ NODE = {"recovery": "node"}
 
 def plan_of(folder: Path, **sections: Any) -> Plan:
     path = Workspace.make(folder).config("run", **sections)
-    return make_plan(compose.load(path), Run(folder / "run"), folder, revision=1)
+    return make_plan(compose.load_run_config(path), Run(folder / "run"), folder, revision=1)
 
 
 def test_agents_are_off_and_a_plan_of_an_earlier_version_has_none(tmp_path: Path) -> None:
@@ -34,14 +34,16 @@ def test_agents_are_off_and_a_plan_of_an_earlier_version_has_none(tmp_path: Path
     earlier = {name: value for name, value in vars(plan).items() if name not in ("recovery", "fork_server")}
     earlier.pop("max_failed_rounds")
     assert Plan.of(earlier).recovery == "job"
-    assert render.program(plan, [*plan.program, "--attempt=1"], where=[]) == [*plan.program, "--attempt=1"]
+    assert job_script.rank_program(plan, [*plan.program, "--attempt=1"], where=[]) == [*plan.program, "--attempt=1"]
 
 
 def test_an_agent_is_started_with_the_python_and_the_arguments_of_the_ranks(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, chain=NODE | {"max_failed_rounds": 2}, cluster={"python": sys.executable})
     assert plan.max_failed_rounds == 2
     assert plan.fork_server == [sys.executable, "-m", "relayrun.train.fork_server", f"--run-dir={tmp_path}/run"]
-    command = render.program(plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={tmp_path}/run", "--attempt=1"])
+    command = job_script.rank_program(
+        plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={tmp_path}/run", "--attempt=1"]
+    )
     assert command == [sys.executable, "-m", "relayrun.control.agent", f"--run-dir={tmp_path}/run", "--attempt=1"]
 
 
@@ -77,16 +79,16 @@ def test_what_cannot_work_is_refused_with_the_setting_to_change(
 ) -> None:
     path = Workspace.make(tmp_path).config("run", **({"chain": NODE} | sections))
     with pytest.raises(ConfigError) as refused:
-        compose.load(path)
+        compose.load_run_config(path)
     assert words in str(refused.value)
 
 
 def test_another_trainer_has_a_server_that_starts_its_command(tmp_path: Path) -> None:
-    config = compose.load(written(tmp_path, COMMAND, chain=NODE))
+    config = compose.load_run_config(written(tmp_path, COMMAND, chain=NODE))
     plan = make_plan(config, Run(tmp_path / "run"), tmp_path, revision=1)
     where = [f"--run-dir={tmp_path}/run"]
-    assert plan.fork_server == [sys.executable, "-P", "-m", "relayrun.control.agent.start_server", *where]
-    command = render.program(plan, ["its-own"], where=[*where, "--attempt=2"])
+    assert plan.fork_server == [sys.executable, "-P", "-m", "relayrun.control.agent.spawn_server", *where]
+    command = job_script.rank_program(plan, ["its-own"], where=[*where, "--attempt=2"])
     assert command == [sys.executable, "-P", "-m", "relayrun.control.agent", *where, "--attempt=2"]
 
 
@@ -103,7 +105,7 @@ def test_an_elastic_run_knows_with_how_many_nodes_it_may_go_on(tmp_path: Path) -
     plan = plan_of(tmp_path, chain=NODE, **ELASTIC)
     assert plan.elastic_nodes == [4, 2, 1]
     assert plan.outlives_nodes
-    assert "\n#SBATCH --no-kill\n" in render.job_script(plan, Run(tmp_path / "run"))
+    assert "\n#SBATCH --no-kill\n" in job_script.job_script(plan, Run(tmp_path / "run"))
     by_stages = ELASTIC | {"training": ELASTIC["training"] | {"rampup_batch_size": [[40, 400]]}}
     assert plan_of(tmp_path / "ramp", chain=NODE, **by_stages).elastic_nodes == [4, 2, 1]
     more = ELASTIC["training"] | {"global_batch_size": 20 * 60}
@@ -121,11 +123,11 @@ def test_an_elastic_run_knows_with_how_many_nodes_it_may_go_on(tmp_path: Path) -
 def test_what_cannot_be_elastic_is_refused(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
     path = Workspace.make(tmp_path).config("run", **({"chain": NODE} | ELASTIC | sections))
     with pytest.raises(ConfigError) as refused:
-        compose.load(path)
+        compose.load_run_config(path)
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(("has", "train"), [(5, 4), (4, 4), (3, 2), (2, 2), (1, 1)])
 def test_of_a_job_with_fewer_nodes_those_train_that_a_round_has_places_for(has: int, train: int) -> None:
     plan = Mock(outlives_nodes=True, nodes=4, elastic_nodes=[2, 1])
-    assert Plan.training_nodes(plan, has) == train == Places(4, spare=has - 4, elastic=[2, 1]).fitting(has)
+    assert Plan.training_nodes(plan, has) == train == NodeRanks(4, spare=has - 4, elastic=[2, 1]).fitting(has)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from relayrun.watch.status.remaining import LAST, Past, Remaining, remaining
+from relayrun.watch.status.remaining import PACE_ATTEMPTS, AttemptPace, RemainingWork, remaining_work
 
 HOUR = 3600.0
 
 
-def past(base: int, durable: int, start: float, hours: float, *, running: bool = False) -> Past:
+def past(base: int, durable: int, start: float, hours: float, *, running: bool = False) -> AttemptPace:
     until = start + hours * HOUR
     end = None if running else until
-    return Past(base_iteration=base, durable_iteration=durable, start_time=start, until=until, end_time=end)
+    return AttemptPace(base_iteration=base, durable_iteration=durable, start_time=start, until=until, end_time=end)
 
 
-def left(*attempts: Past, iteration: int, running: bool = False) -> Remaining | None:
-    return remaining(attempts, iteration=iteration, total=1000, nodes=4, running=running, now=1e6)
+def left(*attempts: AttemptPace, iteration: int, running: bool = False) -> RemainingWork | None:
+    return remaining_work(attempts, iteration=iteration, total=1000, nodes=4, running=running, now=1e6)
 
 
 def test_hours_and_node_hours_at_the_pace_of_whole_attempts() -> None:
@@ -52,7 +52,7 @@ def test_nothing_is_said_before_anything_is_durable() -> None:
 
 def test_only_the_last_attempts_count() -> None:
     slow = [past(n, n + 1, n * HOUR, 1) for n in range(9)]
-    fast = [past(9 + 100 * n, 109 + 100 * n, (9 + n) * HOUR, 1) for n in range(LAST)]
+    fast = [past(9 + 100 * n, 109 + 100 * n, (9 + n) * HOUR, 1) for n in range(PACE_ATTEMPTS)]
     found = left(*slow, *fast, iteration=509)
     assert found is not None
     assert found.seconds == pytest.approx(491 / 100 * HOUR)

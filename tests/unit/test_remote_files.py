@@ -31,7 +31,7 @@ __all__ = ["data", "out", "run", "tokenizer"]
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.0, 0.0, 0.0))
 
 
 def page(folder: Path) -> bytes:

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.data import Data
-from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.data import DataSection
+from relayrun.config.sections.document_window import DocumentWindowSection
 from relayrun.errors import ConfigError, InputError
 from relayrun.submit.check.find_data import build_manifest
-from relayrun.tokens.mixture.build import training_order
+from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.order import block_cache, remote_shards
-from relayrun.tokens.order.block_cache import LEAST, SLOT, WAYS, BlockCache
-from relayrun.tokens.order.document_order import DocumentOrder
-from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.order.block_cache import MIN_CACHE_BYTES, SLOT_BYTES, SLOTS_PER_SET, BlockCache
+from relayrun.tokens.order.document_order import DocumentWindowOrder
+from relayrun.tokens.order.samples import WindowOrder
 from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.stores import remote
@@ -37,7 +37,7 @@ LENGTHS = np.random.default_rng(7).integers(1, 900, 900)
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def size_of(cache: Path) -> int:
 @pytest.mark.filterwarnings("ignore")  # of aiohttp, about connections that a test has cut
 def test_samples_are_those_of_local_shards_through_failures(server: Server, folder: Path, tmp_path: Path) -> None:
     server.faults = [None, 500]
-    frozen, here = remote_shards.freeze(urls(server)), local(folder)
+    frozen, here = remote_shards.freeze_shards(urls(server)), local(folder)
     assert frozen.fingerprint == here.fingerprint
     assert frozen.differences() == []
-    blocks = BlockCache(tmp_path, 2 * LEAST)
+    blocks = BlockCache(tmp_path, 2 * MIN_CACHE_BYTES)
     server.faults = [None, 503, "cut", None, 429]
-    expected = SampleOrder(here, seq_length=512, seed=1, split=0.1)
-    found = SampleOrder(frozen, seq_length=512, seed=1, split=0.1, blocks=blocks)
+    expected = WindowOrder(here, seq_length=512, seed=1, split=0.1)
+    found = WindowOrder(frozen, seq_length=512, seed=1, split=0.1, blocks=blocks)
     assert len(found) == len(expected) > 1000
     for epoch in (0, 1):
         for i in range(0, len(found), 7):
@@ -93,8 +93,8 @@ def test_samples_are_those_of_local_shards_through_failures(server: Server, fold
     for i in (0, 100):
         ours, theirs = found.origins(0, i), expected.origins(0, i)
         assert [(o.document, o.offset, o.tokens) for o in ours] == [(o.document, o.offset, o.tokens) for o in theirs]
-    cut = DocumentWindow(window=256, overlap=16, bos=1)
-    kept = [DocumentOrder(part, cut, seq_length=512, seed=1, name="a", blocks=blocks) for part in (frozen, here)]
+    cut = DocumentWindowSection(window=256, overlap=16, bos=1)
+    kept = [DocumentWindowOrder(part, cut, seq_length=512, seed=1, name="a", blocks=blocks) for part in (frozen, here)]
     assert len(kept[0]) == len(kept[1])
     for i in range(0, len(kept[0]), 11):
         assert np.array_equal(kept[0].read(0, i), kept[1].read(0, i))
@@ -102,32 +102,32 @@ def test_samples_are_those_of_local_shards_through_failures(server: Server, fold
 
 @pytest.mark.slow
 def test_a_full_cache_evicts_and_stays_within_its_bound(server: Server, folder: Path, tmp_path: Path) -> None:
-    blocks = BlockCache(tmp_path, LEAST)
+    blocks = BlockCache(tmp_path, MIN_CACHE_BYTES)
     for number in range(40):
-        content = bytes([number]) * block_cache.BLOCK
+        content = bytes([number]) * block_cache.BLOCK_BYTES
         assert blocks.get(f"block {number}", lambda content=content: content) == content  # type: ignore[misc]
-        assert size_of(tmp_path) <= LEAST
+        assert size_of(tmp_path) <= MIN_CACHE_BYTES
     fetched: list[int] = []
 
     def fetch(number: int) -> bytes:
         fetched.append(number)
-        return bytes([number]) * block_cache.BLOCK
+        return bytes([number]) * block_cache.BLOCK_BYTES
 
-    for number in range(40 - WAYS, 40):
+    for number in range(40 - SLOTS_PER_SET, 40):
         blocks.get(f"block {number}", lambda number=number: fetch(number))  # type: ignore[misc]
     assert fetched == []  # the newest are there
     blocks.get("block 0", lambda: fetch(0))
     assert fetched == [0]
-    again = BlockCache(tmp_path, LEAST)
-    assert again.get("block 0", lambda: fetch(0)) == bytes(block_cache.BLOCK)
+    again = BlockCache(tmp_path, MIN_CACHE_BYTES)
+    assert again.get("block 0", lambda: fetch(0)) == bytes(block_cache.BLOCK_BYTES)
     assert fetched == [0]
-    BlockCache(tmp_path, 3 * LEAST)  # one of another size takes the place of this one
+    BlockCache(tmp_path, 3 * MIN_CACHE_BYTES)  # one of another size takes the place of this one
     assert size_of(tmp_path) == 0
-    assert blocks.get("block 0", lambda: fetch(0)) == bytes(block_cache.BLOCK)
+    assert blocks.get("block 0", lambda: fetch(0)) == bytes(block_cache.BLOCK_BYTES)
 
 
 def test_what_is_torn_is_fetched_again(tmp_path: Path) -> None:
-    blocks = BlockCache(tmp_path, LEAST)
+    blocks = BlockCache(tmp_path, MIN_CACHE_BYTES)
     blocks.get("x", lambda: b"some bytes")
     (slot,) = [path for path in tmp_path.rglob("*") if path.is_file()]
     for torn in (slot.read_bytes()[:-1], slot.read_bytes()[:60], b"", slot.read_bytes()[:-1] + b"?"):
@@ -137,8 +137,8 @@ def test_what_is_torn_is_fetched_again(tmp_path: Path) -> None:
 
 
 def _reader(prefixes: list[str], cache: str, seed: int, results: Any) -> None:
-    blocks = BlockCache(Path(cache), LEAST)
-    order = SampleOrder(remote_shards.freeze(prefixes), seq_length=512, seed=1, blocks=blocks)
+    blocks = BlockCache(Path(cache), MIN_CACHE_BYTES)
+    order = WindowOrder(remote_shards.freeze_shards(prefixes), seq_length=512, seed=1, blocks=blocks)
     here = np.random.default_rng(seed).integers(0, len(order), 150)
     results.put([(int(i), int(order.read(0, int(i)).sum())) for i in here])
 
@@ -157,32 +157,32 @@ def test_processes_share_a_cache_that_is_too_small(
     for reader in readers:
         reader.join(300)
         assert reader.exitcode == 0
-    expected = SampleOrder(local(folder), seq_length=512, seed=1)
+    expected = WindowOrder(local(folder), seq_length=512, seed=1)
     for pairs in found:
         assert all(int(expected.read(0, i).sum()) == total for i, total in pairs)
-    assert size_of(tmp_path) <= LEAST
-    assert len([path for path in tmp_path.rglob("*-*") if path.is_file()]) <= WAYS
-    assert SLOT * WAYS == LEAST
+    assert size_of(tmp_path) <= MIN_CACHE_BYTES
+    assert len([path for path in tmp_path.rglob("*-*") if path.is_file()]) <= SLOTS_PER_SET
+    assert SLOT_BYTES * SLOTS_PER_SET == MIN_CACHE_BYTES
 
 
 @pytest.mark.slow
 def test_a_store_that_stays_away_or_changes_is_an_error_that_names_it(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
-    frozen = remote_shards.freeze(urls(server)[:1])
-    order = SampleOrder(frozen, seq_length=512, seed=1, blocks=BlockCache(tmp_path, LEAST))
+    frozen = remote_shards.freeze_shards(urls(server)[:1])
+    order = WindowOrder(frozen, seq_length=512, seed=1, blocks=BlockCache(tmp_path, MIN_CACHE_BYTES))
     server.faults = [None, *[500] * 8]
     with pytest.raises(StoreError, match="the store does not answer"):
         order.read(0, 0)
     server.faults = []
     changed = DatasetManifest(shards=tuple(shard for shard in frozen.shards))
     object.__setattr__(changed.shards[0], "bin_bytes", frozen.shards[0].bin_bytes - 2)
-    late = SampleOrder(changed, seq_length=512, seed=1, blocks=BlockCache(tmp_path, LEAST))
+    late = WindowOrder(changed, seq_length=512, seed=1, blocks=BlockCache(tmp_path, MIN_CACHE_BYTES))
     with pytest.raises(InputError, match=r"bytes, had .* when the run began"):
         late.read(0, 0)
     for path, words in (("tokens/none", "neither a folder with .bin and .idx files nor a shard"),):
         with pytest.raises(InputError, match=words):
-            remote_shards.freeze([f"{server.url}/{path}"])
+            remote_shards.freeze_shards([f"{server.url}/{path}"])
 
 
 @pytest.fixture
@@ -195,17 +195,17 @@ def stored(folder: Path) -> Iterator[str]:
 
 
 def test_a_folder_below_a_url_is_all_its_shards(stored: str, folder: Path) -> None:
-    found = remote_shards.freeze([stored, str(folder / "tokens" / "a")])
+    found = remote_shards.freeze_shards([stored, str(folder / "tokens" / "a")])
     assert [shard.prefix for shard in found.shards][:2] == [f"{stored}/a", f"{stored}/b"]
     assert found.shards[0].fingerprint == found.shards[2].fingerprint
     MemoryFileSystem().rm("/kept/tokens/b.idx")
     with pytest.raises(InputError, match=r"needs both its \.bin and its \.idx file"):
-        remote_shards.freeze([stored])
+        remote_shards.freeze_shards([stored])
 
 
 def test_a_config_with_a_url_gives_the_samples_of_the_local_one(stored: str, folder: Path, tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    config = yamlfile.read(workspace.config("run")).values
+    config = yaml_file.read_yaml(workspace.config("run")).values
     config["data"] |= {"datasets": [str(folder / "tokens")]}
     here = RunConfig.model_validate_json(json.dumps(config))
     config["data"] |= {"datasets": [stored], "shard_cache_dir": str(tmp_path / "cache"), "shard_cache_gb": 0.01}
@@ -230,13 +230,13 @@ def test_a_config_with_a_url_gives_the_samples_of_the_local_one(stored: str, fol
 )
 def test_what_cannot_be_read_below_a_url_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Data.model_validate({"tokenizer": "t", **values})
+        DataSection.model_validate({"tokenizer": "t", **values})
 
 
 def test_a_cache_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="the cache of shards cannot be made"):
-        BlockCache(tmp_path / "file", LEAST)
+        BlockCache(tmp_path / "file", MIN_CACHE_BYTES)
     with pytest.raises(ConfigError, match="a cache needs"):
-        BlockCache(tmp_path, LEAST - 1)
-    assert os.stat(BlockCache(tmp_path, LEAST)._folder).st_mode & 0o077 == 0
+        BlockCache(tmp_path, MIN_CACHE_BYTES - 1)
+    assert os.stat(BlockCache(tmp_path, MIN_CACHE_BYTES)._folder).st_mode & 0o077 == 0

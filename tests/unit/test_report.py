@@ -19,8 +19,8 @@ from relayrun.cli import main, parse
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.watch.report import report
-from relayrun.watch.report.series import reduced, ticks
+from relayrun.watch.report import terminal_report
+from relayrun.watch.report.series import axis_ticks, reduce_points
 from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 
@@ -47,7 +47,7 @@ def test_the_table_the_curve_and_the_picture(run: Run, tmp_path: Path, capsys: p
 def test_every_attempt_has_its_checkpoints_and_one_that_trained_nothing_says_so(run: Run, tmp_path: Path) -> None:
     copy = Run(Path(shutil.copytree(run.path, tmp_path / "run", symlinks=True)))
     copy.attempt(3).metrics.unlink()
-    rows = report.read_report(copy).attempts
+    rows = terminal_report.read_attempts_report(copy).attempts
     assert [row.trained for row in rows] == [True, True, False]
     assert all(row.commits for row in rows)
     assert all(row.commits[-1][1] == row.durable_iteration for row in rows[:2])
@@ -199,13 +199,13 @@ def test_every_pixel_keeps_its_least_and_its_greatest_value() -> None:
     y = np.sin(x / 5000)
     y[[777, 50_000, 99_998]] = [9.0, -9.0, np.nan]
     y[12_345] = np.inf
-    found = reduced(x, y, pixels=100)
+    found = reduce_points(x, y, pixels=100)
     assert found.size <= 202
     assert found.x[[0, -1]].tolist() == [1.0, 100_000.0]  # charts of one run have one axis
     assert (np.diff(found.x) > 0).all()
     assert found.left_out == 2
     assert {9.0, -9.0} <= set(found.y.tolist())
-    assert reduced(x[:150], y[:150], pixels=100).size == 150
+    assert reduce_points(x[:150], y[:150], pixels=100).size == 150
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,12 @@ def test_every_pixel_keeps_its_least_and_its_greatest_value() -> None:
     ],
 )
 def test_axes_have_round_numbers(low: float, high: float, found: list[float]) -> None:
-    assert ticks(low, high, 4) == pytest.approx(found)
+    assert axis_ticks(low, high, 4) == pytest.approx(found)
 
 
 def test_iterations_are_whole() -> None:
-    assert ticks(1, 10, 4, whole=True) == [2, 4, 6, 8, 10]
-    assert ticks(1, 2, 4, whole=True) == [1, 2]
+    assert axis_ticks(1, 10, 4, whole=True) == [2, 4, 6, 8, 10]
+    assert axis_ticks(1, 2, 4, whole=True) == [1, 2]
 
 
 @pytest.mark.long

@@ -11,12 +11,12 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir.run import Run
 from relayrun.watch.report import overview
-from relayrun.watch.report.document import document
-from relayrun.watch.report.gather import RunPage, read_page
-from relayrun.watch.status.queue import Queue
-from relayrun.watch.status.remaining import Remaining
-from relayrun.watch.status.run_status import gather
-from relayrun.watch.status.standing import Damaged
+from relayrun.watch.report.document import report_page
+from relayrun.watch.report.report_data import RunReportData, read_report_data
+from relayrun.watch.status.queue import QueueStatus
+from relayrun.watch.status.remaining import RemainingWork
+from relayrun.watch.status.run_status import read_run_status
+from relayrun.watch.status.standing import DamagedRun
 from tests import pages
 from tests.browser import Page
 from tests.history import STEP
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[RunPage]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[RunReportData]:
     """Two runs of three attempts, as if they lay on a cluster's scratch."""
     folder = tmp_path_factory.mktemp("pictured")
     with pytest.MonkeyPatch.context() as patch:
@@ -41,7 +41,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[RunPage]:
             make_pictured(folder, name="made-up/llama3-8b"),
             make_pictured(folder, name="made-up/llama3-8b-warm", above=2.0, seed=2),
         ]
-        return [replace(read_page(run), run=Run(Path("/scratch/made-up/runs") / run.path.name)) for run in runs]
+        return [replace(read_report_data(run), run=Run(Path("/scratch/made-up/runs") / run.path.name)) for run in runs]
 
 
 def made_up(text: str) -> str:
@@ -63,9 +63,9 @@ def wrong(tab: Page, path: Path, text: str) -> list[str]:
     return pages.complaints(tab, path.as_uri(), own=lambda url: url == path.as_uri())
 
 
-def test_a_run_of_three_attempts(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+def test_a_run_of_three_attempts(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    assert wrong(tab, path, made_up(document(two[:1], now=T + 400_000))) == []
+    assert wrong(tab, path, made_up(report_page(two[:1], now=T + 400_000))) == []
     words = tab.evaluate("document.body.innerText")
     for each in ("ranks started again", "uncorrectable ECC error", "nid001019", "checkpoint.interval: 500 -> 250"):
         assert each in words, each
@@ -76,26 +76,26 @@ def test_a_run_of_three_attempts(tab: Page, two: list[RunPage], tmp_path: Path) 
     draw(tab, "report-phone.png", 1550)
 
 
-def test_two_runs_side_by_side(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+def test_two_runs_side_by_side(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    assert wrong(tab, path, made_up(document(two, now=T + 400_000))) == []
+    assert wrong(tab, path, made_up(report_page(two, now=T + 400_000))) == []
     tab.show(path.as_uri(), width=1200, scheme="dark")
     draw(tab, "report-two.png", 690)
 
 
-def test_names_and_words_without_a_space(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+def test_names_and_words_without_a_space(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
     long = "without-a-space-" * 20
     account = replace(two[0].account, name=long)
     entry = replace(two[0], account=account, config=long, stop=long, run=Run(Path("/") / long[:200] / long[:200]))
     entry = replace(entry, validation={long: two[0].validation["held-out web"]})
-    assert wrong(tab, tmp_path / "long.html", document([entry, entry], now=T)) == []
+    assert wrong(tab, tmp_path / "long.html", report_page([entry, entry], now=T)) == []
 
 
-def test_a_list_of_runs(tab: Page, two: list[RunPage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_runs(tab: Page, two: list[RunReportData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
     now = T + 5 * 86400
-    done = gather(make_pictured(tmp_path), Queue(), now=now)
-    left = Remaining(
+    done = read_run_status(make_pictured(tmp_path), QueueStatus(), now=now)
+    left = RemainingWork(
         iterations=3380, seconds=203_000.0, node_hours=902.2, earliest_end=None, attempts=3, queue_seconds=None
     )
     going = replace(done, state="running", stop=None, remaining=left, last_end="saved: time limit near", loss=2.3911)
@@ -110,14 +110,14 @@ def test_a_list_of_runs(tab: Page, two: list[RunPage], tmp_path: Path, monkeypat
         "made-up/llama3-8b": replace(done, durable_iteration=6000),
     }
     goodput = dict(zip(names, ("95.1%", "…", "93.8%", "88.2%", "94.9%"), strict=True))
-    text = overview.overview("/scratch/made-up/runs", list(names.items()), goodput, now=now, of=5)
+    text = overview.overview_page("/scratch/made-up/runs", list(names.items()), goodput, now=now, of=5)
     path = tmp_path / "runs.html"
     assert wrong(tab, path, made_up(text.replace('http-equiv="refresh"', 'name="none"'))) == []
     tab.show(path.as_uri(), width=1200)
     draw(tab, "report-runs.png", 450)
     long = "without-a-space-" * 20
-    entries = [(long, replace(dead, broken=long)), (long, Damaged(path=long, error=long))] * 2
-    text = overview.overview(f"/{long}", entries, {long: "…"}, now=now, page=2, pages=3, of=250)
+    entries = [(long, replace(dead, broken=long)), (long, DamagedRun(path=long, error=long))] * 2
+    text = overview.overview_page(f"/{long}", entries, {long: "…"}, now=now, page=2, pages=3, of=250)
     assert wrong(tab, path, text.replace('http-equiv="refresh"', 'name="none"')) == []
 
 
@@ -146,17 +146,17 @@ PLANTED = {
 """What is put into a page, and what is said of it."""
 
 
-def test_what_is_wrong_is_found(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
-    text = document(two[:1], now=T).replace("<main>", f"<main>{''.join(PLANTED)}", 1)
+def test_what_is_wrong_is_found(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
+    text = report_page(two[:1], now=T).replace("<main>", f"<main>{''.join(PLANTED)}", 1)
     assert text.count("Content-Security-Policy") == 1
     complaints = wrong(tab, tmp_path / "planted.html", text.replace("Content-Security-Policy", "none"))
     for planted, found in PLANTED.items():
         assert any(found in each for each in complaints), planted
 
 
-def test_the_policy_of_the_page_keeps_it_from_the_network(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+def test_the_policy_of_the_page_keeps_it_from_the_network(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
     path = tmp_path / "planted.html"
-    text = document(two[:1], now=T).replace("<main>", "<main><img src='http://127.0.0.1:9/x.png'>", 1)
+    text = report_page(two[:1], now=T).replace("<main>", "<main><img src='http://127.0.0.1:9/x.png'>", 1)
     path.write_text(text, encoding="utf-8")
     seen = tab.show(path.as_uri(), width=400)
     assert any("Content Security Policy" in each for each in seen.complaints)

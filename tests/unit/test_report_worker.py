@@ -20,7 +20,7 @@ from relayrun.cli import main
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.watch.report import server
-from relayrun.watch.report.worker import Worker
+from relayrun.watch.report.worker import ReportWorker
 from tests.history import make_history
 from tests.unit.test_report_server import asked
 from tests.waiting import wait_for
@@ -37,14 +37,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    worker = Worker(nothing)
+def worker() -> Iterator[ReportWorker]:
+    worker = ReportWorker(nothing)
     yield worker
     worker.end()
     assert not multiprocessing.active_children()
 
 
-def test_an_end_may_come_while_it_begins(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_may_come_while_it_begins(worker: ReportWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ctrl-C does, while a page is asked for."""
     real, enders = threading.Thread.start, []
 
@@ -83,7 +83,9 @@ def pid_in(path: Path) -> int:
     return int(wait_for(lambda: path.exists() and path.read_text(), words=f"{path} is written"))
 
 
-def test_a_process_that_is_killed_ends_what_it_made_and_the_next_one_is_made(worker: Worker, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_ends_what_it_made_and_the_next_one_is_made(
+    worker: ReportWorker, tmp_path: Path
+) -> None:
     first = worker.begin(sleeps, str(tmp_path / "pid"))
     second = worker.begin(str, 2)
     os.kill(pid_in(tmp_path / "pid"), signal.SIGKILL)
@@ -98,7 +100,7 @@ def test_a_process_that_is_killed_ends_what_it_made_and_the_next_one_is_made(wor
     assert worker.begin(str, 3).result(300) == "3"
 
 
-def test_what_fails_there_is_raised_here(worker: Worker) -> None:
+def test_what_fails_there_is_raised_here(worker: ReportWorker) -> None:
     with pytest.raises(OSError, match="away"):
         worker.begin(fails, "OSError").result(300)
     with pytest.raises(KeyError) as error:
@@ -107,7 +109,7 @@ def test_what_fails_there_is_raised_here(worker: Worker) -> None:
 
 
 def test_an_end_does_not_wait(tmp_path: Path) -> None:
-    worker = Worker(nothing)
+    worker = ReportWorker(nothing)
     under_way, waiting = worker.begin(sleeps, str(tmp_path / "pid")), worker.begin(str, 2)
     pid_in(tmp_path / "pid")
     began = time.monotonic()
@@ -120,8 +122,8 @@ def test_an_end_does_not_wait(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[str, server.Gallery]]:
-    with server.serving(folder, port=0) as (address, serving):
+def served(folder: Path) -> Iterator[tuple[str, server.ReportGallery]]:
+    with server.serve_reports(folder, port=0) as (address, serving):
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         try:
@@ -134,7 +136,7 @@ def served(folder: Path) -> Iterator[tuple[str, server.Gallery]]:
 def test_a_report_whose_process_is_killed_is_answered_at_once(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(server, "SUMMARY_SECONDS", 0.0)
     with served(tmp_path / "runs") as (address, gallery):
         real = gallery._reporter.begin
         monkeypatch.setattr(gallery._reporter, "begin", lambda *_: real(sleeps, str(tmp_path / "pid")))
@@ -161,7 +163,7 @@ def made(value: str | Exception) -> Future[str]:
 
 def test_an_error_that_passes_is_no_answer_for_ever(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has ended and changes no more; its file system was away for a moment."""
-    gallery = server.Gallery(tmp_path / "runs")
+    gallery = server.ReportGallery(tmp_path / "runs")
     answers: list[Any] = [OSError(116, "Stale file handle"), "a page"]
     for worker in ("_reporter", "_reckoner"):
         left = list(answers)
@@ -170,7 +172,7 @@ def test_an_error_that_passes_is_no_answer_for_ever(run: Run, tmp_path: Path, mo
         gallery.report("ada/llama3-1b")
     with pytest.raises(OSError, match="Stale"):
         gallery.report("ada/llama3-1b")  # not tried again at once for all who ask
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(server, "SUMMARY_SECONDS", 0.0)
     assert gallery.report("ada/llama3-1b") == "a page"
     assert gallery.report("ada/llama3-1b") == "a page"
     _, names = gallery.overview(1) or ("", [])
@@ -205,7 +207,7 @@ def test_a_run_may_be_named_as_elsewhere(
     (tmp_path / ".relayrun").touch()
     monkeypatch.chdir(tmp_path)
     shown: list[Path] = []
-    monkeypatch.setattr(server, "serving", lambda folder, **_: shown.append(folder) or raises())
+    monkeypatch.setattr(server, "serve_reports", lambda folder, **_: shown.append(folder) or raises())
     assert main(["report", "ada/llama3-1b", "--serve"]) == 1
     assert shown == [tmp_path / "logs/runs/ada/llama3-1b"]
 

@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path / "run")
     run.attempt(1).path.mkdir(parents=True)
-    triggers.create_folder(run)
+    triggers.create_trigger_folder(run)
     return run
 
 
@@ -57,7 +57,7 @@ def test_it_is_seen_at_the_first_look_after_a_second(run: Run, clock: list[float
 
 def test_the_ranks_of_a_foreign_program_are_told_nothing(run: Run, clock: list[float]) -> None:
     found, _ = looking(run, of_ranks=False)
-    triggers.touch(run, "save")
+    triggers.touch_trigger(run, "save")
     assert found.look()
     assert not found.asked
 
@@ -72,7 +72,7 @@ def test_where_files_cannot_be_looked_at_ranks_look_themselves_and_it_is_said_on
     def fail(*_: object) -> bool:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(triggers, "is_touched", fail)
+    monkeypatch.setattr(triggers, "is_trigger_touched", fail)
     for _ in range(3):
         clock[0] += LOOK_SECONDS
         found.look()
@@ -83,7 +83,7 @@ def test_where_files_cannot_be_looked_at_ranks_look_themselves_and_it_is_said_on
 
 def test_the_node_of_rank_0_is_told_each_second_whichever_it_is(tmp_path: Path, clock: list[float]) -> None:
     nodes = Nodes(tmp_path, spare=1)
-    triggers.create_folder(nodes.run)
+    triggers.create_trigger_folder(nodes.run)
     nodes.hello(0, 1, 2)
 
     def told() -> list[list[bool]]:
@@ -94,7 +94,7 @@ def test_the_node_of_rank_0_is_told_each_second_whichever_it_is(tmp_path: Path, 
         return [[sent["asked"] for sent in link.sent if sent["kind"] == "requests"] for link in nodes.all.values()]
 
     assert told() == [[False], [], []]
-    triggers.touch(nodes.run, "save")
+    triggers.touch_trigger(nodes.run, "save")
     assert told() == [[True], [], []]
     (nodes.run.triggers / "save").unlink()
     assert told() == [[False], [], []]
@@ -107,10 +107,10 @@ def test_the_node_of_rank_0_is_told_each_second_whichever_it_is(tmp_path: Path, 
 
 
 def test_a_word_that_cannot_be_left_is_no_word(tmp_path: Path) -> None:
-    requests.tell(tmp_path / "none", asked=False)
+    requests.tell_ranks(tmp_path / "none", asked=False)
     assert not requests.nothing_asked(tmp_path / "none")
-    requests.tell(tmp_path, asked=False)
+    requests.tell_ranks(tmp_path, asked=False)
     assert requests.nothing_asked(tmp_path)
-    requests.tell(tmp_path, asked=True)
-    requests.tell(tmp_path, asked=True)
+    requests.tell_ranks(tmp_path, asked=True)
+    requests.tell_ranks(tmp_path, asked=True)
     assert not requests.nothing_asked(tmp_path)

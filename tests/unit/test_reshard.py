@@ -24,8 +24,8 @@ from relayrun import files
 from relayrun.errors import RelayrunError
 from relayrun.tokens.shuffle import buckets
 from relayrun.tokens.shuffle import reshard as module
-from relayrun.tokens.shuffle.buckets import keys
-from relayrun.tokens.shuffle.lengths import Lengths, points
+from relayrun.tokens.shuffle.buckets import row_keys
+from relayrun.tokens.shuffle.lengths import LengthProfile, length_points
 from relayrun.tokens.shuffle.reshard import ReshardOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def in_order(data: Path, seed: int, mask: np.uint64) -> list[tuple[str, int]]:
     found = []
     for number, file in enumerate(sorted(data.iterdir())):
         table = pq.read_table(file)
-        of_file = keys(seed, number, np.arange(len(table), dtype=np.uint64)) & mask
+        of_file = row_keys(seed, number, np.arange(len(table), dtype=np.uint64)) & mask
         found += [(key, row["text"], row["id"]) for key, row in zip(of_file.tolist(), table.to_pylist(), strict=True)]
     return [(text, number) for _, text, number in sorted(found, key=lambda row: row[0])]
 
@@ -100,12 +100,12 @@ def test_the_bytes_depend_on_the_seed_alone_and_the_order_is_that_of_the_keys(
     options = {"row_group_size": row_group_size, "file_size": file_size, "seed": 1}
     mask = np.uint64(0xF000000000000000 if few_keys else 0xFFFFFFFFFFFFFFFF)  # few: many rows share a key
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "draw", lambda *args: None)  # takes longer than all the rest
-        patch.setattr(buckets, "keys", lambda *args: keys(*args) & mask)
+        patch.setattr(module, "draw_lengths", lambda *args: None)  # takes longer than all the rest
+        patch.setattr(buckets, "row_keys", lambda *args: row_keys(*args) & mask)
         one, two = Path(folder, "one"), Path(folder, "two")
         reshard(data, one, **options, memory_limit=1 << 40)
         reshard(data, two, **options, memory_limit=memory, threads=threads)
-        plan = module.make_plan(
+        plan = module.make_shuffle_plan(
             ReshardOptions(dataset_folder=str(data), output=Path(folder, "x"), memory_limit=memory, threads=threads),
             tasks=1,
         )
@@ -135,7 +135,7 @@ def test_row_groups_and_files_have_the_sizes_asked_for(data: Path, tmp_path: Pat
 
 
 def test_the_order_is_that_of_the_keys() -> None:
-    one, two = keys(0, 0, np.arange(100_000, dtype=np.uint64)), keys(0, 1, np.arange(100_000, dtype=np.uint64))
+    one, two = row_keys(0, 0, np.arange(100_000, dtype=np.uint64)), row_keys(0, 1, np.arange(100_000, dtype=np.uint64))
     assert len({*one.tolist(), *two.tolist()}) == 200_000
     counts = np.histogram(one >> np.uint64(60), bins=16)[0]
     assert abs(counts - 6250).max() < 400
@@ -189,7 +189,7 @@ def test_columns_of_all_types_come_through_and_a_nested_text_is_drawn(tmp_path: 
         (field.name, field.type) for field in table.schema if field.name in ("doc", "large", "json")
     ]
     assert written["language"].type == pa.string()
-    order = np.argsort(keys(0, 0, np.arange(count, dtype=np.uint64)))
+    order = np.argsort(row_keys(0, 0, np.arange(count, dtype=np.uint64)))
     assert written.to_pylist() == table.take(order).to_pylist()
 
 
@@ -201,8 +201,8 @@ def test_a_bucket_that_is_larger_than_expected_is_read_in_pieces(tmp_path: Path,
         pq.write_table(pa.table({"text": ["x" * 5000] * 2000, "id": range(2000)}), data / f"{number}.parquet")
     largest: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        load = buckets.OnDisk.load
-        patch.setattr(buckets.OnDisk, "load", lambda *args: largest.append(len(rows := load(*args))) or rows)
+        load = buckets.DiskBuckets.load
+        patch.setattr(buckets.DiskBuckets, "load", lambda *args: largest.append(len(rows := load(*args))) or rows)
         reshard(data, tmp_path / "small", memory_limit=4_000_000, row_group_size=10)
     assert sum(largest) == 8000
     assert max(largest) * 5000 < 4_000_000 // 2
@@ -289,7 +289,7 @@ def test_what_comes_to_stand_at_the_output_meanwhile_is_kept(
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.txt").write_text("two weeks of work")
 
-    monkeypatch.setattr(module, "draw", meanwhile)
+    monkeypatch.setattr(module, "draw_lengths", meanwhile)
     with pytest.raises(RelayrunError, match="out: the output came to be meanwhile"):
         reshard(data, tmp_path / "out")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "two weeks of work"
@@ -302,13 +302,13 @@ def test_of_two_shuffles_into_one_folder_the_second_is_refused(
     """Both said that they were done, and the first one's files were gone."""
 
     def meanwhile(*given: Any) -> None:
-        monkeypatch.setattr(module, "draw", draw)
+        monkeypatch.setattr(module, "draw_lengths", draw)
         draw(*given)
         with pytest.raises(RelayrunError, match="out: another shuffle writes this output"):
             reshard(data, tmp_path / "out", seed=1)
 
-    draw = module.draw
-    monkeypatch.setattr(module, "draw", meanwhile)
+    draw = module.draw_lengths
+    monkeypatch.setattr(module, "draw_lengths", meanwhile)
     assert reshard(data, tmp_path / "out") == ROWS
     assert sorted(os.listdir(tmp_path)) == ["data", "out"]
 
@@ -388,7 +388,7 @@ def test_the_picture_has_the_same_points_whatever_comes_at_a_time(count: int, at
     """A small dataset in one row group was a single dot."""
     sizes = np.random.default_rng(0).integers(0, 90, count)
     texts = pa.chunked_array([["x" * size for size in sizes.tolist()]])
-    lengths, whole = Lengths(), Lengths()
+    lengths, whole = LengthProfile(), LengthProfile()
     whole.add(texts)
     for start in range(0, count, at_a_time):
         lengths.add(texts.slice(start, at_a_time))
@@ -396,7 +396,7 @@ def test_the_picture_has_the_same_points_whatever_comes_at_a_time(count: int, at
     assert found.tolist() == whole.array().tolist()
     assert len(found) >= min(count, 256)
     assert found.sum(axis=0).tolist() == [count, sizes.sum()]
-    where, means, mean = points(found)
+    where, means, mean = length_points(found)
     assert len(where) == len(means) == min(count, 200)
     assert mean == pytest.approx(sizes.mean())
     if count <= 200:
@@ -411,9 +411,9 @@ def test_the_picture_has_the_same_points_whatever_comes_at_a_time(count: int, at
 def test_stretches_are_those_of_each_file_and_few_where_there_are_many(files: int) -> None:
     """So it does not matter who reads which files."""
     texts = [pa.chunked_array([["x" * row for row in range(count)]]) for count in (5, 700, 90)]
-    together, apart = Lengths(files), []
+    together, apart = LengthProfile(files), []
     for of_file in texts:
-        alone = Lengths(files)
+        alone = LengthProfile(files)
         for lengths in (together, alone):
             lengths.add(of_file)
             lengths.end_file()
@@ -424,6 +424,6 @@ def test_stretches_are_those_of_each_file_and_few_where_there_are_many(files: in
 
 
 def test_a_missing_text_has_no_length() -> None:
-    lengths = Lengths()
+    lengths = LengthProfile()
     lengths.add(pa.chunked_array([pa.nulls(2, pa.string()), ["abc"]]))
     assert lengths.array().tolist() == [[1, 0], [1, 0], [1, 3]]

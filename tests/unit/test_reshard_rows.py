@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayrun.cli import main
-from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.document_window import DocumentWindowSection
 from relayrun.errors import InputError
 from relayrun.tokens.shuffle import reshard as module
-from relayrun.tokens.shuffle.pieces import Cut
+from relayrun.tokens.shuffle.pieces import RowSplit
 from relayrun.tokens.shuffle.reshard import ReshardOptions
-from relayrun.tokens.streams.cursor import LaneCursor
+from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.unit.test_reshard import digests
 from tests.unit.test_reshard_tasks import run
@@ -68,7 +68,7 @@ def slow(text: str, size: int, overlap: int) -> list[str]:
 def test_a_cut_is_that_of_a_slow_reference(texts: list[str | None], size: int, overlap: int) -> None:
     if overlap >= size:
         with pytest.raises(InputError, match="--split-overlap: must be at least 0 and below"):
-            Cut(size=size, overlap=overlap)
+            RowSplit(size=size, overlap=overlap)
         return
     schema = pa.schema([("n", pa.int64()), ("text", pa.large_string()), ("z", pa.large_string())])
     table = pa.table([[*range(len(texts))], texts, [str(row) for row in range(len(texts))]], schema)
@@ -77,7 +77,7 @@ def test_a_cut_is_that_of_a_slow_reference(texts: list[str | None], size: int, o
         for row, text in enumerate(texts)
         for piece in ([None] if text is None else slow(text, size, overlap))
     ]
-    cut = Cut(size=size, overlap=overlap)
+    cut = RowSplit(size=size, overlap=overlap)
     found = cut.apply(table, "text")
     assert found.schema == schema
     assert [(row["n"], row["text"], row["z"]) for row in found.to_pylist()] == expected
@@ -89,7 +89,7 @@ def test_a_cut_is_that_of_a_slow_reference(texts: list[str | None], size: int, o
 def test_split_rows_are_the_pieces_of_all_texts_whatever_the_memory_and_the_tasks(
     data: Path, tmp_path: Path, small_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "draw", lambda *args: None)
+    monkeypatch.setattr(module, "draw_lengths", lambda *args: None)
     options = ReshardOptions(
         dataset_folder=str(data),
         output=tmp_path / "one",
@@ -136,7 +136,7 @@ def test_row_groups_hold_about_so_much_text(data: Path, tmp_path: Path) -> None:
 def test_a_stream_of_split_rows_has_the_windows_of_whole_texts(tmp_path: Path) -> None:
     """Windows of rows that are cut as windows are: the same ones, shuffled over everything."""
     streaming.write(tmp_path / "data", "parquet", [60, 40], extra={row: f"{row}:" + "acgt" * row for row in range(100)})
-    window = DocumentWindow(window=20, overlap=5, bos=1, eos=2, drop_eod=True, packing="none")
+    window = DocumentWindowSection(window=20, overlap=5, bos=1, eos=2, drop_eod=True, packing="none")
     module.reshard(
         ReshardOptions(dataset_folder=str(tmp_path / "data"), output=tmp_path / "out", split_rows=18, split_overlap=5)
     )

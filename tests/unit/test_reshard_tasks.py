@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.tokens.shuffle import buckets, output, reshard, tasks
+from relayrun.tokens.shuffle import buckets, multi_node, output, reshard
+from relayrun.tokens.shuffle.multi_node import ReshardTask
 from relayrun.tokens.shuffle.reshard import ReshardOptions
-from relayrun.tokens.shuffle.tasks import ReshardTask
 
 STAGES = ("begin", "scatter", "measure", "write", "finish")
 ROWS = 3000
@@ -95,7 +95,7 @@ def test_a_job_that_would_stop_is_not_queued(
         check(column="content")
     with pytest.raises(InputError, match="no such"):
         check(dataset_folder=str(tmp_path / "date"))
-    monkeypatch.setattr(tasks, "free_space", lambda _: 1000)
+    monkeypatch.setattr(multi_node, "free_space", lambda _: 1000)
     with pytest.raises(InputError, match=r"--temp-dir: the rows take \S+ GB unpacked, and 0\.0 GB are free"):
         check()
     lines = tmp_path / "lines"
@@ -134,10 +134,10 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
         (output.np, "save", 1),
         (output, "narrow", 20),
         (output.np, "save", 6),
-        (tasks, "write_json", 1),
-        (tasks, "draw", 1),
-        (tasks.os, "rename", 1),
-        (tasks.shutil, "rmtree", 3),
+        (multi_node, "write_json", 1),
+        (multi_node, "draw", 1),
+        (multi_node.os, "rename", 1),
+        (multi_node.shutil, "rmtree", 3),
     ],
 )
 def test_a_killed_run_goes_on_with_any_number_of_tasks(
@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on_with_any_number_of_tasks(
     assert not options.output.exists() or name == "rmtree"
     written: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        whole = output.whole_file
+        whole = output.atomic_file
         for module in (buckets, output):
             patch.setattr(module, "whole_file", lambda path: written.append(path) or whole(path))
         assert run(reshard.replace(options, threads=2), 3) == ROWS

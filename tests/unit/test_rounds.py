@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.agent_decide import Death, RoundFacts, first_death, why_not_again
+from relayrun.control.agent_decide import Death, RestartFacts, first_death, why_no_restart
 from relayrun.control.rundir import rewinds, rounds
-from relayrun.control.rundir.lineage import Durable
-from relayrun.control.rundir.records import Commit, Failure
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.control.rundir.merged_metrics import MergedViews, merged_metrics, newest_valid_lines, valid_lines
+from relayrun.control.rundir.records import CheckpointCommit, RankFailure
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.views import Views, lines_that_count, merged_metrics, newest_lines
 from relayrun.files import append_line, read_lines
 from tests.history import began
 
 KILLED = Death(rank=3, node="n1", code=-signal.SIGKILL)
 RAISED = Death(rank=1, node="n0", code=1, error="RuntimeError: rank 4711 timed out after 30 s")
-FACTS = RoundFacts(
+FACTS = RestartFacts(
     death=KILLED,
     iteration=45,
     next_iteration=40,
@@ -34,14 +34,14 @@ FACTS = RoundFacts(
 )
 
 
-def failed(number: int, *, base: int, durable: int, **changes: Any) -> FailedRound:
+def failed(number: int, *, base: int, durable: int, **changes: Any) -> FailedRestart:
     values: dict[str, Any] = {"rank": 3, "node": "n1", "words": "killed by SIGKILL", "iteration": 45, "again": True}
     values |= {"base_iteration": base, "durable_iteration": durable, "next_iteration": durable}
-    return FailedRound(round=number, time=1e9 + number, **(values | changes))
+    return FailedRestart(round=number, time=1e9 + number, **(values | changes))
 
 
 def test_a_kill_starts_the_ranks_again() -> None:
-    assert why_not_again(FACTS) is None
+    assert why_no_restart(FACTS) is None
 
 
 @pytest.mark.parametrize(
@@ -54,32 +54,32 @@ def test_a_kill_starts_the_ranks_again() -> None:
     ],
 )
 def test_what_ends_the_attempt_at_once(changes: dict[str, Any], reason: str) -> None:
-    assert why_not_again(replace(FACTS, **changes)) == reason
+    assert why_no_restart(replace(FACTS, **changes)) == reason
 
 
 def test_the_same_error_at_the_same_iteration_ends_the_attempt_and_another_one_does_not() -> None:
     before = failed(1, base=20, durable=40, words="RuntimeError: rank 42 timed out after 30 s")
     facts = replace(FACTS, death=RAISED, earlier=[before])
-    assert why_not_again(facts) == "the same failure as before, at the same iteration 45"
-    assert why_not_again(replace(facts, iteration=46)) is None
-    assert why_not_again(replace(facts, death=replace(RAISED, error="OSError: away"))) is None
+    assert why_no_restart(facts) == "the same failure as before, at the same iteration 45"
+    assert why_no_restart(replace(facts, iteration=46)) is None
+    assert why_no_restart(replace(facts, death=replace(RAISED, error="OSError: away"))) is None
 
 
 def test_a_crash_by_a_signal_is_the_same_failure_and_a_kill_never_is() -> None:
     crash = Death(rank=3, node="n1", code=-signal.SIGSEGV)
     before = [failed(1, base=20, durable=40), failed(2, base=40, durable=41, words="killed by SIGSEGV")]
-    assert why_not_again(replace(FACTS, earlier=before)) is None
-    assert why_not_again(replace(FACTS, death=crash, earlier=before)) is not None
+    assert why_no_restart(replace(FACTS, earlier=before)) is None
+    assert why_no_restart(replace(FACTS, death=crash, earlier=before)) is not None
 
 
 def test_rounds_in_a_row_without_progress_end_the_attempt() -> None:
     stuck = replace(FACTS, base_iteration=40)
     progress, none = failed(1, base=20, durable=40), failed(2, base=40, durable=40)
-    assert why_not_again(replace(stuck, earlier=[none, progress, none])) is None
+    assert why_no_restart(replace(stuck, earlier=[none, progress, none])) is None
     reason = "3 rounds in a row without a later state to start from"
-    assert why_not_again(replace(stuck, earlier=[progress, none, none])) == reason
-    assert why_not_again(replace(FACTS, earlier=[none, none])) is None
-    assert why_not_again(replace(stuck, max_failed_rounds=1)) == "1 round in a row without a later state to start from"
+    assert why_no_restart(replace(stuck, earlier=[progress, none, none])) == reason
+    assert why_no_restart(replace(FACTS, earlier=[none, none])) is None
+    assert why_no_restart(replace(stuck, max_failed_rounds=1)) == "1 round in a row without a later state to start from"
 
 
 def test_the_rank_that_was_killed_comes_before_those_that_noticed_it() -> None:
@@ -105,7 +105,7 @@ def commit(run: Run, number: int, iteration: int) -> None:
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"12345")
     run.attempt(number).append_commit(
-        Commit(
+        CheckpointCommit(
             iteration=iteration,
             path=str(folder),
             consumed_samples=iteration,
@@ -125,16 +125,19 @@ def test_the_records_of_a_failed_round_are_read_with_what_getting_back_took(tmp_
     run = Run(tmp_path)
     began(run, 1)
     attempt = run.attempt(1)
-    assert rounds.read(attempt) == []
+    assert rounds.read_failed_restarts(attempt) == []
     one = failed(1, base=0, durable=40, seconds={"end": 0.5}, steps_lost=5)
-    rounds.append(attempt, one)
+    rounds.record_failed_restart(attempt, one)
     assert one.told == "round 1: rank 3 on n1: killed by SIGKILL, at iteration 45; again from iteration 40"
-    rounds.amend(attempt, 1, seconds={"step": 1.0, "all": 2.04})
+    rounds.amend_failed_restart(attempt, 1, seconds={"step": 1.0, "all": 2.04})
     two = failed(2, base=40, durable=40, again=False, reason="enough", rank=None, node="", words="the agent is gone")
-    rounds.append(attempt, two)
-    assert [each.seconds for each in rounds.read(attempt)] == [{"end": 0.5, "step": 1.0, "all": 2.04}, {}]
-    assert rounds.read(attempt)[0].told.endswith("again from iteration 40, 2.0 s to the next step")
-    assert rounds.read(attempt)[1].told == "round 2: the agent is gone, at iteration 45; enough"
+    rounds.record_failed_restart(attempt, two)
+    assert [each.seconds for each in rounds.read_failed_restarts(attempt)] == [
+        {"end": 0.5, "step": 1.0, "all": 2.04},
+        {},
+    ]
+    assert rounds.read_failed_restarts(attempt)[0].told.endswith("again from iteration 40, 2.0 s to the next step")
+    assert rounds.read_failed_restarts(attempt)[1].told == "round 2: the agent is gone, at iteration 45; enough"
 
 
 def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_iteration_once(tmp_path: Path) -> None:
@@ -142,37 +145,37 @@ def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_
     began(run, 1)
     attempt = run.attempt(1)
     attempt.failures.mkdir()
-    assert rounds.newest_checkpoint(run, attempt) == Durable(iteration=0, path=None)
+    assert rounds.restart_checkpoint(run, attempt) == ResumePoint(iteration=0, path=None)
     train(run, 1, 1, 22)
     commit(run, 1, 10)
     commit(run, 1, 20)
     (run.checkpoint(20) / "data").write_bytes(b"1")  # torn
     with attempt.metrics.open("a") as file:
         file.write('{"iteration": 23, "lo')  # its writer was killed
-    views = Views(run)
+    views = MergedViews(run)
     views.update(attempt=1)
-    Failure(rank=1, node="n", error="OSError: away", time=1.0).write(attempt.failures / "rank-0001.json")
-    base = rounds.newest_checkpoint(run, attempt)
-    assert base == Durable(iteration=10, path=str(run.checkpoint(10)))
-    rounds.append(attempt, failed(1, base=0, durable=10))
-    (moved,) = rounds.go_back(run, attempt, base, next_round=2)
+    RankFailure(rank=1, node="n", error="OSError: away", time=1.0).write(attempt.failures / "rank-0001.json")
+    base = rounds.restart_checkpoint(run, attempt)
+    assert base == ResumePoint(iteration=10, path=str(run.checkpoint(10)))
+    rounds.record_failed_restart(attempt, failed(1, base=0, durable=10))
+    (moved,) = rounds.prepare_restart(run, attempt, base, next_round=2)
     assert "iter_0000020" in moved
     assert not run.checkpoint(20).exists()
     assert list(attempt.failures.glob("*.json")) == []
     assert (attempt.failures / "round-0001/rank-0001.json").exists()
     train(run, 1, 11, 15)
-    rounds.append(attempt, failed(2, base=10, durable=10, next_iteration=13, source="memory"))
-    rounds.go_back(run, attempt, base, next_round=3, next_iteration=13)
-    assert rounds.read(attempt)[-1].told.endswith("again from iteration 13 (memory)")
+    rounds.record_failed_restart(attempt, failed(2, base=10, durable=10, next_iteration=13, source="memory"))
+    rounds.prepare_restart(run, attempt, base, next_round=3, next_iteration=13)
+    assert rounds.read_failed_restarts(attempt)[-1].told.endswith("again from iteration 13 (memory)")
     train(run, 1, 14, 14)
     views.update(attempt=1)
     iterations = [line["iteration"] for line in read_lines(run.metrics_view)]
     assert iterations == list(range(1, 15))
     assert [line["iteration"] for line in merged_metrics(run)] == iterations
-    assert [line["iteration"] for line in newest_lines(run)] == iterations[::-1]
-    assert rounds.newest_iteration(attempt) == 14
+    assert [line["iteration"] for line in newest_valid_lines(run)] == iterations[::-1]
+    assert rounds.newest_recorded_iteration(attempt) == 14
     commit(run, 1, 20)  # computed again: the newer line counts
-    assert rounds.newest_checkpoint(run, attempt).iteration == 20
+    assert rounds.restart_checkpoint(run, attempt).iteration == 20
 
 
 def test_a_round_before_any_checkpoint_starts_where_its_attempt_did(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_a_round_before_any_checkpoint_starts_where_its_attempt_did(tmp_path: Pa
     began(other, 1)
     commit(other, 1, 40)
     began(run, 1, base=40, base_path=str(other.checkpoint(40)))
-    assert rounds.newest_checkpoint(run, run.attempt(1)) == Durable(iteration=40, path=str(other.checkpoint(40)))
+    assert rounds.restart_checkpoint(run, run.attempt(1)) == ResumePoint(iteration=40, path=str(other.checkpoint(40)))
 
 
 def test_a_round_whose_attempts_base_is_torn_goes_back_further_and_begin_json_says_so(tmp_path: Path) -> None:
@@ -190,8 +193,8 @@ def test_a_round_whose_attempts_base_is_torn_goes_back_further_and_begin_json_sa
     commit(run, 1, 20)
     began(run, 2, base=20)
     (run.checkpoint(20) / "data").unlink()
-    base = rounds.newest_checkpoint(run, run.attempt(2))
-    rounds.go_back(run, run.attempt(2), base, next_round=2)
+    base = rounds.restart_checkpoint(run, run.attempt(2))
+    rounds.prepare_restart(run, run.attempt(2), base, next_round=2)
     begin = run.attempt(2).read_begin()
     assert begin is not None
     assert (begin.base_iteration, begin.base_path) == (10, str(run.checkpoint(10)))
@@ -203,16 +206,16 @@ def test_a_rewind_whose_line_its_writer_could_not_leave_keeps_its_place_before_t
     attempt = run.attempt(1)
     train(run, 1, 1, 15)
     commit(run, 1, 10)
-    rewind = rewinds.Rewind(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
-    rewinds.append(attempt, rewind)  # and then it was killed
-    rounds.append(attempt, failed(1, base=0, durable=10))
-    rounds.go_back(run, attempt, rounds.newest_checkpoint(run, attempt), next_round=2)
+    rewind = rewinds.Rollback(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
+    rewinds.record_rollback(attempt, rewind)  # and then it was killed
+    rounds.record_failed_restart(attempt, failed(1, base=0, durable=10))
+    rounds.prepare_restart(run, attempt, rounds.restart_checkpoint(run, attempt), next_round=2)
     assert [line.keys() & {"rewind", "round"} for line in read_lines(attempt.metrics)][-1:] == [{"rewind"}]
     train(run, 1, 11, 18)
-    rounds.append(attempt, failed(2, base=10, durable=10))
-    rounds.go_back(run, attempt, rounds.newest_checkpoint(run, attempt), next_round=3)
+    rounds.record_failed_restart(attempt, failed(2, base=10, durable=10))
+    rounds.prepare_restart(run, attempt, rounds.restart_checkpoint(run, attempt), next_round=3)
     assert list(read_lines(attempt.metrics))[-1] == {"iteration": 10, "round": 3}
     train(run, 1, 11, 12)
     assert [line["iteration"] for line in merged_metrics(run)] == list(range(1, 13))
-    before = lines_that_count(run, before=(1, 1))  # the stream of trackers that ended with the rewind
+    before = valid_lines(run, before=(1, 1))  # the stream of trackers that ended with the rewind
     assert [line["iteration"] for line in before] == list(range(1, 16))

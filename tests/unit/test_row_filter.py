@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from relayrun.config.sections.row_filter import columns, parse
-from relayrun.tokens.streams.conditions import compiled
+from relayrun.config.sections.row_filter import condition_columns, parse_row_condition
+from relayrun.tokens.streams.conditions import arrow_expression
 
 ROWS = pa.table(
     {
@@ -39,7 +39,7 @@ ROWS = pa.table(
 )
 def test_a_condition_keeps_the_rows_that_it_means(text: str, kept: list[int]) -> None:
     table = ROWS.append_column("row", pa.array(range(5)))
-    assert table.filter(compiled(parse(text)))["row"].to_pylist() == kept
+    assert table.filter(arrow_expression(parse_row_condition(text)))["row"].to_pylist() == kept
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,13 @@ def test_all_else_is_refused(text: str) -> None:
     with pytest.raises(
         ValueError, match=r"no condition|no column|no constant|no list|compares no rows|with a constant"
     ):
-        parse(text)
+        parse_row_condition(text)
 
 
 def test_columns_of_a_condition() -> None:
-    assert columns(parse("b > 1 and (a.is_null() or not utf8_length(c) < 3) or d in [1]")) == ["a", "b", "c", "d"]
+    assert condition_columns(parse_row_condition("b > 1 and (a.is_null() or not utf8_length(c) < 3) or d in [1]")) == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]

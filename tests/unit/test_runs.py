@@ -19,13 +19,13 @@ from relayrun import places
 from relayrun.cli import main
 from relayrun.cli.watch import runs as command
 from relayrun.control.rundir import campaign
-from relayrun.control.rundir.campaign import Begun, Campaign, Member, Membership
-from relayrun.control.rundir.lineage import durable
+from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
+from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.submit import relocate
-from relayrun.watch.status.queue import Queue
+from relayrun.submit import move_run
+from relayrun.watch.status.queue import QueueStatus
 from tests.history import make_history, queue_is_run
 from tests.unit.test_resume_command import submitted  # noqa: F401 - a fixture
 
@@ -36,7 +36,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/runs.md").read_text(encoding
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run whose chain has ended, in a project, with links and a folder that is closed to others."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / places.MARKER).touch()
+    (tmp_path / places.PROJECT_MARKER).touch()
     run = make_history(tmp_path / "logs/runs/my-project/my-run", lines=30, attempts=3)
     shutil.rmtree(run.path / "local")
     run.stop.write_text("done: all\n")
@@ -66,7 +66,7 @@ def held(path: Path) -> dict[str, object]:
     """All that lies below a path: bytes, times, modes, links; but the lock, whose time is when it was first moved."""
     return {
         name: (entry, (path / name).read_bytes() if entry.kind == "file" else None)
-        for name, entry in relocate.entries(path).items()
+        for name, entry in move_run.list_entries(path).items()
         if name != ".submit.lock"
     }
 
@@ -110,7 +110,7 @@ def test_the_commands_of_the_page_about_runs(run: Run, capsys: pytest.CaptureFix
     moved = Run(Path("logs/runs/my-project/my-run").absolute())
     assert held(moved.path) == before
     assert list(place.rglob("*")) == [place / "my-project"]
-    assert durable(moved).path == str(moved.checkpoint(30))
+    assert resume_point(moved).path == str(moved.checkpoint(30))
 
 
 def test_inside_a_file_system_it_is_a_rename(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,10 +141,10 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
         monkeypatch.setattr(module, name, step)
 
     for module, name in [
-        (relocate, "append_line"),
-        (relocate, "write_json"),
-        (relocate, "fsync_directory"),
-        (relocate, "checksum_of"),
+        (move_run, "append_line"),
+        (move_run, "write_json"),
+        (move_run, "fsync_directory"),
+        (move_run, "checksum_of"),
         (os, "rename"),
         (shutil, "rmtree"),
     ]:
@@ -163,7 +163,7 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path: Path, run: Run) -> None:
         with pytest.MonkeyPatch.context() as patch:
             steps = cut_at(patch, number)
             try:
-                relocate.relocate(run, target)
+                move_run.move_run_directory(run, target)
                 done = True
             except Cut:
                 done = False
@@ -171,14 +171,17 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path: Path, run: Run) -> None:
         assert whole, (number, steps)
         assert not target.exists() or target in whole  # nothing half-copied has the name
         if not done:
-            assert relocate.finish(run.path, target) or relocate.relocate(run, target) is None, (number, steps)
+            assert move_run.finish_move(run.path, target) or move_run.move_run_directory(run, target) is None, (
+                number,
+                steps,
+            )
         assert held(target) == before
         assert [path.name for path in run.path.parent.iterdir()] == []
         assert [path.name for path in target.parent.iterdir()] == ["my-run"]
         if done:
             break
         shutil.copytree(target, run.path, symlinks=True)
-        for name, entry in relocate.entries(target).items():
+        for name, entry in move_run.list_entries(target).items():
             if entry.kind == "file":
                 os.utime(run.path / name, ns=(entry.changed, entry.changed))
         shutil.rmtree(target)
@@ -193,10 +196,10 @@ def test_a_second_call_copies_what_is_missing(run: Run, monkeypatch: pytest.Monk
         with pytest.raises(Cut):
             main(["runs", "archive", str(run.path), "--to", "archive"])
     copied = []
-    real = relocate._copy_file
-    monkeypatch.setattr(relocate, "_copy_file", lambda *values: copied.append(values[0]) or real(*values))
+    real = move_run._copy_file
+    monkeypatch.setattr(move_run, "_copy_file", lambda *values: copied.append(values[0]) or real(*values))
     assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 0
-    total = sum(entry.kind == "file" for entry in relocate.entries(Path("archive/my-project/my-run")).values())
+    total = sum(entry.kind == "file" for entry in move_run.list_entries(Path("archive/my-project/my-run")).values())
     assert len(copied) == total - steps.count("append_line")
 
 
@@ -205,7 +208,7 @@ def test_a_copy_that_is_wrong_is_not_claimed(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = held(run.path)
-    real = relocate.checksum_of
+    real = move_run.file_checksum
 
     def flipped(path: Path) -> str:
         if path.name == "plan.json":
@@ -213,7 +216,7 @@ def test_a_copy_that_is_wrong_is_not_claimed(
         return real(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relocate, "checksum_of", flipped)
+        patch.setattr(move_run, "file_checksum", flipped)
         assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 1
     assert "what was read back is not what was written" in capsys.readouterr().err
     assert held(run.path) == before
@@ -223,7 +226,7 @@ def test_a_copy_that_is_wrong_is_not_claimed(
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_run_that_changes_meanwhile_stays(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    real = relocate.checksum_of
+    real = move_run.file_checksum
 
     def writes(path: Path) -> str:
         if path.name == "plan.json":
@@ -231,7 +234,7 @@ def test_a_run_that_changes_meanwhile_stays(run: Run, capsys: pytest.CaptureFixt
         return real(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relocate, "checksum_of", writes)
+        patch.setattr(move_run, "file_checksum", writes)
         assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 1
     assert re.search("changed since it was copied: STOP|it changes while it is moved", capsys.readouterr().err)
     assert run.stop.exists()
@@ -243,7 +246,7 @@ def test_a_run_that_changes_meanwhile_stays(run: Run, capsys: pytest.CaptureFixt
 def test_a_full_place_is_said_before_anything_is_copied(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(relocate, "free_space", lambda _: 10)
+    monkeypatch.setattr(move_run, "free_space", lambda _: 10)
     assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 1
     assert re.search(r"bytes are to be copied, and 10 are free", capsys.readouterr().err)
     assert run.plan.exists()
@@ -273,13 +276,16 @@ def test_a_run_that_a_stage_begins_with_or_that_waits_is_refused(
     first.stop.write_text("stopped by ada\n")
     folder = tmp_path / "c"
     (folder / "members/a").mkdir(parents=True)
-    members = [Member(name="a", run_dir=str(first.path)), Member(name="b", run_dir=str(second.path), source="a")]
+    members = [
+        CampaignMember(name="a", run_dir=str(first.path)),
+        CampaignMember(name="b", run_dir=str(second.path), source="a"),
+    ]
     for member in members:
-        Membership(folder=str(folder), member=member.name).write(campaign.membership_path(member.run))
+        CampaignMembership(folder=str(folder), member=member.name).write(campaign.membership_path(member.run))
     Campaign(kind="stages", name="p/c", owner=os.geteuid(), scheduler="local", at_once=None, members=members).save(
         folder
     )
-    Begun(job_id="1", time=0.0).write(campaign.begun_path(folder, "a"))
+    MemberStarted(job_id="1", time=0.0).write(campaign.member_started_path(folder, "a"))
     assert main(["runs", "move", str(first.path), "elsewhere"]) == 1
     assert "stages look for this run here, and have no checkpoint of their own yet: b" in capsys.readouterr().err
     assert main(["runs", "move", str(second.path), "elsewhere"]) == 1
@@ -324,7 +330,7 @@ def test_a_socket_is_left_behind(run: Run, tmp_path: Path) -> None:
         os.chdir(run.path)
         made.bind("socket")
         os.chdir(tmp_path)
-        relocate.relocate(run, tmp_path / "archive/x")
+        move_run.move_run_directory(run, tmp_path / "archive/x")
     assert not (tmp_path / "archive/x/socket").exists()
 
 
@@ -337,7 +343,7 @@ def test_one_that_fails_does_not_keep_the_others(run: Run, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_a_moved_run_goes_on(submitted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(relocate, "_staging", lambda target: target.parent / ".relayrun-moving-x")
+    monkeypatch.setattr(move_run, "_staging", lambda target: target.parent / ".relayrun-moving-x")
     (tmp_path / ".relayrun-moving-x").mkdir()  # as if it had been copied
     assert main(["runs", "move", str(submitted.path), str(tmp_path / "elsewhere")]) == 0
     moved = Run(tmp_path / "elsewhere")
@@ -375,7 +381,7 @@ def test_an_original_that_changed_behind_its_copy_is_told_from_one_that_changes(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relocate, "_unchanged", unchanged_once(relocate._unchanged))
+        patch.setattr(move_run, "_unchanged", unchanged_once(move_run._unchanged))
         with pytest.raises(Cut):
             main(["runs", "archive", str(run.path), "--to", "archive"])
     run.stop.write_text("done: all, and more\n")
@@ -441,7 +447,7 @@ def test_links_are_looked_at_where_it_is_a_rename_too(
 
 def test_a_run_with_queued_evaluations_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their jobs write into its directory."""
-    queue = Queue(evaluations={"7": "pending", "8": "running", "9": "gone"})
+    queue = QueueStatus(evaluations={"7": "pending", "8": "running", "9": "gone"})
     plan = run.plan.read_text()
     replace(Plan.load(run), scheduler="slurm").write(run.plan)
     with pytest.MonkeyPatch.context() as patch:
@@ -456,7 +462,7 @@ def test_a_run_with_queued_evaluations_is_refused(run: Run, tmp_path: Path, caps
 
 def test_errors_say_where(run: Run, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="itself"):
-        relocate.relocate(run, run.path / "x")
+        move_run.move_run_directory(run, run.path / "x")
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="the original is whole"):
-        relocate.relocate(run, tmp_path / "file/x")
+        move_run.move_run_directory(run, tmp_path / "file/x")

@@ -38,7 +38,7 @@ def added_by(script: str) -> Callable[[argparse.ArgumentParser], None]:
 
 
 def test_the_page_names_every_script() -> None:
-    scripts = [path for folder in ("scripts", "launchers") for path in places.shared(folder).rglob("*.py")]
+    scripts = [path for folder in ("scripts", "launchers") for path in places.shared_file(folder).rglob("*.py")]
     doors = {path.name for path in scripts if "as_program(" in path.read_text(encoding="utf-8")}
     assert doors == {program for program, _, _ in PAIRS}
     assert len(doors) == 9
@@ -46,7 +46,7 @@ def test_the_page_names_every_script() -> None:
 
 @pytest.mark.parametrize(("program", "command", "name"), PAIRS)
 def test_a_script_and_its_command_run_the_same_function(program: str, command: str, name: str) -> None:
-    (path,) = (path for folder in ("scripts", "launchers") for path in places.shared(folder).rglob(program))
+    (path,) = (path for folder in ("scripts", "launchers") for path in places.shared_file(folder).rglob(program))
     parser = argparse.ArgumentParser()
     added_by(path.read_text(encoding="utf-8"))(parser)
     assert subcommands()[command, name].get_default("run") is parser.get_default("run")

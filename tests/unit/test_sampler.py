@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.order.sampler import MixtureSampler, Part
+from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
 
 
 class Numbers:
@@ -30,7 +30,7 @@ class Numbers:
 def order(weights: Mapping[str, float], seed: int = 1, **records: dict[str, Any]) -> MixtureSampler:
     sizes = {"a": 7, "b": 50, "c": 3}
     parts = {
-        name: Part(
+        name: MixturePart(
             dataset=Numbers(sizes[name], 10**6 * "abc".index(name)),
             weight=weight,
             record={"fingerprint": name * 64, **records.get(name, {})},
@@ -133,7 +133,7 @@ def test_samples_of_a_data_set_that_left_are_located_but_not_read() -> None:
 
 
 def test_a_state_of_an_earlier_version_names_its_order_as_today() -> None:
-    parts = {"mock": Part(dataset=Numbers(10), weight=1.0, record={"order": "mock"})}
+    parts = {"mock": MixturePart(dataset=Numbers(10), weight=1.0, record={"order": "mock"})}
     former = MixtureSampler(parts, {}).state(5)
     former["datasets"]["mock"]["order"] = "relayrun.data.mock:MockDataset"
     assert MixtureSampler(parts, {}).resume(former) == 5

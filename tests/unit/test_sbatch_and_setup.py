@@ -12,8 +12,8 @@ import pytest
 
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.setup_lines import check_setup
-from relayrun.control.chain import render
+from relayrun.config.sections.setup_lines import check_setup_lines
+from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import gres, sbatch_options
 from relayrun.control.scheduler.slurm import Slurm
@@ -37,7 +37,7 @@ Options provided by plugins:
 
 
 def config(*overrides: str) -> RunConfig:
-    return compose.load(SLURM, overrides)
+    return compose.load_run_config(SLURM, overrides)
 
 
 def header(text: str) -> list[str]:
@@ -48,9 +48,9 @@ def header(text: str) -> list[str]:
 def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed sbatch that prints HELP."""
     monkeypatch.setattr(sbatch_options.slurm_command, "run", lambda command, seconds: HELP)
-    sbatch_options.installed.cache_clear()
+    sbatch_options.installed_sbatch_options.cache_clear()
     yield
-    sbatch_options.installed.cache_clear()
+    sbatch_options.installed_sbatch_options.cache_clear()
 
 
 def test_any_option_stands_in_the_job_script_quoted() -> None:
@@ -91,30 +91,30 @@ def test_what_cannot_be_handed_on_is_refused_with_what_to_do(section: str, given
 
 @pytest.mark.usefixtures("listed")
 def test_names_are_checked_against_the_installed_sbatch_with_its_plugins() -> None:
-    assert sbatch_options.names_in(HELP) >= {"account", "gres", "mem-per-cpu", "mem", "propagate", "uenv"}
-    check.check_job(config('job.sbatch={gres: "gpu:4", uenv: prgenv}'))
+    assert sbatch_options.option_names_in(HELP) >= {"account", "gres", "mem-per-cpu", "mem", "propagate", "uenv"}
+    check.refuse_job_settings(config('job.sbatch={gres: "gpu:4", uenv: prgenv}'))
     with pytest.raises(
         ConfigError, match=r"job.sbatch.mail-typ: the sbatch .* has no option --mail-typ\n.*mail-type\?"
     ):
-        check.check_job(config("job.sbatch={mail-typ: END}"))
+        check.refuse_job_settings(config("job.sbatch={mail-typ: END}"))
     with pytest.raises(ConfigError, match=r"evaluation.job.sbatch.grs: .*\n.*did you mean gres\?"):
-        check.check_job(config("evaluation={interval: 100, job: {sbatch: {grs: gpu}}}"))
+        check.refuse_job_settings(config("evaluation={interval: 100, job: {sbatch: {grs: gpu}}}"))
 
 
 def test_without_sbatch_the_list_of_a_named_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sbatch_options, "installed", lambda: None)
-    sbatch_options.check(["gres", "mail-type", "network"], where="job.sbatch")
+    monkeypatch.setattr(sbatch_options, "installed_sbatch_options", lambda: None)
+    sbatch_options.check_sbatch_options(["gres", "mail-type", "network"], where="job.sbatch")
     with pytest.raises(ConfigError, match=r"sbatch 22\.05\.8 has no option --mailtype\n.*did you mean mail-type\?"):
-        sbatch_options.check(["mailtype"], where="job.sbatch")
+        sbatch_options.check_sbatch_options(["mailtype"], where="job.sbatch")
 
 
 def test_the_real_sbatch_prints_a_list_that_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=ALL\n")
     monkeypatch.setenv("SLURM_CONF", str(conf))
-    sbatch_options.installed.cache_clear()
-    found = sbatch_options.installed()
-    sbatch_options.installed.cache_clear()
+    sbatch_options.installed_sbatch_options.cache_clear()
+    found = sbatch_options.installed_sbatch_options()
+    sbatch_options.installed_sbatch_options.cache_clear()
     if found is None:
         assert os.environ.get("RELAYRUN_NO_SLURM") == "1", "Slurm's commands are missing"
         pytest.skip("no Slurm here")
@@ -144,7 +144,7 @@ def test_gpus_are_asked_for_in_one_way_only() -> None:
 def test_a_successor_asks_for_gpus_as_its_script_does(
     script: dict[str, str | None], options: dict[str, str], wanted: dict[str, str]
 ) -> None:
-    assert gres.in_the_same_way(options, script) == wanted
+    assert gres.gpu_options_like_script(options, script) == wanted
 
 
 def test_an_evaluation_asks_for_its_own_gpus_in_the_way_of_the_site() -> None:
@@ -152,7 +152,7 @@ def test_an_evaluation_asks_for_its_own_gpus_in_the_way_of_the_site() -> None:
         given = config("job.gpus_per_node=4", "evaluation.interval=100", *overrides)
         run = Run(Path("/tmp/run"))
         plan = run_plan.make_plan(given, run, ROOT, revision=1)
-        return header(evaluation_job.script(given, plan, run))
+        return header(evaluation_job.evaluation_script(given, plan, run))
 
     site = 'job.sbatch={gres: "gpu:4", constraint-of-mine: x, mail-type: END}'.replace("constraint-of-mine: x, ", "")
     assert {"--gres=gpu:1", "--mail-type=END"} <= set(lines(site))
@@ -171,19 +171,19 @@ def test_options_of_the_site_and_of_the_run_are_joined(tmp_path: Path) -> None:
     )
     path = tmp_path / "run.yaml"
     path.write_text(f"include: [{SLURM}]\ncluster: here\njob:\n  sbatch: {{mail-type: END, licenses: false}}\n")
-    resolved = compose.load(path)
+    resolved = compose.load_run_config(path)
     lines = header(submission.dry_run(resolved))
     assert {"--partition=boost", "--gres=gpu:4", "--mail-type=END"} <= set(lines)
     assert not any(line.startswith("--licenses") for line in lines)
-    (tmp_path / "again.yaml").write_text(compose.dump(resolved))
-    assert compose.read_resolved(tmp_path / "again.yaml") == resolved
+    (tmp_path / "again.yaml").write_text(compose.dump_run_config(resolved))
+    assert compose.read_resolved_config(tmp_path / "again.yaml") == resolved
     assert compose.read_settings(path).place(("job", "sbatch", "gres")) == f"{tmp_path}/clusters/here.yaml:5"
 
 
 def run_setup(tmp_path: Path, lines: list[str]) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run the lines, then a program that prints A and its working directory."""
     script, report = tmp_path / "setup.sh", tmp_path / "it's failed"
-    script.write_text(render.setup_script(lines, report=str(report)))
+    script.write_text(job_script.setup_script(lines, report=str(report)))
     done = subprocess.run(
         ["bash", str(script), "sh", "-c", 'echo "ran A=${A-} $PWD"'],
         cwd=tmp_path,
@@ -230,8 +230,8 @@ def test_a_line_that_fails_ends_the_script_and_is_named(
 def test_lines_that_are_no_bash_are_refused_and_nothing_of_them_runs(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     with pytest.raises(ConfigError, match=r"job.setup: Bash cannot read these lines: line 2: syntax error"):
-        check_setup([f"touch {trace}", "fi"], where="job.setup")
-    check_setup([f"touch {trace}"], where="job.setup")
+        check_setup_lines([f"touch {trace}", "fi"], where="job.setup")
+    check_setup_lines([f"touch {trace}"], where="job.setup")
     assert not trace.exists()
     with pytest.raises(ConfigError, match=r"job.setup.0: holds the control character"):
         config('job.setup=["a\\nb"]')
@@ -245,13 +245,13 @@ def test_lines_stand_in_an_evaluations_script_behind_the_modules(tmp_path: Path)
     )
     run = Run(tmp_path)
     plan = run_plan.make_plan(given, run, ROOT, revision=1)
-    lines = evaluation_job.script(given, plan, run).splitlines()
+    lines = evaluation_job.evaluation_script(given, plan, run).splitlines()
     places = [lines.index(line) for line in ("module load cuda", "source /opt/site/env.sh", "ulimit -l unlimited")]
     assert places == sorted(places)
     assert lines.index("set -euo pipefail") < places[0]
     assert lines[-1].startswith("exec srun ")
     attempt = run.attempt(1)
-    command = render.task_command(plan, ["srun"], ["train", "--attempt=1"], setup=attempt.setup)
+    command = job_script.task_command(plan, ["srun"], ["train", "--attempt=1"], setup=attempt.setup)
     assert command[:3] == ["bash", str(attempt.setup), "srun"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import slurm_command, tasks
 from relayrun.control.scheduler.base import clean_environment
-from relayrun.control.scheduler.job_text import is_ambiguous, parse_job, timestamp
+from relayrun.control.scheduler.job_text import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.control.scheduler.local_queue import LocalJob
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import SchedulerError
@@ -90,7 +90,10 @@ def test_slurm_is_asked_for_times_that_are_told_apart_when_summer_time_ends(
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
         for program in ("squeue", "scontrol", "sacct"):
             for moment in (1792888200, 1792891800):  # 2026-10-25 02:30, in summer time and an hour later
-                assert timestamp(slurm_command.run([program, str(moment)], seconds=30).strip()) == moment
+                assert (
+                    parse_timestamp(slurm_command.run_slurm_command([program, str(moment)], seconds=30).strip())
+                    == moment
+                )
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -269,13 +272,13 @@ def test_no_text_of_a_persons_becomes_a_field(gpus: str) -> None:
     block = f"{text} UserId=a(1) {text} Command=/x"
     whole = REAL.format(name=block, comment="relayrun:begin-failed=1@n0,n7", **parts)
     for line, name in ((plain, text), (whole, block)):
-        job = parse_job(line, name=name if is_ambiguous(line) else None)
+        job = parse_job(line, name=name if is_job_text_ambiguous(line) else None)
         assert (job.id, job.name, job.state, job.nodes, job.requeue) == ("6", name, "RUNNING", "n1", True)
         assert (job.begin_failed, job.begin_failed_on) == (True, "n0,n7")
         assert job.options.get("gpus-per-node") == ("2" if gpus else None)
         assert "exclude" not in job.options
-    assert not is_ambiguous(plain)
-    assert is_ambiguous(whole)
+    assert not is_job_text_ambiguous(plain)
+    assert is_job_text_ambiguous(whole)
 
 
 def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:
@@ -322,7 +325,7 @@ def test_when_a_reservation_ends_that_ends_its_jobs(tmp_path: Path, monkeypatch:
     def asked(script: str) -> float | None:
         return slurm_of(tmp_path, monkeypatch, scontrol=script).reservation_end("res")
 
-    assert asked(f'echo "{RESERVATION}"') == timestamp("2026-11-21T06:00:00")
+    assert asked(f'echo "{RESERVATION}"') == parse_timestamp("2026-11-21T06:00:00")
     assert asked(f'echo "{RESERVATION.replace("SPEC_NODES", "FLEX")}"') is None  # jobs may go on behind its end
     assert asked('echo "Reservation res not found" >&2; exit 1') is None
 
@@ -332,10 +335,10 @@ def test_a_reservation_that_comes_again_ends_its_jobs_and_is_not_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{RESERVATION.replace("IGNORE_JOBS", flag)}"')
-    assert slurm.reservation_end("res") == timestamp("2026-11-21T06:00:00")
+    assert slurm.reservation_end("res") == parse_timestamp("2026-11-21T06:00:00")
     assert slurm.reservation_end("res", for_good=True) == math.inf
     slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{RESERVATION}"')
-    assert slurm.reservation_end("res", for_good=True) == timestamp("2026-11-21T06:00:00")
+    assert slurm.reservation_end("res", for_good=True) == parse_timestamp("2026-11-21T06:00:00")
 
 
 def test_a_job_that_slurm_ends_with_its_reservation_was_not_cancelled(
@@ -383,11 +386,11 @@ def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
 
 
 def test_a_free_port_is_one_that_no_connection_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = int(tasks.CONNECTION_PORTS.read_text().split()[0])
+    first = int(tasks.CONNECTION_PORTS_FILE.read_text().split()[0])
     found = {tasks.free_port() for _ in range(20)}
     assert len(found) > 10
-    if first >= tasks.LEAST_PORT + 1000:
-        assert all(tasks.LEAST_PORT <= port < first for port in found)
-    monkeypatch.setattr(tasks, "CONNECTION_PORTS", tmp_path / "range")
+    if first >= tasks.LOWEST_PORT + 1000:
+        assert all(tasks.LOWEST_PORT <= port < first for port in found)
+    monkeypatch.setattr(tasks, "CONNECTION_PORTS_FILE", tmp_path / "range")
     (tmp_path / "range").write_text("1024\t65535\n")  # no room below it: the kernel chooses
     assert tasks.free_port("") > 1024

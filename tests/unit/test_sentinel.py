@@ -20,24 +20,24 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.chain import quota
 from relayrun.control.notify import notices
-from relayrun.control.notify.notices import EVENTS, NoticePolicy, Target
-from relayrun.control.rundir import campaign, find, mirror
-from relayrun.control.rundir.campaign import Begun, Campaign, Member, Membership
+from relayrun.control.notify.notices import NOTICE_EVENTS, NoticePolicy, NoticeTarget
+from relayrun.control.rundir import campaign, find_runs, mirror
+from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
 from relayrun.control.rundir.lineage import Lineage
-from relayrun.control.rundir.mirror import LastPass, MirrorPolicy
-from relayrun.control.rundir.quota import Limit
-from relayrun.control.rundir.records import Commit, End, Heartbeat, Started
+from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
+from relayrun.control.rundir.quota import QuotaLimit
+from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat, StartTimes
 from relayrun.control.rundir.stop import write_stop
 from relayrun.control.scheduler import history, together
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.history import JobEnd
-from relayrun.control.scheduler.together import Waiting
+from relayrun.control.scheduler.together import QueuedJob
 from relayrun.errors import InputError, SchedulerError, user_name
-from relayrun.watch import sentinel, symptoms, unsent
+from relayrun.watch import cron_check, symptoms, unsent_notices
+from relayrun.watch.status import cron_check_record as records
 from relayrun.watch.status import queue as asking
 from relayrun.watch.status import run_status, standing_view
-from relayrun.watch.status import sentinel as records
-from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
@@ -58,28 +58,28 @@ class World:
         )
         self.folder = folder / "runs"
         self.start = self.now = float(int(time.time()))
-        self.jobs: list[Waiting] = []
+        self.jobs: list[QueuedJob] = []
         self.error: Exception | None = None
         self.asked = 0
         if told:
             tell(self)
         os.utime(self.run.plan, (self.start, self.start))
 
-    def jobs_of(self, names: list[str], *, patience: float) -> dict[str, list[Waiting]]:
+    def jobs_of(self, names: list[str], *, patience: float) -> dict[str, list[QueuedJob]]:
         """Answer for Slurm what the jobs of all chains are."""
         if self.error is not None:
             raise self.error
         return {name: self.jobs if name == self.plan.job_name else [] for name in names}
 
-    def ask(self, *_: object, brief: bool = False) -> Queue:
+    def ask(self, *_: object, brief: bool = False) -> QueueStatus:
         """Answer for Slurm how the last job of a chain without jobs ended."""
         self.asked += 1
-        return Queue(last_job=JobEnd(id="7", state="NODE_FAIL", nodes="n1", source="sacct"))
+        return QueueStatus(last_job=JobEnd(id="7", state="NODE_FAIL", nodes="n1", source="sacct"))
 
     def queue(self, *jobs: tuple[str, str, str]) -> None:
         """Let the chain have these jobs: id, state, and why it waits."""
         self.jobs = [
-            Waiting(job=Job(id=number, name=self.plan.job_name, state=state), reason=reason)
+            QueuedJob(job=Job(id=number, name=self.plan.job_name, state=state), reason=reason)
             for number, state, reason in jobs
         ]
 
@@ -95,14 +95,16 @@ class World:
         beat = Heartbeat(node="n0", iteration=iteration, phase=phase, time=self.now, step_p95=step, save_p95=30.0)
         (attempt.heartbeats / "n0.json").write_text(json.dumps(vars(beat)))
         if phase != "start" and not attempt.started.exists():
-            Started(process=self.now, imported=self.now, initialised=self.now, loaded=self.now).write(attempt.started)
+            StartTimes(process=self.now, imported=self.now, initialised=self.now, loaded=self.now).write(
+                attempt.started
+            )
 
     def commit(self, number: int, iteration: int) -> None:
         folder = self.run.checkpoint(iteration)
         folder.mkdir(parents=True)
         (folder / "data").write_bytes(b"12345")
         self.run.attempt(number).append_commit(
-            Commit(
+            CheckpointCommit(
                 iteration=iteration,
                 path=str(folder),
                 consumed_samples=1,
@@ -113,7 +115,7 @@ class World:
         )
 
     def end(self, number: int, iteration: int) -> None:
-        record = End(
+        record = AttemptEnd(
             attempt=number,
             cause="saved",
             reason="time limit near",
@@ -128,15 +130,15 @@ class World:
     def look(self, *, after: float = EVERY) -> list[str]:
         """Let time pass, then look; the lines that are printed."""
         self.now += after
-        return sentinel.look(self.folder, now=self.now)
+        return cron_check.check_folder(self.folder, now=self.now)
 
     def notices(self) -> list[str]:
-        return sorted(notices.known(self.run))
+        return sorted(notices.known_notices(self.run))
 
 
 def tell(world: World, *events: str) -> None:
     """Let somebody be told."""
-    target = Target(name="t", command=["true"], events=list(events or EVENTS))
+    target = NoticeTarget(name="t", command=["true"], events=list(events or NOTICE_EVENTS))
     policy = NoticePolicy(
         run="mine/run",
         cluster="c",
@@ -147,7 +149,7 @@ def tell(world: World, *events: str) -> None:
         disk_checkpoints=2,
         program=["true"],
     )
-    notices.write_policy(world.run, policy)
+    notices.write_notice_policy(world.run, policy)
 
 
 MakeWorld = Callable[..., World]
@@ -159,13 +161,13 @@ def make_world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> MakeWorld:
-    monkeypatch.setattr(quota, "of_file_system", lambda *_: [])  # of a machine on which other tests write
+    monkeypatch.setattr(quota, "file_system_limit", lambda *_: [])  # of a machine on which other tests write
 
     def make(*, told: bool = True) -> World:
         world = World(make_run, tmp_path, told=told)
-        monkeypatch.setattr(together, "jobs_of", world.jobs_of)
-        monkeypatch.setattr(asking, "ask", world.ask)
-        monkeypatch.setattr(unsent, "_start", lambda *_: None)
+        monkeypatch.setattr(together, "jobs_by_name", world.jobs_of)
+        monkeypatch.setattr(asking, "query_queue", world.ask)
+        monkeypatch.setattr(unsent_notices, "_start", lambda *_: None)
         return world
 
     return make
@@ -245,7 +247,7 @@ def test_a_planted_death_is_told_once(make_world: MakeWorld, kind: str, told: bo
     said = world.look()
     if told:
         assert said == []
-        ((notice, _),) = notices.pending(world.run)
+        ((notice, _),) = notices.pending_notices(world.run)
         assert notice.id.startswith(kind.strip())
         assert words in notice.reason
         assert notice.attempt == 1
@@ -274,7 +276,7 @@ def test_a_full_quota_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> 
     silent(world)
     assert world.look() == []
     assert world.look() == []
-    ((notice, _),) = notices.pending(world.run)
+    ((notice, _),) = notices.pending_notices(world.run)
     assert notice.id.startswith("disk-unwritable-")
     assert notice.reason == f"nothing can be written to {world.run.checkpoints}: Disk quota exceeded"
 
@@ -286,7 +288,7 @@ def test_a_disk_that_fills_while_the_run_waits_is_told_as_a_job_would(
     world.end(1, 100)
     world.queue(("8", "PENDING", "Priority"))
     assert world.look() == []
-    monkeypatch.setattr("relayrun.control.notify.chain_notices.free_space", lambda _: 9)
+    monkeypatch.setattr("relayrun.control.notify.events.free_space", lambda _: 9)
     for _ in range(3):
         assert world.look() == []
     assert world.notices() == ["disk-0001"]
@@ -294,14 +296,14 @@ def test_a_disk_that_fills_while_the_run_waits_is_told_as_a_job_would(
 
 def test_a_second_place_that_gets_no_copies_is_told(world: World) -> None:
     train(world)
-    mirror.folder(world.run).mkdir()
-    MirrorPolicy(folder="/away", id="1", keep_last=1, program=[]).write(mirror.policy_path(world.run))
-    mirror.write_last(world.run, LastPass(time=world.now, iteration=50, behind=1, complaint="/away is away"))
+    mirror.mirror_folder(world.run).mkdir()
+    MirrorPolicy(folder="/away", id="1", keep_last=1, program=[]).write(mirror.mirror_policy_path(world.run))
+    mirror.write_last_pass(world.run, MirrorPass(time=world.now, iteration=50, behind=1, complaint="/away is away"))
     for _ in range(4):
         world.now += 2 * HOUR
         world.beat(1)
         world.look()
-    (notice,) = [entry for entry, _ in notices.pending(world.run) if entry.event == "disk"]
+    (notice,) = [entry for entry, _ in notices.pending_notices(world.run) if entry.event == "disk"]
     assert notice.id.startswith("disk-mirror-50-")
     words = "1 checkpoints wait for their copy in the second place; the newest copy is of 50: /away is away"
     assert notice.reason == words
@@ -312,8 +314,8 @@ def test_a_quota_that_fills_is_told_while_jobs_wait(world: World, monkeypatch: p
     begin = world.now
     monkeypatch.setattr(
         quota,
-        "quotas",
-        lambda *_: [Limit(source="quota", kind="bytes", used=int((world.now - begin) * 1e6), limit=int(864e9))],
+        "read_quotas",
+        lambda *_: [QuotaLimit(source="quota", kind="bytes", used=int((world.now - begin) * 1e6), limit=int(864e9))],
     )
     world.queue(("7", "PENDING", "Priority"))
     until: list[float] = []
@@ -322,13 +324,13 @@ def test_a_quota_that_fills_is_told_while_jobs_wait(world: World, monkeypatch: p
         until.append((864e9 - (world.now - begin) * 1e6) / 1e6 / 86400)
         assert until[-1] > 0, "it is full, and nobody was told"
     assert 6.9 < until[-1] < 7.1  # days before it is full
-    (notice,) = [entry for entry, _ in notices.pending(world.run)]
+    (notice,) = [entry for entry, _ in notices.pending_notices(world.run)]
     assert notice.id.startswith("disk-quota-quota-bytes-")
     assert "grows by 86.4 GB a day: full in about " in notice.reason
 
 
 def test_a_folder_that_cannot_be_written_is_found() -> None:
-    assert isinstance(symptoms.unwritable(Path("/proc/self")), OSError)
+    assert isinstance(symptoms.write_error(Path("/proc/self")), OSError)
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING"])
@@ -340,7 +342,7 @@ def test_a_job_that_neither_runs_nor_ends_is_told_after_an_hour(world: World, st
         assert world.look(after=HOUR / 6) == []
     assert world.notices() == []
     assert world.look(after=HOUR / 6) == []
-    ((notice, _),) = notices.pending(world.run)
+    ((notice, _),) = notices.pending_notices(world.run)
     assert notice.id.startswith(f"hang-{state.lower()}-7-")
     assert notice.reason == f"job 7 has been {state} for more than an hour, and nothing goes on with the chain"
     assert notice.go_on == "scontrol show job 7"
@@ -362,10 +364,13 @@ def member_of(world: World, make: MakeRun, *, ended: str | None) -> Path:
     before, _ = make(folder="runs/mine/c-a", scheduler="slurm", owner=os.geteuid())
     if ended is not None:
         write_stop(before, ended)
-    members = [Member(name="a", run_dir=str(before.path)), Member(name="b", run_dir=str(world.run.path), source="a")]
+    members = [
+        CampaignMember(name="a", run_dir=str(before.path)),
+        CampaignMember(name="b", run_dir=str(world.run.path), source="a"),
+    ]
     for member in members:
-        Membership(folder=str(folder), member=member.name).write(campaign.membership_path(member.run))
-    Begun(job_id="6", time=world.now).write(campaign.begun_path(folder, "a"))
+        CampaignMembership(folder=str(folder), member=member.name).write(campaign.membership_path(member.run))
+    MemberStarted(job_id="6", time=world.now).write(campaign.member_started_path(folder, "a"))
     Campaign(kind="stages", name="mine/c", owner=os.geteuid(), scheduler="slurm", at_once=None, members=members).save(
         folder
     )
@@ -394,7 +399,7 @@ def test_a_stage_that_never_begins_is_told_once(
     said = world.look()
     if told:
         assert said == []
-        ((notice, _),) = notices.pending(world.run)
+        ((notice, _),) = notices.pending_notices(world.run)
         assert notice.id.startswith("stopped-stuck-")
         assert words in notice.reason
         assert notice.go_on == f"relayrun status {world.run.path}"
@@ -409,11 +414,11 @@ def test_a_stage_that_never_begins_is_told_once(
 
 def test_a_stage_that_waits_as_planned_is_not_told(world: World, make_run: MakeRun) -> None:  # noqa: F811
     folder = member_of(world, make_run, ended=None)
-    campaign.write_stop(folder, "stopped by ada")
+    campaign.write_campaign_stop(folder, "stopped by ada")
     for _ in range(4):
         world.look()
     assert world.notices() == []
-    campaign.stop_path(folder).unlink()
+    campaign.campaign_stop_path(folder).unlink()
     for _ in range(4):
         world.look()
     assert world.notices() == []
@@ -520,7 +525,7 @@ def test_nothing_of_another_users_run_starts_whatever_its_plan_says(
     command = ["/bin/sh", "-c", f"touch {ran}"]
     replace(world.plan, owner=None, quota_command=command).write(world.run.plan)
     started: list[object] = []
-    monkeypatch.setattr(unsent, "_start", lambda *given: started.append(given))
+    monkeypatch.setattr(unsent_notices, "_start", lambda *given: started.append(given))
     world.queue(("7", "PENDING", "Priority"))
     with monkeypatch.context() as patch:
         give_away(patch, world.run.path / whose)
@@ -602,7 +607,7 @@ def test_where_nothing_can_be_kept_it_is_said_at_once_and_hourly(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(symptoms.tempfile, "mkstemp", full)
-    monkeypatch.setattr(records.Memory, "write", full)
+    monkeypatch.setattr(records.CronCheckRecord, "write", full)
     said = [world.look(after=HOUR / 6) for _ in range(12)]
     assert [len(lines) for lines in said] == [2, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0]
     assert "is gone without an end" in said[0][0]
@@ -617,7 +622,7 @@ def test_slurm_that_does_not_answer_is_said_after_an_hour(
     no_job(world)
     assert world.look() == []
     world.error = SchedulerError("squeue: Unable to contact slurm controller")
-    monkeypatch.setattr(sentinel.shutil, "which", lambda _: "/usr/bin/squeue")
+    monkeypatch.setattr(cron_check.shutil, "which", lambda _: "/usr/bin/squeue")
     said = [world.look(after=600) for _ in range(8)]
     assert [len(lines) for lines in said] == [0, 0, 0, 0, 0, 0, 1, 0]
     assert "nothing is known of the jobs: the scheduler did not answer: squeue: Unable to contact" in said[6][0]
@@ -628,7 +633,7 @@ def test_slurm_that_does_not_answer_is_said_after_an_hour(
 def test_without_squeue_it_is_said_at_once(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(told=False)
     world.error = SchedulerError("squeue is not installed here")
-    monkeypatch.setattr(sentinel.shutil, "which", lambda _: None)
+    monkeypatch.setattr(cron_check.shutil, "which", lambda _: None)
     (line,) = world.look()
     assert "squeue is not installed here" in line
 
@@ -643,7 +648,7 @@ def test_chains_that_died_long_ago_are_counted_when_it_is_set_up(world: World) -
 
 def test_a_look_that_knew_no_jobs_is_not_the_first_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentinel is set up while the controller is away: what died long ago is counted when it is back."""
-    monkeypatch.setattr(sentinel.shutil, "which", lambda _: "/usr/bin/squeue")
+    monkeypatch.setattr(cron_check.shutil, "which", lambda _: "/usr/bin/squeue")
     os.utime(world.run.plan, (1e9, 1e9))
     world.error = SchedulerError("squeue: Unable to contact slurm controller")
     assert [world.look() for _ in range(3)] == [[], [], []]
@@ -669,7 +674,7 @@ def test_slurm_is_not_asked_again_and_again_about_a_dead_chain(world: World) -> 
 
 
 def state(world: World) -> RunStatus:
-    return run_status.gather(world.run, Queue(), now=world.now)
+    return run_status.read_run_status(world.run, QueueStatus(), now=world.now)
 
 
 def test_status_shows_when_it_last_looked_and_that_it_is_dead(world: World) -> None:
@@ -679,21 +684,21 @@ def test_status_shows_when_it_last_looked_and_that_it_is_dead(world: World) -> N
     assert look is not None
     assert (look.folder, look.time, look.period, look.late) == (str(world.folder), world.now, EVERY, False)
     world.now += 40
-    (line,) = standing_view.sentinels([state(world)], now=world.now)
+    (line,) = standing_view.cron_check_lines([state(world)], now=world.now)
     assert line.startswith(f"sentinel: looked 40 s ago ({world.folder}, by ")
     world.now += 5 * HOUR
-    (line,) = standing_view.sentinels([state(world)], now=world.now)
+    (line,) = standing_view.cron_check_lines([state(world)], now=world.now)
     assert line.startswith("sentinel: dead or late: looked 5.0 h ago")
     assert "every 120 s before" in line or "every 2 min before" in line
-    records.memory_path(world.folder, ME).write_text("{")
-    (line,) = standing_view.sentinels([state(world)], now=world.now)
+    records.cron_check_path(world.folder, ME).write_text("{")
+    (line,) = standing_view.cron_check_lines([state(world)], now=world.now)
     assert "nobody knows when it last looked" in line
 
 
 def test_a_run_is_looked_after_through_links_too(world: World, tmp_path: Path) -> None:
     train(world)
     (tmp_path / "elsewhere").symlink_to(world.run.path)
-    found = records.last_look(find.find_run(str(tmp_path / "elsewhere")), None, now=world.now)
+    found = records.last_cron_check(find_runs.find_run(str(tmp_path / "elsewhere")), None, now=world.now)
     assert found is not None
     assert found.folder == os.path.realpath(world.folder)
 
@@ -701,11 +706,11 @@ def test_a_run_is_looked_after_through_links_too(world: World, tmp_path: Path) -
 def test_two_do_not_look_at_once_and_one_that_hangs_is_said(world: World) -> None:
     train(world)
     no_job(world)
-    before = records.read_memory(world.folder, ME)
-    with open(records.lock_path(world.folder, ME), "r+") as lock:
+    before = records.read_cron_check(world.folder, ME)
+    with open(records.cron_check_lock_path(world.folder, ME), "r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert world.look() == []
-        assert records.read_memory(world.folder, ME) == before
+        assert records.read_cron_check(world.folder, ME) == before
         (line,) = world.look(after=HOUR)
         assert "a look that began long ago has not ended" in line
         assert world.look() == []
@@ -716,7 +721,7 @@ def test_two_do_not_look_at_once_and_one_that_hangs_is_said(world: World) -> Non
 
 def test_a_damaged_memory_is_said_and_the_look_goes_on(world: World) -> None:
     train(world)
-    records.memory_path(world.folder, ME).write_text('{"time": ')
+    records.cron_check_path(world.folder, ME).write_text('{"time": ')
     (line,) = world.look()
     assert "what the last look saw is lost" in line
     no_job(world)
@@ -750,12 +755,12 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(world: World, damage
 
 
 def test_what_another_user_left_in_the_folder_is_not_touched(world: World) -> None:
-    others = records.memory_path(world.folder, "grace")
+    others = records.cron_check_path(world.folder, "grace")
     others.write_text("{")
-    records.lock_path(world.folder, "grace").touch()
+    records.cron_check_lock_path(world.folder, "grace").touch()
     train(world)
     assert others.read_text() == "{"
-    found = records.last_look(world.run, None, now=world.now)
+    found = records.last_cron_check(world.run, None, now=world.now)
     assert found is not None
     assert (found.user, found.late) == (ME, False)
 
@@ -771,12 +776,12 @@ def test_the_command_needs_the_standard_library_alone(make_world: MakeWorld) -> 
         capture_output=True,
         text=True,
         check=False,
-        env={"PYTHONPATH": str(Path(sentinel.__file__).parents[2]), "PATH": "/nowhere"},
+        env={"PYTHONPATH": str(Path(cron_check.__file__).parents[2]), "PATH": "/nowhere"},
         timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "squeue is not installed here" in done.stdout
-    memory = records.read_memory(world.folder, ME)
+    memory = records.read_cron_check(world.folder, ME)
     assert memory is not None
     assert memory.period is None
 
@@ -789,17 +794,17 @@ def test_a_folder_that_is_not_there_keeps_no_other_from_being_looked_at(
     said = capsys.readouterr()
     assert f"error: {tmp_path}/nowhere: there is no such folder" in said.err
     assert said.out == ""
-    assert records.read_memory(world.folder, ME) is not None
+    assert records.read_cron_check(world.folder, ME) is not None
 
 
 def test_a_look_that_hangs_ends(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from relayrun.cli.watch import sentinel as command
+    from relayrun.cli.watch import cron_check as command
 
-    monkeypatch.setattr(command, "LIMIT", 1)
+    monkeypatch.setattr(command, "TIME_LIMIT_SECONDS", 1)
     monkeypatch.setattr(world, "jobs_of", lambda *_, **__: time.sleep(100))
-    monkeypatch.setattr(together, "jobs_of", world.jobs_of)
+    monkeypatch.setattr(together, "jobs_by_name", world.jobs_of)
     assert main(["sentinel", str(world.folder)]) == 1
     assert "no end of this look in 1 s" in capsys.readouterr().err
 
@@ -809,7 +814,7 @@ def test_a_look_that_fails_says_so_once_an_hour(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """Cron would mail it every two minutes; another folder is looked at all the same, and the exit code says it."""
-    from relayrun.cli.watch import sentinel as command
+    from relayrun.cli.watch import cron_check as command
 
     other = world.folder.parent / "others"
     other.mkdir()
@@ -819,9 +824,9 @@ def test_a_look_that_fails_says_so_once_an_hour(
             return ["the other one"]
         if kind == "a defect":
             raise KeyError("a defect")
-        raise command._TakesTooLongError if kind == "hangs" else InputError("refused", where=folder)
+        raise command._CheckTimeoutError if kind == "hangs" else InputError("refused", where=folder)
 
-    monkeypatch.setattr(sentinel, "look", fail)
+    monkeypatch.setattr(cron_check, "check_folder", fail)
     said = []
     for number in range(12):
         monkeypatch.setattr(command.time, "time", lambda number=number: world.start + number * HOUR / 6)
@@ -841,7 +846,9 @@ def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # 
     (tmp_path / "runs/a/two").symlink_to(tmp_path / "scratch/two")
     (tmp_path / "runs/a/again").symlink_to(tmp_path / "scratch/two")
     (tmp_path / "runs/a/circle").symlink_to(tmp_path / "runs")
-    found = [str(run.path.relative_to(tmp_path / "runs")) for run in find.runs_below(tmp_path / "runs", depth=4)]
+    found = [
+        str(run.path.relative_to(tmp_path / "runs")) for run in find_runs.find_runs_below(tmp_path / "runs", depth=4)
+    ]
     assert found == ["a/again", "a/one", "1/2/3/4"]
 
 
@@ -874,4 +881,4 @@ def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # 
     ],
 )
 def test_reasons_that_never_end(reason: str, for_ever: bool, budget: bool) -> None:
-    assert (history.for_ever(reason), history.out_of_budget(reason)) == (for_ever, budget)
+    assert (history.never_starts(reason), history.waits_for_budget(reason)) == (for_ever, budget)

@@ -29,7 +29,9 @@ def test_the_resolved_config_can_be_submitted_again(
 ) -> None:
     assert main(["config", str(path), "--set", "cluster.environment.A=1:30"]) == 0
     (tmp_path / "again.yaml").write_text(capsys.readouterr().out)
-    assert compose.load(tmp_path / "again.yaml") == compose.load(path, ["cluster.environment.A=1:30"])
+    assert compose.load_run_config(tmp_path / "again.yaml") == compose.load_run_config(
+        path, ["cluster.environment.A=1:30"]
+    )
 
 
 def test_every_value_says_where_it_was_written(
@@ -53,8 +55,8 @@ def test_a_run_shows_any_of_its_revisions(tmp_path: Path, capsys: pytest.Capture
     run.config.mkdir(parents=True)
     run.manifest.write_text("{}")
     for number, steps in ((1, 4), (2, 9)):
-        config = compose.load(workspace.config("a", training={"steps": steps}))
-        run.config_revision(number).write_text(compose.dump(config))
+        config = compose.load_run_config(workspace.config("a", training={"steps": steps}))
+        run.config_revision(number).write_text(compose.dump_run_config(config))
     for name, steps in ((f"{run.path}:1", 4), (f"{run.path}:2", 9), (str(run.path), 9)):
         assert main(["config", name]) == 0
         assert yaml.safe_load(capsys.readouterr().out)["training"]["steps"] == steps
@@ -96,14 +98,14 @@ def test_a_setting_that_there_is_not_has_a_nearest_one(
 
 
 def test_every_setting_has_words() -> None:
-    assert [setting.name for setting in describe.settings() if not setting.words] == []
+    assert [setting.name for setting in describe.describe_settings() if not setting.words] == []
 
 
 @pytest.mark.slow
 def test_the_tree_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     out = capsys.readouterr().out
-    for setting in describe.settings():
+    for setting in describe.describe_settings():
         assert setting.name.rpartition(".")[2] in out
     assert max(map(len, out.splitlines())) <= 120
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from relayrun.control.agent import coordinator, requests
-from relayrun.control.agent.lines import Lines
-from relayrun.control.agent.reception import Reception
+from relayrun.control.agent.connections import AgentConnections
+from relayrun.control.agent.lines import MessageSocket
 from relayrun.control.rundir import node_health, rounds
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.records import Hang
@@ -39,7 +39,7 @@ class Looked(Nodes):
             self.coordinator.hear(node, {"kind": "probed", "on": "cpu", "matmul": 0.01, **values})
 
     def found(self) -> list[tuple[str, str, str, int]]:
-        return [(each.node, each.check, each.action, each.round) for each in node_health.read(self.attempt)]
+        return [(each.node, each.check, each.action, each.round) for each in node_health.read_findings(self.attempt)]
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_the_attempt_ends_where_nobody_takes_the_place(tmp_path: Path) -> None:
     assert nodes.coordinator.code == 1
     assert [link.last["kind"] for link in nodes.all.values()] == ["leave", "leave"]
     assert nodes.found() == [("n1", "run_dir", "ended", 0)]
-    assert node_health.why_ended(nodes.attempt) == "n1: cannot be written: /run: Input/output error"
+    assert node_health.why_health_ended_attempt(nodes.attempt) == "n1: cannot be written: /run: Input/output error"
 
 
 def test_what_all_nodes_have_leaves_nobody_out(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_round(three: Looked) -> N
     three.facts = BROKEN
     three.end(1)
     assert three.places() == [0, None, 1]
-    (failed,) = rounds.read(three.attempt)
+    (failed,) = rounds.read_failed_restarts(three.attempt)
     assert (failed.culprit, failed.lost, failed.again) == ("rank 1 on n0: killed by SIGKILL", {"n1": "n2"}, True)
     assert three.found() == [("n1", "run_dir", "left out", 1)]
 
@@ -165,7 +165,7 @@ def test_the_copies_of_a_sick_node_are_gone_with_it(three: Looked) -> None:
     three.facts = BROKEN
     three.end(1, memory=own[1])
     assert three.places() == [0, None, 1]
-    (failed,) = rounds.read(three.attempt)
+    (failed,) = rounds.read_failed_restarts(three.attempt)
     assert (failed.source, failed.next_iteration) == ("disk", 0)
     assert three.all[2].last["memory"] is None
 
@@ -196,7 +196,7 @@ def test_a_node_that_falls_ill_without_a_spare_one_ends_the_attempt_with_its_nam
     nodes.facts = BROKEN
     nodes.end(1)
     assert nodes.coordinator.code == 137
-    (failed,) = rounds.read(nodes.attempt)
+    (failed,) = rounds.read_failed_restarts(nodes.attempt)
     assert (failed.again, failed.reason, failed.lost) == (False, f"n1 is sick: {WORDS}", {"n1": ""})
     assert nodes.found() == [("n1", "run_dir", "ended", 1)]
 
@@ -215,10 +215,10 @@ def test_what_is_less_ends_nothing_and_costs_no_node_that_is_needed(tmp_path: Pa
 
 
 def test_the_connection_of_a_node_that_was_told_to_leave_is_closed(three: Looked) -> None:
-    links: dict[int, Lines] = {}
+    links: dict[int, MessageSocket] = {}
     three.coordinator._links = links
     listener = socket.create_server(("127.0.0.1", 0))
-    reception = Reception(three.coordinator, links, listener=listener, job={"job": "1", "attempt": 1}, say=print)
+    reception = AgentConnections(three.coordinator, links, listener=listener, job={"job": "1", "attempt": 1}, say=print)
     selector = selectors.DefaultSelector()
     reception.watch(selector)
 
@@ -232,7 +232,7 @@ def test_the_connection_of_a_node_that_was_told_to_leave_is_closed(three: Looked
 
     agents = []
     for node in range(3):
-        agents.append(Lines(socket.create_connection(listener.getsockname())))
+        agents.append(MessageSocket(socket.create_connection(listener.getsockname())))
         agents[-1].send("hello", job="1", attempt=1, node=node, name=NAMES[node], port=1, probe_port=2)
         turn()
     for node, facts in enumerate((BROKEN, WELL, WELL)):

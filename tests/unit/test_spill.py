@@ -14,19 +14,19 @@ import pytest
 
 from relayrun.errors import RelayrunError
 from relayrun.tokens.readers import spill
-from relayrun.tokens.readers.spill import Spill, let_go
+from relayrun.tokens.readers.spill import LongText, release_pages
 from relayrun.tokens.readers.texts import Texts
 
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill, "MOST_IN_MEMORY", 1000)
+    monkeypatch.setattr(spill, "MAX_BYTES_IN_MEMORY", 1000)
 
 
 @pytest.mark.parametrize("pieces", [[], [b"short"], [b"a" * 600, b"b" * 600, b"c"], [b"d" * 5000, b"", b"e" * 9000]])
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_text_is_its_pieces(pieces: list[bytes], in_memory: bool, tmp_path: Path) -> None:
-    text = Spill(None if in_memory else str(tmp_path))
+    text = LongText(None if in_memory else str(tmp_path))
     for piece in pieces:
         text.add(piece)
     array = text.text()
@@ -43,7 +43,7 @@ def resident_of_files() -> int:
 @pytest.mark.alone
 def test_what_is_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> None:
     size = 64 << 20
-    text = Spill(str(tmp_path))
+    text = LongText(str(tmp_path))
     for _ in range(64):
         text.add(b"x" * (1 << 20))
     data = Texts.from_arrow(text.text()).used
@@ -51,20 +51,20 @@ def test_what_is_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> Non
     before = resident_of_files()
     assert int(data.sum(dtype=np.int64)) == size * ord("x")
     assert resident_of_files() - before > size * 0.9
-    let_go(data[1000 : size // 2])
+    release_pages(data[1000 : size // 2])
     assert resident_of_files() - before < size * 0.6
     assert int(data.sum(dtype=np.int64)) == size * ord("x")
     for begin in range(0, size, 1 << 20):
         piece = data[begin : begin + (1 << 20)]
         assert int(piece.sum(dtype=np.int64)) == len(piece) * ord("x")
-        let_go(piece)
+        release_pages(piece)
     assert resident_of_files() - before < 8 << 20
-    let_go(np.ones(5000, np.uint8))  # of no file: stays as it is
+    release_pages(np.ones(5000, np.uint8))  # of no file: stays as it is
 
 
 @pytest.mark.slow
 def test_the_disk_space_is_free_when_the_text_is_gone(tmp_path: Path) -> None:
-    text = Spill(str(tmp_path))
+    text = LongText(str(tmp_path))
     text.add(b"x" * 5000)
     array = text.text()
     del text
@@ -81,10 +81,10 @@ def test_a_full_disk_is_not_laid_on_the_input(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(RelayrunError, match="no room for a long text: No space left on device"):
-        Spill(str(tmp_path)).add(b"x" * 5000)
+        LongText(str(tmp_path)).add(b"x" * 5000)
     monkeypatch.undo()
-    monkeypatch.setattr(spill, "MOST_IN_MEMORY", 1000)
-    text = Spill(str(tmp_path))
+    monkeypatch.setattr(spill, "MAX_BYTES_IN_MEMORY", 1000)
+    text = LongText(str(tmp_path))
     text.add(b"x" * 5000)
     monkeypatch.setattr(mmap, "mmap", full)
     with pytest.raises(RelayrunError, match="no room for a long text"):

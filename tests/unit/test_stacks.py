@@ -36,4 +36,4 @@ def test_the_rank_that_others_wait_for_is_named_by_its_stack(
 ) -> None:
     for rank, text in enumerate(stacks):
         (tmp_path / f"rank-{rank:04}.txt").write_text(text)
-    assert of_ranks.late(tmp_path) == late
+    assert of_ranks.late_ranks(tmp_path) == late

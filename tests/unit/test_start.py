@@ -33,7 +33,7 @@ SCRIPTS = [
     ids=lambda value: " ".join(value),
 )
 def test_a_command_imports_no_more_than_it_needs(words: list[str], may: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / places.MARKER).touch()
+    (tmp_path / places.PROJECT_MARKER).touch()
     (tmp_path / "logs/runs/p/1").mkdir(parents=True)
     code = "import sys\nfrom relayrun.cli import main\n"
     code += f"try:\n    main({words})\nexcept SystemExit:\n    pass\nprint(*sys.modules, sep='\\n', file=sys.stderr)"

@@ -13,26 +13,26 @@ import pytest
 
 from relayrun import cli, files
 from relayrun.control.chain import nodes
-from relayrun.control.rundir import evaluations, find, triggers
-from relayrun.control.rundir.evaluations import Result, Submitted
+from relayrun.control.rundir import evaluations, find_runs, triggers
+from relayrun.control.rundir.evaluations import EvaluationResult, SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import Commit, End, Heartbeat
+from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.watch.status import queue, run_status, run_status_view, standing_view
-from relayrun.watch.status.queue import Queue
+from relayrun.watch.status import queue, run_status, run_status_text, standing_view
+from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.standing import Damaged, Standing
-from relayrun.watch.status.terminal import show
-from relayrun.watch.status.watcher import Watcher
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.standing import DamagedRun, RunSummary
+from relayrun.watch.status.terminal import print_table
 from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began, make_history
 
 NOW = 10_000.0
-RUNNING = Queue(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="j", state="PENDING")])
+RUNNING = QueueStatus(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="j", state="PENDING")])
 
 
 def begin(run: Run, number: int, *, base: int = 0, start: float = NOW - 600) -> None:
@@ -60,7 +60,7 @@ def commit(run: Run, number: int, iteration: int, *, age: float) -> None:
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"12345")
     run.attempt(number).append_commit(
-        Commit(
+        CheckpointCommit(
             iteration=iteration,
             path=str(folder),
             consumed_samples=iteration,
@@ -72,7 +72,7 @@ def commit(run: Run, number: int, iteration: int, *, age: float) -> None:
 
 
 def end(run: Run, number: int, cause: str, reason: str, durable: int, *, progress: bool) -> None:
-    End(
+    AttemptEnd(
         attempt=number,
         cause=cause,
         reason=reason,
@@ -102,11 +102,11 @@ def test_a_running_chain(run: Run) -> None:
     )
     for number, iteration in ((1, 5), (2, 11)):
         append_line(run.attempt(number).failed_saves, {"iteration": iteration, "error": "no space", "time": NOW})
-    nodes.strike(run, 1, {"n1": "node failure"}, now=NOW - 700)
-    nodes.strike(run, 2, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
-    nodes.strike(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
-    triggers.touch(run, "save")
-    found = run_status.gather(run, RUNNING, now=NOW)
+    nodes.record_node_failures(run, 1, {"n1": "node failure"}, now=NOW - 700)
+    nodes.record_node_failures(run, 2, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
+    nodes.record_node_failures(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
+    triggers.touch_trigger(run, "save")
+    found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert (found.run, found.state, found.stop, found.scheduler_error) == ("test/chain", "running", None, None)
     assert [(job.id, job.state) for job in found.jobs] == [("8", "RUNNING"), ("9", "PENDING")]
     assert (found.failed_saves, found.last_failed_save) == (2, "iteration 11: no space")
@@ -122,19 +122,21 @@ def test_a_running_chain(run: Run) -> None:
 
 
 def test_a_node_that_is_used_again_because_there_are_too_few_others(run: Run) -> None:
-    nodes.strike(run, 1, {"n1": "node failure"}, now=NOW - 700, sick=True)
-    found = run_status.gather(run, RUNNING, now=NOW)
+    nodes.record_node_failures(run, 1, {"n1": "node failure"}, now=NOW - 700, sick=True)
+    found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert (found.excluded, found.used_again) == (["n1"], ["n1"])
-    text = dict(run_status_view._lines(found, NOW))["excluded"]
+    text = dict(run_status_text._lines(found, NOW))["excluded"]
     assert text == "n1 (used again: there are too few others)"
-    nodes.strike(run, 2, {"n1": "node failure"}, now=NOW - 100)  # in this attempt: the next job leaves it out
-    assert run_status.gather(run, RUNNING, now=NOW).used_again == []
+    nodes.record_node_failures(
+        run, 2, {"n1": "node failure"}, now=NOW - 100
+    )  # in this attempt: the next job leaves it out
+    assert run_status.read_run_status(run, RUNNING, now=NOW).used_again == []
 
 
 def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: Run) -> None:
     with open(run.attempt(2).metrics, "w") as file:
         file.write('{"iteration": 11, "lo')  # a torn line
-    found = run_status.gather(run, RUNNING, now=NOW)
+    found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert (found.iteration, found.loss, found.tokens_per_second) == (10, 9.0, 1000.0)
 
 
@@ -142,14 +144,14 @@ def test_a_slow_rank_is_named(run: Run) -> None:
     slow = {"rank": 3, "node": "n1", "section": "data", "ratio": 1.5, "seconds": 0.25}
     append_line(run.attempt(2).metrics, {"iteration": 21, "loss": 2.0, "time": NOW, "straggler": slow})
     words = "rank 3 on n1 takes 1.50 times as long as its peers, 250 ms a step more in data"
-    assert run_status.gather(run, RUNNING, now=NOW).straggler == words
+    assert run_status.read_run_status(run, RUNNING, now=NOW).straggler == words
     append_line(run.attempt(2).metrics, {"iteration": 22, "loss": 2.0, "time": NOW, "slowest_rank_ratio": 1.1})
-    assert run_status.gather(run, RUNNING, now=NOW).straggler is None
+    assert run_status.read_run_status(run, RUNNING, now=NOW).straggler is None
 
 
 def test_only_the_end_of_long_metrics_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(run, 2, 11, 2000)
-    assert run.attempt(2).metrics.stat().st_size > 2 * files.BLOCK
+    assert run.attempt(2).metrics.stat().st_size > 2 * files.READ_BLOCK
     read: list[str] = []
     blocks = files._blocks_backwards
 
@@ -159,32 +161,32 @@ def test_only_the_end_of_long_metrics_is_read(run: Run, monkeypatch: pytest.Monk
             yield block
 
     monkeypatch.setattr(files, "_blocks_backwards", counted)
-    assert run_status.gather(run, RUNNING, now=NOW).iteration == 2000
+    assert run_status.read_run_status(run, RUNNING, now=NOW).iteration == 2000
     assert read.count(str(run.attempt(2).metrics)) == 1
 
 
 def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: Run) -> None:
-    found = run_status.gather(run, Queue(error="squeue: Unable to contact slurm controller"), now=NOW)
+    found = run_status.read_run_status(run, QueueStatus(error="squeue: Unable to contact slurm controller"), now=NOW)
     assert (found.state, found.jobs, found.iteration) == ("unknown", [], 10)
     assert "the scheduler did not answer: squeue: Unable" in text_of(found)
 
 
 def test_a_run_that_nobody_goes_on_with_has_no_deadline_and_counts_its_open_attempt_as_failed(run: Run) -> None:
-    found = run_status.gather(run, Queue(), now=NOW)
+    found = run_status.read_run_status(run, QueueStatus(), now=NOW)
     assert (found.state, found.leave_time, found.failed_attempts) == ("broken", None, 1)
 
 
 def test_a_stopped_run_says_why(run: Run) -> None:
     end(run, 2, "exit", "exit trigger by ann", 10, progress=False)
     run.stop.write_text("exit trigger by ann\n\nThe chain has ended.\n")
-    found = run_status.gather(run, Queue(), now=NOW)
+    found = run_status.read_run_status(run, QueueStatus(), now=NOW)
     assert (found.state, found.stop, found.last_end_attempt) == ("stopped", "exit trigger by ann", 2)
     assert found.phase is None
 
 
 def test_torn_checkpoints_are_told(run: Run) -> None:
     (run.checkpoint(10) / "data").write_bytes(b"1")
-    found = run_status.gather(run, RUNNING, now=NOW)
+    found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert (found.durable_iteration, found.durable_age) == (None, None)
     assert "data has 1 bytes, not 5" in (found.durable_fault or "")
     assert "no checkpoint of this run is whole" in text_of(found)
@@ -192,7 +194,7 @@ def test_torn_checkpoints_are_told(run: Run) -> None:
 
 def test_a_run_before_its_first_job(make_run: MakeRun) -> None:  # noqa: F811
     made, _plan = make_run()
-    found = run_status.gather(made, Queue(jobs=[Job(id="1", name="j", state="PENDING")]), now=NOW)
+    found = run_status.read_run_status(made, QueueStatus(jobs=[Job(id="1", name="j", state="PENDING")]), now=NOW)
     assert (found.state, found.attempt, found.iteration, found.loss, found.durable_iteration) == (
         "queued",
         None,
@@ -208,17 +210,17 @@ def text_of(found: RunStatus) -> str:
 
     console = Console(width=400)
     with console.capture() as text:
-        console.print(run_status_view.one(found, now=NOW))
+        console.print(run_status_text.run_status_table(found, now=NOW))
     return text.get()
 
 
 def test_text_keeps_brackets_and_json_is_whole(run: Run) -> None:
     append_line(run.attempt(2).metrics, {"iteration": 11, "loss": float("nan"), "time": NOW}, durable=False)
-    found = run_status.gather(run, RUNNING, now=NOW)
+    found = run_status.read_run_status(run, RUNNING, now=NOW)
     text = text_of(found)
     assert "attempt 1: failed: node [n1] lost" in " ".join(text.split())
     assert "2, job 8 on n[0-1], begun 10 min ago" in text
-    value = json.loads(run_status_view.dump(run_status_view.as_json(found)), parse_constant=pytest.fail)
+    value = json.loads(run_status_text.json_text(run_status_text.run_status_as_json(found)), parse_constant=pytest.fail)
     assert value["loss"] is None
     assert value["jobs"][0]["state"] == "RUNNING"
     assert value["iteration"] == 11
@@ -264,19 +266,19 @@ def test_all_runs_are_a_line_each_the_newest_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "tests").mkdir()
-    monkeypatch.setattr(find, "runs", lambda: tmp_path)
+    monkeypatch.setattr(find_runs, "runs_folder", lambda: tmp_path)
     for name, start in (("older", NOW - 500), ("newer", NOW - 5)):
         made, plan = make_run(folder=f"tests/{name}")
         Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
         begin(made, 1, start=start)
     (tmp_path / "tests" / "half-made").mkdir()
-    found = Watcher().look(find.every_run(), now=NOW)
+    found = RunsWatcher().look(find_runs.all_run_folders(), now=NOW)
     assert [entry.run if isinstance(entry, RunStatus) else "damaged" for entry in found] == [
         "tests/newer",
         "tests/older",
         "damaged",
     ]
-    assert isinstance(found[2], Damaged)
+    assert isinstance(found[2], DamagedRun)
     assert cli.main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [
@@ -308,12 +310,12 @@ def test_a_glance_says_of_every_run_what_a_whole_look_says(
     torn = make_history(tmp_path / "torn", lines=60, attempts=3)
     torn.plan.write_text("{")
     runs = [fresh, past, stopped, cut, torn]
-    whole, brief = Watcher().look(runs, now=NOW), Watcher().glance(runs, now=NOW)
-    assert [type(entry) for entry in brief] == [Standing] * 4 + [Damaged]
+    whole, brief = RunsWatcher().look(runs, now=NOW), RunsWatcher().glance(runs, now=NOW)
+    assert [type(entry) for entry in brief] == [RunSummary] * 4 + [DamagedRun]
     for one, other in zip(brief, whole, strict=True):
         assert {name: getattr(other, name) for name in vars(one)} == vars(one)
-    assert standing_view.many(brief).row_count == 5
-    left = [entry.remaining for entry in brief if isinstance(entry, Standing) and entry.path == str(past.path)]
+    assert standing_view.runs_table(brief).row_count == 5
+    left = [entry.remaining for entry in brief if isinstance(entry, RunSummary) and entry.path == str(past.path)]
     assert left[0] is not None
     assert left[0].attempts == 5
 
@@ -322,7 +324,7 @@ def test_a_glance_opens_few_files_of_a_run_whatever_its_age(tmp_path: Path) -> N
     """Its cost with a thousand runs is the files that it opens."""
     runs = [make_history(tmp_path / str(attempts), lines=300, attempts=attempts) for attempts in (10, 60)]
     program = (
-        "import sys; from pathlib import Path; from relayrun.watch.status.watcher import Watcher; "
+        "import sys; from pathlib import Path; from relayrun.watch.status.runs import Watcher; "
         "from relayrun.control.rundir.run import Run; run = Run(Path(sys.argv[1])); opened = []\n"
         "sys.addaudithook(lambda event, details: event == 'open' and opened.append(str(details[0])))\n"
         "Watcher().glance([run], now=0.0)\n"
@@ -350,8 +352,8 @@ def test_once_slurm_does_not_answer_it_is_not_asked_for_every_run(
     squeue.write_text(f"#!/bin/sh\necho x >> '{tmp_path}/count'; echo Unable to contact slurm controller >&2; exit 1\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin{os.pathsep}/usr/bin")
-    monkeypatch.setattr(queue, "PATIENCE", 0.0)
-    found = Watcher().look(made, now=NOW)
+    monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
+    found = RunsWatcher().look(made, now=NOW)
     assert [entry.state for entry in found if isinstance(entry, RunStatus)] == ["unknown"] * 3
     assert (tmp_path / "count").read_text().count("x") == 1
 
@@ -370,11 +372,11 @@ def test_find_prefers_what_is_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, _plan = make_run(folder="run")
-    monkeypatch.setattr(find, "runs", lambda: tmp_path)
-    assert find.find_run(str(made.path)) == made
-    assert find.find_run("run").path == made.path
+    monkeypatch.setattr(find_runs, "runs_folder", lambda: tmp_path)
+    assert find_runs.find_run(str(made.path)) == made
+    assert find_runs.find_run("run").path == made.path
     with pytest.raises(RunDirError, match="this is no run directory"):
-        find.find_run(str(tmp_path))
+        find_runs.find_run(str(tmp_path))
 
 
 def test_status_does_not_import_torch(run: Run) -> None:
@@ -387,19 +389,23 @@ def test_status_does_not_import_torch(run: Run) -> None:
 
 def test_evaluations_done_failed_and_on_their_way(run: Run) -> None:
     for iteration in (4, 6, 8, 10):
-        folder = evaluations.directory(run, iteration, 1)
+        folder = evaluations.evaluation_dir(run, iteration, 1)
         folder.path.mkdir(parents=True)
-        Submitted(job_id=str(100 + iteration), time=NOW).write(folder.submitted)
-    done = Result(iteration=4, attempt=1, status="done", time=NOW, results={"arc": {"acc": 0.25, "acc_stderr": 0.1}})
-    evaluations.finish(run, done)
-    evaluations.finish(run, Result(iteration=6, attempt=1, status="failed", time=NOW, error="no such task"))
+        SubmittedEvaluation(job_id=str(100 + iteration), time=NOW).write(folder.submitted)
+    done = EvaluationResult(
+        iteration=4, attempt=1, status="done", time=NOW, results={"arc": {"acc": 0.25, "acc_stderr": 0.1}}
+    )
+    evaluations.record_result(run, done)
+    evaluations.record_result(
+        run, EvaluationResult(iteration=6, attempt=1, status="failed", time=NOW, error="no such task")
+    )
     answer = replace(RUNNING, evaluations={"108": "running"})
-    text = dict(run_status_view._lines(run_status.gather(run, answer, now=NOW), NOW))["evaluations"]
+    text = dict(run_status_text._lines(run_status.read_run_status(run, answer, now=NOW), NOW))["evaluations"]
     assert text == (
         "iteration 4: arc acc 0.25; 1 done; 1 failed, the last of iteration 6: no such task; "
         "no result yet: iteration 8 (job 108, running), iteration 10 (job 110)"
     )
-    local = queue.ask(run)  # the local scheduler never heard of them
+    local = queue.query_queue(run)  # the local scheduler never heard of them
     assert local.evaluations == {"108": "gone", "110": "gone"}
 
 
@@ -408,12 +414,12 @@ def test_the_table_of_a_pipe_is_that_of_a_terminal_that_is_wide(
 ) -> None:
     run = make_accounted(tmp_path / "run", name="p/[bold]名前", scheduler="local")
     found = [
-        run_status.gather(run, Queue(), now=time.time()),
-        Damaged(path="/runs/p/torn", error="plan.json: no JSON"),
+        run_status.read_run_status(run, QueueStatus(), now=time.time()),
+        DamagedRun(path="/runs/p/torn", error="plan.json: no JSON"),
     ]
-    show(standing_view.many(found))
+    print_table(standing_view.runs_table(found))
     folded = capsys.readouterr().out
-    standing_view.show_many(found)
+    standing_view.print_runs(found)
     assert capsys.readouterr().out == folded
     assert "[bold]名前" in folded
 

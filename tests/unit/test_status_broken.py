@@ -13,7 +13,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose import compose
 from relayrun.control.rundir.lineage import Lineage
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import history
 from relayrun.control.scheduler.base import Job
@@ -21,7 +21,7 @@ from relayrun.control.scheduler.history import JobEnd
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.submit import submission
 from relayrun.watch.status import queue, run_status
-from relayrun.watch.status.queue import Queue
+from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.unit.test_status import NOW, begin, commit, end, steps, text_of
@@ -40,8 +40,8 @@ def run(make_run: MakeRun) -> Run:  # noqa: F811
     return made
 
 
-def status(run: Run, queue: Queue) -> RunStatus:
-    return run_status.gather(run, queue, now=NOW)
+def status(run: Run, queue: QueueStatus) -> RunStatus:
+    return run_status.read_run_status(run, queue, now=NOW)
 
 
 def words_of(found: RunStatus) -> str:
@@ -49,7 +49,7 @@ def words_of(found: RunStatus) -> str:
 
 
 def test_an_attempt_whose_job_is_gone_without_a_successor(run: Run) -> None:
-    found = status(run, Queue(last_job=DIED))
+    found = status(run, QueueStatus(last_job=DIED))
     assert found.state == "broken"
     assert found.broken is not None
     for word in ("attempt 1", "job 7", "NODE_FAIL", "exit code 1", "n1", "nothing is queued"):
@@ -61,7 +61,7 @@ def test_an_attempt_whose_job_is_gone_without_a_successor(run: Run) -> None:
 
 def test_an_end_without_a_successor_says_how_it_ended(run: Run) -> None:
     end(run, 1, "failed", "rank 1 on n1: CUDA error (exit code 1)", 10, progress=True)
-    found = status(run, Queue())
+    found = status(run, QueueStatus())
     assert found.state == "broken"
     assert "failed: rank 1 on n1: CUDA error" in (found.broken or "")
 
@@ -75,7 +75,7 @@ def test_a_first_job_that_died_before_its_begin(make_run: MakeRun) -> None:  # n
     log = Path(plan.log_folder) / f"{plan.job_name}-1.err"
     log.parent.mkdir()
     log.write_text("bash: no such file\n")
-    found = status(made, queue.ask(made))
+    found = status(made, queue.query_queue(made))
     assert found.state == "broken"
     for word in ("job 1", "FAILED", "before it began", str(log)):
         assert word in (found.broken or ""), found.broken
@@ -92,22 +92,22 @@ def test_a_chain_of_one_job_that_ended_as_planned_is_not_broken(
     made, _plan = make_run(auto_requeue=False)
     begin(made, 1)
     end(made, 1, cause, "time limit near", 0, progress=True)
-    assert status(made, Queue()).state == state
+    assert status(made, QueueStatus()).state == state
 
 
 def test_a_fallback_job_goes_on_with_a_chain_that_has_no_other(run: Run) -> None:
     waits = Job(id="8", name="j-fallback", state="PENDING")
-    found = status(run, Queue(last_job=DIED, fallback_jobs=[waits], reasons={"8": "Resources"}))
+    found = status(run, QueueStatus(last_job=DIED, fallback_jobs=[waits], reasons={"8": "Resources"}))
     assert found.state == "queued"
     assert "fallback job 8 (pending: Resources)" in words_of(found)
     run.stop.write_text("fatal: loss nan\n")
-    assert status(run, Queue(fallback_jobs=[waits])).state == "stopped"
+    assert status(run, QueueStatus(fallback_jobs=[waits])).state == "stopped"
 
 
 def test_a_fallback_job_that_never_starts_goes_on_with_nothing(run: Run) -> None:
     """Slurm takes a job for which its QOS demands more nodes, and lets it wait."""
     waits = Job(id="8", name="j-fallback", state="PENDING")
-    found = status(run, Queue(last_job=DIED, fallback_jobs=[waits], reasons={"8": "QOSMinNode"}))
+    found = status(run, QueueStatus(last_job=DIED, fallback_jobs=[waits], reasons={"8": "QOSMinNode"}))
     assert found.state == "broken"
     assert "job 7" in (found.broken or "")
     assert (found.broken or "").endswith("the fallback job 8 never starts: QOSMinNode")
@@ -118,17 +118,17 @@ def test_a_waiting_job_whose_reservation_has_ended_never_starts(run: Run) -> Non
     gone = Job(id="8", name="j", state="RESV_DEL_HOLD")
     fallback = Job(id="9", name="j-fallback", state="RESV_DEL_HOLD")
     reasons = dict.fromkeys("89", "Reservation camp was deleted")
-    found = status(run, Queue(jobs=[gone], fallback_jobs=[fallback], reasons=reasons))
+    found = status(run, QueueStatus(jobs=[gone], fallback_jobs=[fallback], reasons=reasons))
     assert found.state == "broken"
     assert "job 8 never starts: its reservation was deleted" in (found.broken or "")
     assert "queue 8 (resv_del_hold: Reservation camp was deleted)" in words_of(found)
-    assert status(run, Queue(jobs=[gone, Job(id="7", name="j", state="RUNNING")])).state == "running"
+    assert status(run, QueueStatus(jobs=[gone, Job(id="7", name="j", state="RUNNING")])).state == "running"
 
 
 @pytest.mark.parametrize("state", ["REQUEUE_HOLD", "SPECIAL_EXIT"])
 def test_a_job_that_is_held_in_another_way_is_queued_and_shown_as_slurm_says_it(run: Run, state: str) -> None:
     held = Job(id="8", name="j", state=state)
-    found = status(run, Queue(jobs=[held], reasons={"8": "job requeued in held state"}))
+    found = status(run, QueueStatus(jobs=[held], reasons={"8": "job requeued in held state"}))
     assert found.state == "queued"
     assert f"8 ({state.lower()}: job requeued in held state)" in words_of(found)
 
@@ -136,24 +136,24 @@ def test_a_job_that_is_held_in_another_way_is_queued_and_shown_as_slurm_says_it(
 def test_a_predecessor_that_does_not_leave_is_no_running_chain(run: Run) -> None:
     """A slow epilog keeps it COMPLETING for as long as it likes."""
     completing = Job(id="7", name="j", state="COMPLETING")
-    assert status(run, Queue(jobs=[completing])).state == "running"  # its end may be under way
+    assert status(run, QueueStatus(jobs=[completing])).state == "running"  # its end may be under way
     end(run, 1, "saved", "time limit near", 10, progress=True)
-    assert status(run, Queue(jobs=[completing])).state == "broken"
-    assert status(run, Queue(jobs=[completing, Job(id="8", name="j", state="PENDING")])).state != "broken"
+    assert status(run, QueueStatus(jobs=[completing])).state == "broken"
+    assert status(run, QueueStatus(jobs=[completing, Job(id="8", name="j", state="PENDING")])).state != "broken"
 
 
 def test_while_a_submit_is_under_way_nothing_is_broken(make_run: MakeRun) -> None:  # noqa: F811
     made, _plan = make_run()
     with open(made.path / ".submit.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert status(made, Queue()).state == "idle"
-    assert status(made, Queue()).state == "broken"
+        assert status(made, QueueStatus()).state == "idle"
+    assert status(made, QueueStatus()).state == "broken"
 
 
 def test_a_stopped_chain_and_a_silent_scheduler_are_what_they_were(run: Run) -> None:
-    assert status(run, Queue(error="no answer")).state == "unknown"
+    assert status(run, QueueStatus(error="no answer")).state == "unknown"
     run.stop.write_text("fatal: loss nan\n")
-    assert status(run, Queue()).state == "stopped"
+    assert status(run, QueueStatus()).state == "stopped"
 
 
 def test_the_json_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,14 +166,14 @@ def test_the_json_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_command_that_goes_on_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Workspace.make(tmp_path)
-    submission.submit(compose.load(workspace.config("run")))
+    submission.submit_run(compose.load_run_config(workspace.config("run")))
     made = workspace.run("run")
     for path in (made.path / "local").glob("job-*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "FAILED", "end_time": 2.0}))
-    command = shlex.split(run_status.gather(made, queue.ask(made), now=NOW).go_on or "")
+    command = shlex.split(run_status.read_run_status(made, queue.query_queue(made), now=NOW).go_on or "")
     monkeypatch.setattr(LocalScheduler, "run_queue", lambda *_: None)
     assert main(command[1:]) == 0
-    assert status(made, queue.ask(made)).state == "queued"
+    assert status(made, queue.query_queue(made)).state == "queued"
     assert made.revisions() == [1]
 
 
@@ -181,15 +181,15 @@ def test_a_local_queue_whose_terminal_has_gone_is_broken_and_a_submit_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace = Workspace.make(tmp_path)
-    config = compose.load(workspace.config("run"))
-    submission.submit(config)  # nobody runs its queue
+    config = compose.load_run_config(workspace.config("run"))
+    submission.submit_run(config)  # nobody runs its queue
     made = workspace.run("run")
-    assert status(made, queue.ask(made)).state == "queued"  # somebody may be about to
-    monkeypatch.setattr(history, "SECONDS", -1.0)
-    found = status(made, queue.ask(made))
+    assert status(made, queue.query_queue(made)).state == "queued"  # somebody may be about to
+    monkeypatch.setattr(history, "ANSWER_SECONDS", -1.0)
+    found = status(made, queue.query_queue(made))
     assert found.state == "broken"
     assert "nobody runs" in (found.broken or "")
-    assert submission.submit(config).job_id == "2"
+    assert submission.submit_run(config).job_id == "2"
     assert json.loads((made.path / "local/job-0001.json").read_text())["state"] == "CANCELLED"
 
 
@@ -216,7 +216,7 @@ def test_accounting_says_how_the_last_job_died(
 ) -> None:
     made, _plan = make_run(scheduler="slurm")
     commands(tmp_path / "bin", monkeypatch, sacct=SACCT, squeue=SQUEUE, scontrol=SCONTROL)
-    found = status(made, queue.ask(made))
+    found = status(made, queue.query_queue(made))
     assert found.last_job == JobEnd(
         id="41", state="FAILED", exit_code="1", nodes="n1", end_time=found.last_job.end_time, source="sacct"
     )
@@ -233,7 +233,7 @@ def test_a_job_that_lost_a_node_on_its_way_ended_once(
     made, _plan = make_run(scheduler="slurm")
     sacct = f"echo '41|RESIZING|0:0|n[1-2]|2026-11-22T09:00:00|2026-11-22T10:00:00'\n{SACCT}"
     commands(tmp_path / "bin", monkeypatch, sacct=sacct, squeue=SQUEUE, scontrol=SCONTROL)
-    found = status(made, queue.ask(made)).last_job
+    found = status(made, queue.query_queue(made)).last_job
     assert found is not None
     assert (found.id, found.state, found.nodes) == ("41", "FAILED", "n1")
 
@@ -247,14 +247,14 @@ def test_without_accounting_the_controller_says_it(
     sacct: str | None,
 ) -> None:
     made, _plan = make_run(scheduler="slurm")
-    monkeypatch.setattr(history, "SECONDS", 20.0 if sacct != "sleep 100" else 2.0)
-    monkeypatch.setattr(history, "SILENT", set())
+    monkeypatch.setattr(history, "ANSWER_SECONDS", 20.0 if sacct != "sleep 100" else 2.0)
+    monkeypatch.setattr(history, "SILENT_COMMANDS", set())
     extra = {} if sacct is None else {"sacct": sacct}
     commands(tmp_path / "bin", monkeypatch, squeue=SQUEUE, scontrol=SCONTROL, **extra)
-    found = status(made, queue.ask(made))
+    found = status(made, queue.query_queue(made))
     assert found.last_job is not None
     assert (found.last_job.id, found.last_job.reason, found.last_job.source) == ("41", "NonZeroExitCode", "scontrol")
-    assert ("sacct" in history.SILENT) is (sacct == "sleep 100")
+    assert ("sacct" in history.SILENT_COMMANDS) is (sacct == "sleep 100")
 
 
 def test_what_nobody_remembers_is_no_error(
@@ -264,7 +264,7 @@ def test_what_nobody_remembers_is_no_error(
 ) -> None:
     made, _plan = make_run(scheduler="slurm")
     commands(tmp_path / "bin", monkeypatch, squeue="exit 0")
-    found = status(made, queue.ask(made))
+    found = status(made, queue.query_queue(made))
     assert (found.state, found.last_job) == ("broken", None)
 
 
@@ -276,7 +276,7 @@ def test_why_a_job_is_pending(
     made, plan = make_run(scheduler="slurm")
     squeue = f"case \"$*\" in *%r*) echo '43|AssocGrpNodeLimit';; *) echo '43|{plan.job_name}|PENDING';; esac"
     commands(tmp_path / "bin", monkeypatch, squeue=squeue)
-    found = status(made, queue.ask(made))
+    found = status(made, queue.query_queue(made))
     assert (found.state, found.pending) == ("queued", {"43": "AssocGrpNodeLimit"})
     assert "43 (pending: AssocGrpNodeLimit)" in text_of(found)
 
@@ -285,18 +285,18 @@ def test_checkpoints_left_behind_by_a_fall_back_are_told_with_the_reason(run: Ru
     for iteration in (14, 16):
         commit(run, 1, iteration, age=100)
         (run.checkpoint(iteration) / "data").write_bytes(b"1")
-    found = status(run, Queue())
+    found = status(run, QueueStatus())
     assert [(entry.iteration, entry.quarantined) for entry in found.left_behind] == [(16, False), (14, False)]
     line = Lineage(run)
     line.quarantine(line.durable(), attempt=2)
     begin(run, 2, base=10)
-    for found in (status(run, Queue()), status(run, Queue(jobs=[Job(id="8", name="j", state="RUNNING")]))):
+    for found in (status(run, QueueStatus()), status(run, QueueStatus(jobs=[Job(id="8", name="j", state="RUNNING")]))):
         assert [(entry.iteration, entry.quarantined) for entry in found.left_behind] == [(16, True), (14, True)]
         assert found.left_behind[0].why == "data has 1 bytes, not 5"
     assert "iteration 10" in words_of(found)
     assert "16 and 14 are in quarantine: data has 1 bytes, not 5" in words_of(found)
     run.checkpoint(18).mkdir()
     run.attempt(2).append_commit(
-        Commit(iteration=18, path=str(run.checkpoint(18)), consumed_samples=1, time=NOW, seconds=1.0)
+        CheckpointCommit(iteration=18, path=str(run.checkpoint(18)), consumed_samples=1, time=NOW, seconds=1.0)
     )
-    assert status(run, Queue()).left_behind == []  # they have been computed again
+    assert status(run, QueueStatus()).left_behind == []  # they have been computed again

@@ -18,7 +18,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.watch.status import queue, standing_view
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.watcher import Watcher
+from relayrun.watch.status.runs import RunsWatcher
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.waiting import read_line
 
@@ -49,18 +49,18 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin{os.pathsep}/usr/bin")
-    monkeypatch.setattr(queue, "PATIENCE", 0.0)
+    monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
     return tmp_path
 
 
-def looked(watcher: Watcher, runs: list[Run]) -> dict[str, RunStatus]:
+def looked(watcher: RunsWatcher, runs: list[Run]) -> dict[str, RunStatus]:
     return {entry.run: entry for entry in watcher.look(runs, now=NOW) if isinstance(entry, RunStatus)}
 
 
 def test_a_look_asks_once_for_all_chains(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("7|RUNNING|None|job-a\n8|PENDING|Resources|job-a\n9|PENDING|Priority|job-b\n")
     runs[2].stop.write_text("done")
-    watcher = Watcher()
+    watcher = RunsWatcher()
     for number in (1, 2):
         found = looked(watcher, runs)
         states = {name: entry.state for name, entry in found.items()}
@@ -73,7 +73,7 @@ def test_a_look_asks_once_for_all_chains(runs: list[Run], slurm: Path) -> None:
 
 def test_a_chain_without_jobs_is_asked_about_on_its_own_once(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("7|RUNNING|None|job-a\n")
-    watcher = Watcher()
+    watcher = RunsWatcher()
     looked(watcher, runs)
     first = len((slurm / "calls").read_text().splitlines())
     looked(watcher, runs)
@@ -82,7 +82,7 @@ def test_a_chain_without_jobs_is_asked_about_on_its_own_once(runs: list[Run], sl
 
 def test_a_scheduler_that_does_not_answer_is_a_fact(runs: list[Run], slurm: Path) -> None:
     (slurm / "bin/squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
-    assert {entry.state for entry in looked(Watcher(), runs).values()} == {"unknown"}
+    assert {entry.state for entry in looked(RunsWatcher(), runs).values()} == {"unknown"}
 
 
 def test_lines_end_with_the_chain(
@@ -135,5 +135,5 @@ def test_ctrl_c_ends_it_without_a_traceback(runs: list[Run], slurm: Path) -> Non
 
 def test_a_line_says_where_a_run_stands(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("")
-    [entry] = Watcher().look(runs[:1], now=NOW)
-    assert standing_view.line(entry).startswith("tests/a: broken, iteration 0 of ")
+    [entry] = RunsWatcher().look(runs[:1], now=NOW)
+    assert standing_view.run_line(entry).startswith("tests/a: broken, iteration 0 of ")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from relayrun import cli, places
-from relayrun.control.rundir.campaign import Membership, membership_path
-from relayrun.control.rundir.find import every_run
+from relayrun.control.rundir.campaign import CampaignMembership, membership_path
+from relayrun.control.rundir.find_runs import all_run_folders
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Hang, Heartbeat
 from relayrun.control.rundir.run import Run
@@ -22,9 +22,9 @@ from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
 from relayrun.watch.status import queue, run_status, standing_view
-from relayrun.watch.status.sentinel import Memory, write_memory
-from relayrun.watch.status.standing import Damaged, Standing
-from relayrun.watch.status.watcher import Watcher
+from relayrun.watch.status.cron_check_record import CronCheckRecord, write_cron_check
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.standing import DamagedRun, RunSummary
 from tests.history import STEP, began, make_history
 
 
@@ -97,7 +97,7 @@ def _began_with_another_runs_checkpoint(run: Run) -> None:
 def _waits_for_its_campaign(run: Run) -> None:
     _no_attempts(run)
     _no_queue(run)
-    Membership(folder=str(run.path.parent / "sweep"), member="01").write(membership_path(run))
+    CampaignMembership(folder=str(run.path.parent / "sweep"), member="01").write(membership_path(run))
 
 
 def _of_an_earlier_version(run: Run) -> None:
@@ -195,47 +195,47 @@ def make_many(runs: Path) -> None:
     (runs / "notes.txt").write_text("no run")
     (runs / "link").symlink_to(runs / "00_ended")
     (runs / "circle").symlink_to(runs / "circle")
-    write_memory(runs, Memory(time=1e9, host="login1", user=os.environ.get("USER", "root")))
+    write_cron_check(runs, CronCheckRecord(time=1e9, host="login1", user=os.environ.get("USER", "root")))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / places.MARKER).touch()
+    (tmp_path / places.PROJECT_MARKER).touch()
     make_many(tmp_path / "logs/runs/many")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "logs/runs/many"
 
 
-def _alone(path: str, now: float) -> Standing | Damaged:
+def _alone(path: str, now: float) -> RunSummary | DamagedRun:
     """One run, read by nobody before."""
     run = Run(Path(path))
     try:
-        return run_status.gather(run, queue.ask(run), now=now)
+        return run_status.read_run_status(run, queue.query_queue(run), now=now)
     except (RunDirError, OSError) as error:
-        return Damaged(path=path, error=getattr(error, "message", None) or str(error))
+        return DamagedRun(path=path, error=getattr(error, "message", None) or str(error))
 
 
 def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = time.time()
-    found = Watcher().glance(every_run(), now=now)
+    found = RunsWatcher().glance(all_run_folders(), now=now)
     assert len(found) == len(KINDS) + len(DAMAGE) + 1  # the link
     for entry in found:
         alone = _alone(entry.path, now)
-        if isinstance(entry, Damaged):
+        if isinstance(entry, DamagedRun):
             assert alone == entry
         else:
             assert {name: getattr(alone, name) for name in vars(entry)} == vars(entry), entry.path
-        assert standing_view.line(alone) == standing_view.line(entry)
-    damaged = {Path(entry.path).name[2:] for entry in found if isinstance(entry, Damaged)}
+        assert standing_view.run_line(alone) == standing_view.run_line(entry)
+    damaged = {Path(entry.path).name[2:] for entry in found if isinstance(entry, DamagedRun)}
     assert damaged == {kind.__name__ for kind in DAMAGE}
-    states = {Path(entry.path).name[2:]: entry.state for entry in found if isinstance(entry, Standing)}
+    states = {Path(entry.path).name[2:]: entry.state for entry in found if isinstance(entry, RunSummary)}
     assert states["_ended"] == states["_stopped_by_hand_elsewhere"] == states["_stop_is_a_folder"] == "stopped"
     assert states["_crashed"] == states["_hung"] == states["_queued"] == "broken"
     assert states["_waits_for_its_campaign"] == "waiting"
     assert cli.main(["status"]) == 0
     *lines, stuck = capsys.readouterr().out.splitlines()
     assert stuck.startswith("stuck: ")  # the campaign of the one that waits is not there
-    assert len(lines) == 1 + len(found) + any(isinstance(each, Standing) and each.sentinel for each in found)
+    assert len(lines) == 1 + len(found) + any(isinstance(each, RunSummary) and each.sentinel for each in found)
     for kind in (*KINDS, *DAMAGE):
         assert any(kind.__name__ in line for line in lines), kind.__name__
     assert cli.main(["status", "--json"]) == 0
@@ -245,7 +245,7 @@ def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest
 
 
 def test_a_watcher_sees_what_changes_between_two_looks(folder: Path) -> None:
-    runs, watcher = every_run(), Watcher()
+    runs, watcher = all_run_folders(), RunsWatcher()
     before = {entry.path: entry for entry in watcher.glance(runs, now=2e9)}
     run = next(run for run in runs if run.path.name.endswith("_slow"))
     with open(run.attempt(3).metrics, "a") as file:
@@ -258,5 +258,5 @@ def test_a_watcher_sees_what_changes_between_two_looks(folder: Path) -> None:
     changed = [path for path, entry in after.items() if before[path] != entry]
     assert changed == [str(run.path)]
     entry = after[str(run.path)]
-    assert isinstance(entry, Standing)
+    assert isinstance(entry, RunSummary)
     assert (entry.state, entry.iteration, entry.stop, entry.last_end) == ("stopped", 61, "by ann", "saved: seen again")

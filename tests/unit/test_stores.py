@@ -18,12 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from relayrun.errors import InputError
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.stores import stores
-from relayrun.tokens.tokenize.dumps_jobs import begin, tokenize_dump
+from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.metadata import MetadataFolder, dump_size
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.settings import TokenizationSettings
-from relayrun.tokens.tokenize.split import find_files, linked_twice, prepare
-from relayrun.tokens.tokenize.tune import tune
+from relayrun.tokens.tokenize.split import count_files_linked_twice, find_data_files, prepare_dumps
+from relayrun.tokens.tokenize.tune import run_trials
 
 from .test_preprocess import write_jsonl
 from .tokenization_corpus import EOS, TEXTS, train_tokenizer, write_parquet
@@ -52,45 +52,45 @@ def place(scheme: str, folder: Path) -> str:
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_files_below_a_url_are_found_as_below_a_folder(scheme: str, tmp_path: Path) -> None:
     url, local = place(scheme, tmp_path / "far"), place("file", tmp_path / "near").removeprefix("file://")
-    here, there = find_files(local), find_files(url + "/")
+    here, there = find_data_files(local), find_data_files(url + "/")
     assert [(file.path, file.size) for file in there] == [(file.path, file.size) for file in here]
     assert [file.identity for file in there] == [file.path for file in there]
-    assert linked_twice(there) == 0
+    assert count_files_linked_twice(there) == 0
     for filters in ({"filter_in": ["b/", "a.p"]}, {"filter_out": ["b/"]}, {"filter_in": ["b"], "filter_out": ["C"]}):
-        kept = [file.path for file in find_files(local, **filters)]
-        assert [file.path for file in find_files(url, **filters)] == kept != []
+        kept = [file.path for file in find_data_files(local, **filters)]
+        assert [file.path for file in find_data_files(url, **filters)] == kept != []
 
 
 def test_the_root_of_a_store_is_a_data_set_too() -> None:
     name = uuid.uuid4().hex
     with fsspec.open(f"memory://{name}.jsonl", "wb") as file:
         file.write(b"{}")
-    assert f"{name}.jsonl" in [file.path for file in find_files("memory://")]
-    assert stores.stat(stores.join("memory://", f"{name}.jsonl"))[0] == 2
+    assert f"{name}.jsonl" in [file.path for file in find_data_files("memory://")]
+    assert stores.stat_url(stores.join_path("memory://", f"{name}.jsonl"))[0] == 2
 
 
 def test_a_file_url_does_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert stores.absolute("file://da ta/") == f"file://{tmp_path}/da ta"
+    assert stores.absolute_path("file://da ta/") == f"file://{tmp_path}/da ta"
 
 
 def test_dumps_below_a_url_have_its_text_as_their_link(tmp_path: Path) -> None:
     url, metadata = place("memory", tmp_path), tmp_path / "meta"
-    prepare(url + "/", metadata, n_dumps=2)
+    prepare_dumps(url + "/", metadata, n_dumps=2)
     assert os.readlink(metadata / "raw-dataset-link") == MetadataFolder(metadata).dataset() == url
-    assert stores.absolute(metadata / "raw-dataset-link") == url
-    assert find_files(metadata / "raw-dataset-link") == find_files(url)
+    assert stores.absolute_path(metadata / "raw-dataset-link") == url
+    assert find_data_files(metadata / "raw-dataset-link") == find_data_files(url)
     (metadata / "again").symlink_to("raw-dataset-link")
     (tmp_path / "further").symlink_to(metadata / "again")
-    assert stores.absolute(tmp_path / "further") == stores.absolute(f"{metadata}/raw-dataset-link/") == url
+    assert stores.absolute_path(tmp_path / "further") == stores.absolute_path(f"{metadata}/raw-dataset-link/") == url
     (metadata / "loop").symlink_to("loop")
-    assert stores.followed(metadata / "loop") == str(metadata / "loop")
+    assert stores.resolve_url_link(metadata / "loop") == str(metadata / "loop")
     assert read_paths_file(metadata / "dumps/paths_file_0.txt") == ["a.parquet", "e.jsonl.zst"]
     assert dump_size(metadata / "dumps/paths_file_0.txt") == 70
     MetadataFolder(metadata).finish(0)
-    assert [dump.index for dump in prepare(url, metadata)] == [1]
+    assert [dump.index for dump in prepare_dumps(url, metadata)] == [1]
     with pytest.raises(InputError, match="one metadata folder per dataset"):
-        prepare(place("memory", tmp_path), metadata)
+        prepare_dumps(place("memory", tmp_path), metadata)
 
 
 class Locked(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
@@ -121,7 +121,7 @@ def test_what_cannot_be_listed_is_one_clear_error(
     fsspec.register_implementation("locked", Locked, clobber=True)
     monkeypatch.setitem(sys.modules, "s3fs", None)  # also where it is installed
     with pytest.raises(InputError, match=message):
-        prepare(url, tmp_path / "meta")
+        prepare_dumps(url, tmp_path / "meta")
     assert not (tmp_path / "meta").exists()
 
 
@@ -139,7 +139,7 @@ def test_a_folder_below_a_url_that_cannot_be_read_is_not_left_out(tmp_path: Path
 
     fsspec.register_implementation("unreadable", Unreadable, clobber=True)
     with pytest.raises(InputError, match=r"cannot look at this: .*Permission denied"):
-        find_files(url.replace("file://", "unreadable://"))
+        find_data_files(url.replace("file://", "unreadable://"))
 
 
 def test_a_name_that_fsspec_would_take_for_a_chain_is_refused() -> None:
@@ -147,9 +147,9 @@ def test_a_name_that_fsspec_would_take_for_a_chain_is_refused() -> None:
     url, store = f"memory://{name}", fsspec.filesystem("memory")
     store.pipe_file(f"/{name}/a::b.jsonl", b"{}")
     with pytest.raises(InputError, match=r"a::b\.jsonl: fsspec cannot open a name with `::`"):
-        find_files(url)
+        find_data_files(url)
     store.pipe_file(f"/{name}/c.jsonl", b"{}")
-    assert [file.path for file in find_files(url, filter_out=["::"])] == ["c.jsonl"]
+    assert [file.path for file in find_data_files(url, filter_out=["::"])] == ["c.jsonl"]
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
@@ -179,9 +179,9 @@ def test_a_data_set_below_a_url_gives_the_shards_of_the_folder_by_every_door(tmp
     def shards(work: Path) -> dict[Path, bytes]:
         return {path.relative_to(work): path.read_bytes() for path in (work / "out").rglob("*_tokens.*")}
 
-    prepare(data, tmp_path / "near" / "meta", n_dumps=2)
+    prepare_dumps(data, tmp_path / "near" / "meta", n_dumps=2)
     near = TokenizationSettings(**settings(tmp_path / "near"))
-    for index in begin(near):
+    for index in prepare_submission(near):
         tokenize_dump(near, index)
 
     run(
@@ -208,10 +208,12 @@ def test_tune_reads_below_a_url(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name in "ab":
         write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS) * 20)
-    prepare(f"file://{tmp_path}/data", tmp_path / "meta", n_dumps=1)
+    prepare_dumps(f"file://{tmp_path}/data", tmp_path / "meta", n_dumps=1)
     tokenizer = train_tokenizer(tmp_path / "tok/tokenizer.json").parent
     options = TokenizeOptions(tokenizer=str(tokenizer))
-    (trial,) = tune(tmp_path / "meta", options=options, workers=[1], batch_bytes=[4000], seconds=600)  # it ends before
+    (trial,) = run_trials(
+        tmp_path / "meta", options=options, workers=[1], batch_bytes=[4000], seconds=600
+    )  # it ends before
     assert trial.tokens_per_second > 0
     with pytest.raises(InputError, match="3 workers need as many files"):
-        tune(tmp_path / "meta", options=options, workers=[3], batch_bytes=[4000], seconds=0.5)
+        run_trials(tmp_path / "meta", options=options, workers=[3], batch_bytes=[4000], seconds=0.5)

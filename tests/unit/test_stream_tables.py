@@ -11,7 +11,7 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens import streams
-from relayrun.tokens.streams.buckets import Bucketing, batches, bucketed
+from relayrun.tokens.streams.buckets import Bucketing, bucket_batches, fill_buckets
 from tests import streaming
 from tests.streaming import write
 
@@ -24,7 +24,7 @@ def rows(tables: Any) -> list[int]:
 def sizes(lengths: list[int], **options: Any) -> list[int]:
     """Rows of the tables that fragments of so many rows become; each row is as long as its number modulo 3."""
     tables = [pa.table({"text": ["x" * (row % 3) for row in range(length)]}) for length in lengths]
-    return [len(table) for table in bucketed(tables, Bucketing(**options))]
+    return [len(table) for table in fill_buckets(tables, Bucketing(**options))]
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_batches_by_length() -> None:
     table = pa.table({"text": ["x" * length for length in (5, 1, 30, 4, 2, 9, 10)]})
 
     def lengths(**options: Any) -> list[list[int]]:
-        found = batches([(0, table)], Bucketing(total_batch_length=10, **options))
+        found = bucket_batches([(0, table)], Bucketing(total_batch_length=10, **options))
         return [[len(text) for text in batch["text"].to_pylist()] for batch in found]
 
     assert lengths() == [[5, 1, 4], [2], [9], [10]]
     assert lengths(drop_long_seq=False) == [[5, 1], [30], [4, 2], [9], [10]]
     assert lengths(order_by_length=True) == [[1, 2, 4], [5], [9], [10]]
-    ordered = batches([(0, table)], Bucketing(order_by_length=True, batch_size=3))
+    ordered = bucket_batches([(0, table)], Bucketing(order_by_length=True, batch_size=3))
     assert [len(text) for batch in ordered for text in batch["text"].to_pylist()] == [1, 2, 4, 5, 9, 10, 30]
 
 

@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.document_window import DocumentWindow
-from relayrun.config.sections.streams import Stream
+from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.streams import StreamSection
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.streams.cursor import LaneCursor
-from relayrun.tokens.streams.files import freeze
-from relayrun.tokens.streams.samples import Shape
-from relayrun.tokens.streams.stream import TextStream
-from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.streams.files import freeze_text_files
+from relayrun.tokens.streams.lane_cursor import LaneCursor
+from relayrun.tokens.streams.samples import SampleShape
+from relayrun.tokens.streams.text_stream import TextStream
+from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import EngineName, TokenizeOptions
 from tests import streaming
@@ -65,19 +65,19 @@ def test_tokens_are_those_of_each_text_alone(tmp_path: Path, name: str, engine: 
     kind = "jsonl" if "jsonl" in name else name.partition(".")[2]
     write(folder / name, kind)
     loaded = load_tokenizer(TokenizeOptions(tokenizer=str(file), eos_token=EOS))
-    chosen = select(engine, loaded.tokenizer, Texts.of(HARD), print)
+    chosen = select_engine(engine, loaded.tokenizer, Texts.of(HARD), print)
     encode = chosen.build(loaded.tokenizer.to_str()).encode
-    settings = Stream(fragment_shuffle_window=0, shuffle_buffer=0)
+    settings = StreamSection(fragment_shuffle_window=0, shuffle_buffer=0)
     source = DataSource.model_validate({"path": str(folder), "weight": 1.0, "source": kind, "stream": settings})
     eod = loaded.eos_id
-    shape = Shape.of(
-        DocumentWindow(window=SEQ_LENGTH, packing="none"),
+    shape = SampleShape.of(
+        DocumentWindowSection(window=SEQ_LENGTH, packing="none"),
         seq_length=SEQ_LENGTH,
         eod=eod,
         vocabulary_size=loaded.size,
         where="web",
     )
-    made = TextStream(freeze("web", source, 0).files, settings, shape, encode, name="web", seed=1, lanes=1)
+    made = TextStream(freeze_text_files("web", source, 0).files, settings, shape, encode, name="web", seed=1, lanes=1)
     opened = made.open_lanes({0: made.first_cursors()[0]})
     found = []
     for _ in range(streaming.MOST_SAMPLES):

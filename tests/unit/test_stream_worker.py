@@ -14,9 +14,9 @@ import pytest
 
 from relayrun.errors import InputError
 from relayrun.files import write_json
-from relayrun.tokens.mixture.build import training_order
-from relayrun.tokens.mixture.stream_worker import Worker, WorkerDied
-from relayrun.tokens.order.lanes import LaneReading
+from relayrun.tokens.mixture.build_datasets import training_order
+from relayrun.tokens.mixture.stream_worker import StreamWorker, StreamWorkerDied
+from relayrun.tokens.order.lanes import LaneReader
 from relayrun.tokens.order.sampler import MixtureSampler
 from relayrun.tokens.shards.manifest import Manifest
 from tests import streaming
@@ -43,12 +43,14 @@ def order_of(run: StreamedRun, state: dict[str, Any] | None = None) -> MixtureSa
     return order
 
 
-def beside(run: StreamedRun, order: MixtureSampler, consumed: int, replica: int, replicas: int) -> tuple[Any, Worker]:
-    worker = Worker(run.config, run.dir.manifest, order, consumed=consumed, replica=replica, replicas=replicas)
+def beside(
+    run: StreamedRun, order: MixtureSampler, consumed: int, replica: int, replicas: int
+) -> tuple[Any, StreamWorker]:
+    worker = StreamWorker(run.config, run.dir.manifest, order, consumed=consumed, replica=replica, replicas=replicas)
     return order.reading(consumed, replica, replicas, streams=worker.streams(order.streams)), worker
 
 
-def read(reading: LaneReading, first: int, end: int) -> list[tuple[int, str, int, Any]]:
+def read(reading: LaneReader, first: int, end: int) -> list[tuple[int, str, int, Any]]:
     found = []
     for k in reading.numbers(first, end):
         row = reading.row(k)
@@ -84,7 +86,9 @@ def test_a_worker_that_is_killed_is_named(run: StreamedRun, held_up: bool) -> No
     if held_up:
         wait_for(lambda: waits_to_write(worker.pid))
     os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=rf"reads this rank's streams \(pid {worker.pid}\) was killed by SIGKILL"):
+    with pytest.raises(
+        StreamWorkerDied, match=rf"reads this rank's streams \(pid {worker.pid}\) was killed by SIGKILL"
+    ):
         read(reading, 4, 1 << 30)  # behind what is in the pipe
     reading.close()
 
@@ -132,7 +136,7 @@ def test_it_ends_with_its_rank_however_that_dies(run: StreamedRun, tmp_path: Pat
         "import json, sys, time\n"
         "from pathlib import Path\n"
         "from relayrun.config.compose.schema import RunConfig\n"
-        "from relayrun.tokens.mixture.build import training_order\n"
+        "from relayrun.tokens.mixture.build_datasets import training_order\n"
         "from relayrun.tokens.mixture.stream_worker import Worker\n"
         "from relayrun.tokens.shards.manifest import Manifest\n"
         "config = RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text()))\n"

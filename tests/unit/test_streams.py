@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.document_window import DocumentWindowSection
 from relayrun.errors import ConfigError, FatalTrainingError, InputError
 from relayrun.tokens.order.lanes import OpenLanes
 from relayrun.tokens.order.sampler import MixtureSampler
-from relayrun.tokens.order.schedule import Interleave, Schedule, Turned, integer_weights
+from relayrun.tokens.order.schedule import Interleave, RotatedInterleave, Schedule, integer_weights
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.ahead import Ahead
-from relayrun.tokens.streams.cursor import LaneCursor, Place
-from relayrun.tokens.streams.fragments import groups_of
-from relayrun.tokens.streams.rows import TEXT
-from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.streams.ahead import Prefetcher
+from relayrun.tokens.streams.fragments import group_count
+from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
+from relayrun.tokens.streams.rows import TEXT_COLUMN
+from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 3)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
 
 
 def texts(made: TextStream, lane: int, count: int) -> list[list[str]]:
@@ -107,8 +107,8 @@ def test_files_are_dealt_to_groups_of_lanes_evenly_or_in_runs(tmp_path: Path) ->
         shares = [[fragment.file for fragment in made.blocks._order.of_epoch(0, group)] for group in range(4)]
         assert [len(share) for share in shares] == [9] * 4
         assert shares[1] == (list(range(9, 18)) if shift else list(range(1, 36, 4)))
-    assert [groups_of(files, 64) for files in (1, 15, 16, 80, 600, 1733)] == [1, 1, 2, 8, 64, 64]
-    assert groups_of(1733, 192) == 192
+    assert [group_count(files, 64) for files in (1, 15, 16, 80, 600, 1733)] == [1, 1, 2, 8, 64, 64]
+    assert group_count(1733, 192) == 192
 
 
 @pytest.mark.slow
@@ -200,7 +200,9 @@ def test_the_state_is_small(tmp_path: Path) -> None:
 def test_windows_of_documents(tmp_path: Path, packing: Any) -> None:
     """Every text is in windows of 20 with two special tokens and an overlap of 3, each of them once an epoch."""
     rows = write(tmp_path, "parquet", [60])[0]
-    window = DocumentWindow(window=20, overlap=3, bos=1, eos=2, drop_eod=True, mask_special=True, packing=packing)
+    window = DocumentWindowSection(
+        window=20, overlap=3, bos=1, eos=2, drop_eod=True, mask_special=True, packing=packing
+    )
     made = stream(tmp_path, "parquet", window=window)
     expected = Counter(
         f"\1{text[start : start + 18]}\2"
@@ -372,7 +374,7 @@ def test_turns_deal_every_sample_once_and_every_lane_its_share() -> None:
     """Each second sample of a data set would else come from the same half of the lanes for ever."""
     weights = integer_weights({"a": 1, "b": 1, "c": 0.37})
     for lanes in (1, 2, 12, 64):
-        turned, plain = Turned(Interleave(weights), lanes), Interleave(weights)
+        turned, plain = RotatedInterleave(Interleave(weights), lanes), Interleave(weights)
         counts = dict.fromkeys(weights, 0)
         used = {name: np.zeros(lanes, np.int64) for name in weights}
         for n in range(lanes * lanes + lanes // 2):
@@ -386,7 +388,7 @@ def test_turns_deal_every_sample_once_and_every_lane_its_share() -> None:
             assert max(abs(counts[name] - count) for name, count in plain.counts(n + 1).items()) <= 4
         for share in used.values():
             assert np.ptp(share) <= 6 * max(1, lanes**0.5)
-    halves = Turned(Interleave(integer_weights({"a": 1, "b": 1})), 64)
+    halves = RotatedInterleave(Interleave(integer_weights({"a": 1, "b": 1})), 64)
     lanes_of_a = Counter(n % 64 for n in range(64 * 64) if halves.locate(n)[0] == "a")
     assert set(lanes_of_a.values()) == {32}
 
@@ -457,12 +459,12 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
         raise InputError("torn")
 
     for depth in (0, 1, 5):
-        ahead = Ahead(items(), depth, name="test")
+        ahead = Prefetcher(items(), depth, name="test")
         assert [next(ahead) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(InputError, match="torn"):
             next(ahead)
         ahead.close()
-    assert list(Ahead(iter(range(4)), 2, name="test")) == [0, 1, 2, 3]
+    assert list(Prefetcher(iter(range(4)), 2, name="test")) == [0, 1, 2, 3]
 
 
 READS_AT_ITS_END = """
@@ -501,12 +503,12 @@ def test_blocks_of_a_shuffle_do_not_cross_epochs(tmp_path: Path) -> None:
     """Elsewhere a window goes on over the end of an epoch: a row comes twice before another came once."""
     write(tmp_path, "parquet", [13, 12])  # no whole number of blocks
     made = stream(tmp_path, "parquet", lanes=2, shuffle_buffer=8)
-    blocks_read = made.blocks.read(0, Place(0, 0, 0, 0))
+    blocks_read = made.blocks.read(0, BlockPosition(0, 0, 0, 0))
     for _ in range(3):
         rows = []
         while len(rows) < 25:
             block = next(blocks_read)
-            rows += [numbers_in(text)[0] for text in block.rows[TEXT].to_pylist()]
+            rows += [numbers_in(text)[0] for text in block.rows[TEXT_COLUMN].to_pylist()]
         assert sorted(rows) == list(range(25))
 
 

@@ -14,17 +14,17 @@ from tokenizers import Tokenizer
 from relayrun.cli import main
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.records import Commit
-from relayrun.control.rundir.run import Run, data_of_checkpoint
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import InputError
 from relayrun.files import write_json
 from relayrun.submit.check.find_data import build_manifest
 from relayrun.tokens.mixture import audit
-from relayrun.tokens.mixture.build import training_order
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.mixture.build_datasets import training_order
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams import blocks
-from relayrun.watch.status import run_status, run_status_view
+from relayrun.watch.status import run_status, run_status_text
 from tests.chain.conftest import MakeRun, make_run
 from tests.history import began
 from tests.streaming import write
@@ -38,7 +38,7 @@ BATCH = 8
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 3)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
 
 
 WORDS = {row: " ".join(f"w{1 + (row * 7 + place) % 60}" for place in range(5 + row % 30)) for row in range(100)}
@@ -70,23 +70,23 @@ class StreamedRun:
         mixture = {name: every[name] | {"weight": weight} for name, weight in self.weights.items()}
         tokenizer = str(self.workspace.folder / "tokenizer.json")
         data = {"tokenizer": tokenizer, "datasets": [], "mixture": mixture, "lanes": LANES}
-        config = compose.load(self.workspace.config("run", data=data, training={"global_batch_size": BATCH}))
+        config = compose.load_run_config(self.workspace.config("run", data=data, training={"global_batch_size": BATCH}))
         assert isinstance(config, RunConfig)
         found = build_manifest(config)
         before = Manifest.read(self.dir.manifest).datasets if self.dir.manifest.exists() else {}
         self.manifest = replace(found, datasets=before | found.datasets)
         self.manifest.write(self.dir.manifest)
-        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(compose.dump(config))
+        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(compose.dump_run_config(config))
         self.config = config
 
     def attempt(self, saves: list[int], *, records: bool = True) -> None:
         """Begin at the newest commit, train, and save after so many iterations more each time."""
         number = len(self.dir.attempt_numbers()) + 1
         order = training_order(self.config, Manifest.read(self.dir.manifest))
-        progress = Progress(self.config.training.batch_sizes)
+        progress = TrainingProgress(self.config.training.batch_sizes)
         if number > 1:
             order.resume(self.state)
-            progress = Progress.resume(self.state["progress"], self.config.training.batch_sizes)
+            progress = TrainingProgress.resume(self.state["progress"], self.config.training.batch_sizes)
         attempt = self.dir.attempt(number)
         began(self.dir, number, base=self.iteration, config_revision=self.dir.revisions()[-1])
         write_json(attempt.data, order.state(self.consumed) | {"progress": progress.state()})
@@ -101,15 +101,15 @@ class StreamedRun:
             folder = self.dir.checkpoint(self.iteration)
             folder.mkdir()
             if records:
-                write_json(data_of_checkpoint(folder), self.state)
-            commit = Commit(
+                write_json(stream_positions_path(folder), self.state)
+            commit = CheckpointCommit(
                 iteration=self.iteration, path=str(folder), consumed_samples=self.consumed, time=0.0, seconds=1.0
             )
             attempt.append_commit(commit)
         reading.close()
 
 
-def text_in(run: StreamedRun, sample: audit.Sample) -> list[int]:
+def text_in(run: StreamedRun, sample: audit.AuditedSample) -> list[int]:
     """The tokens of a sample, from the raw files that its origins name."""
     found: list[int] = []
     for origin in sample.origins:
@@ -129,10 +129,10 @@ def test_every_sample_is_found_again_in_its_file_through_attempts_and_mixtures(t
     run.attempt([2], records=False)  # as an earlier version saved
     run.submit(web=1.0)
     run.attempt([1, 2])
-    audited = audit.audit(run.dir)
+    audited = audit.audit_run(run.dir)
     assert audited.consumed_samples == run.consumed == 8 * BATCH
     of_streams = 0
-    for sample in audit.samples(audited, range(run.consumed)):
+    for sample in audit.audited_samples(audited, range(run.consumed)):
         assert sample.tokens.tolist() == run.trained[sample.number]
         if sample.dataset == "web":
             of_streams += 1
@@ -150,23 +150,23 @@ def test_the_nearest_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write(run.text, "parquet", [40, 30], extra=WORDS)
     run.submit(web=1.0)
     run.attempt([3, 3, 3])
-    audited = audit.audit(run.dir)
+    audited = audit.audit_run(run.dir)
     took: list[int] = []
     lanes = type(run_stream(audited).open_lanes({0: run_stream(audited).first_cursors()[0]}))
     take = lanes.take
     monkeypatch.setattr(lanes, "take", lambda self, lane: (took.append(lane), take(self, lane))[1])
-    found = next(audit.samples(audited, range(6 * BATCH + 5, 6 * BATCH + 6)))
+    found = next(audit.audited_samples(audited, range(6 * BATCH + 5, 6 * BATCH + 6)))
     assert found.tokens.tolist() == run.trained[6 * BATCH + 5]
     assert len(took) == 2
     for folder in run.dir.checkpoints.glob("iter_*"):
-        data_of_checkpoint(folder).unlink()
-    assert next(audit.samples(audited, range(50, 51))).tokens.tolist() == run.trained[50]
+        stream_positions_path(folder).unlink()
+    assert next(audit.audited_samples(audited, range(50, 51))).tokens.tolist() == run.trained[50]
     run.dir.attempt(1).data.unlink()
     with pytest.raises(InputError, match="sample 50 is of the stream 'web', and no record says"):
-        next(audit.samples(audited, range(50, 51)))
+        next(audit.audited_samples(audited, range(50, 51)))
 
 
-def run_stream(audited: audit.Audited) -> Any:
+def run_stream(audited: audit.AuditedRun) -> Any:
     return audited.datasets["web"]
 
 
@@ -185,7 +185,7 @@ def test_the_ledger_and_the_status_count_what_was_left_out(
     (run.text / "001.jsonl.gz").write_bytes(packed[:-20])
     run.submit(web=1.0)
     run.attempt([4, 8])
-    rows = {row.dataset: row for row in audit.ledger(audit.audit(run.dir))}
+    rows = {row.dataset: row for row in audit.dataset_ledgers(audit.audit_run(run.dir))}
     lanes = rows["web"].lanes
     assert lanes is not None
     assert lanes.sample == 12 * BATCH
@@ -200,11 +200,11 @@ def test_the_ledger_and_the_status_count_what_was_left_out(
     assert re.search(r"were left out \(.*\d not JSON.*\); left out whole: \d+ files, counted in every epoch", said)
     plan = make_run(folder="planned")[1]
     plan.write(run.dir.plan)
-    status = run_status.gather(run.dir, run_status.Queue(), now=0.0)
+    status = run_status.read_run_status(run.dir, run_status.QueueStatus(), now=0.0)
     assert status.left_out == {
         "web": {"files": lanes.files} | {r: n for r, n in lanes.left_out.items() if "min" not in r}
     }
-    text = dict(run_status_view._lines(status, 0.0))["left out"]
+    text = dict(run_status_text._lines(status, 0.0))["left out"]
     assert (
         text
         == f"web: {lanes.files} files, {lanes.left_out['not JSON']} not JSON, {lanes.left_out['not text']} not text"

@@ -13,7 +13,7 @@ import pytest
 
 from relayrun.errors import FatalTrainingError
 from relayrun.tokens.streams import blocks, lane_blocks
-from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.streams.text_stream import TextStream
 from tests.streaming import digest, stream, write
 
 LONG_IN_TURN = [("long " * 60 if row % 2 else "short") + f" {row}" for row in range(90)]
@@ -30,10 +30,10 @@ def read(of: TextStream, samples: int) -> tuple[list[str], int]:
     """Samples of both lanes in turn, each with its lane's cursor, and how many blocks were there at the end."""
     lanes = of.open_lanes(dict(enumerate(of.first_cursors())))
     with pytest.MonkeyPatch.context() as patch:
-        known: list[weakref.ref[blocks.Block]] = []
+        known: list[weakref.ref[blocks.RowBlock]] = []
         make = of.blocks._block
 
-        def made(*given: Any) -> blocks.Block:
+        def made(*given: Any) -> blocks.RowBlock:
             block = make(*given)
             known.append(weakref.ref(block))
             return block
@@ -51,11 +51,11 @@ def read(of: TextStream, samples: int) -> tuple[list[str], int]:
 def test_lanes_that_drift_apart_keep_few_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], prefetch: int
 ) -> None:
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 4)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 4)
     of = made(tmp_path, texts, nb_prefetch=prefetch)
-    monkeypatch.setattr(lane_blocks, "MOST_WAITING", 10**9)
+    monkeypatch.setattr(lane_blocks, "MAX_WAITING_BLOCKS", 10**9)
     expected, kept = read(of, 900)
-    monkeypatch.setattr(lane_blocks, "MOST_WAITING", 1)
+    monkeypatch.setattr(lane_blocks, "MAX_WAITING_BLOCKS", 1)
     found, few = read(of, 900)
     assert found == expected
     assert few <= 1 + prefetch + 4
@@ -64,10 +64,10 @@ def test_lanes_that_drift_apart_keep_few_blocks(
 
 def test_a_lane_that_is_behind_ends_with_the_last_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other lane has come to the end before, and every row has come once an epoch."""
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 4)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 4)
     ends = []
     for most in (1, 10**9):
-        monkeypatch.setattr(lane_blocks, "MOST_WAITING", most)
+        monkeypatch.setattr(lane_blocks, "MAX_WAITING_BLOCKS", most)
         lanes = (of := made(tmp_path, LONG_IN_TURN, nb_epochs=3)).open_lanes(dict(enumerate(of.first_cursors())))
         found: dict[int, list[str]] = {0: [], 1: []}
         for lane in (0, 1):

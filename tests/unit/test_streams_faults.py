@@ -17,9 +17,9 @@ from relayrun.config.sections import row_filter
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.tokens.readers import rows as parquet_rows
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.conditions import Misfit, compiled, fulfils
-from relayrun.tokens.streams.cursor import LaneCursor
-from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.streams.conditions import ConditionMisfit, arrow_expression, row_fulfils
+from relayrun.tokens.streams.lane_cursor import LaneCursor
+from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming
 from tests.streaming import numbers_in, stream, write
 
@@ -38,7 +38,7 @@ BAD = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 3)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
 
 
 def with_bad_lines(folder: Path) -> list[int]:
@@ -203,7 +203,7 @@ def test_what_a_file_system_fails_to_do_is_no_fault_of_a_file(tmp_path: Path, mo
     def fails(path: str) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(parquet_rows, "_source", fails)
+    monkeypatch.setattr(parquet_rows, "_open_source", fails)
     with pytest.raises(InputError, match="Input/output error"):
         first_epoch(made)
 
@@ -260,21 +260,21 @@ def rows_of_json(generator: random.Random, count: int) -> list[dict[str, Any]]:
 )
 def test_a_condition_chooses_lines_as_arrow_chooses_rows(condition: str) -> None:
     found = rows_of_json(random.Random(condition), 300)
-    tree = row_filter.parse(condition)
+    tree = row_filter.parse_row_condition(condition)
     schema = pa.schema([("a", pa.int64()), ("b", pa.float64()), ("c", pa.string()), ("d", pa.bool_())])
     table = pa.Table.from_pylist([row | {"n": n} for n, row in enumerate(found)], schema.append(pa.field("n", "int64")))
-    expected = set(table.filter(compiled(tree))["n"].to_pylist())
-    assert {n for n, row in enumerate(found) if fulfils(tree, row)} == expected
+    expected = set(table.filter(arrow_expression(tree))["n"].to_pylist())
+    assert {n for n, row in enumerate(found) if row_fulfils(tree, row)} == expected
     without = [{name: value for name, value in row.items() if value is not None} for row in found]
-    assert {n for n, row in enumerate(without) if fulfils(tree, row)} == expected
+    assert {n for n, row in enumerate(without) if row_fulfils(tree, row)} == expected
 
 
 def test_a_condition_that_does_not_fit_a_value_says_so() -> None:
     for row in ({"a": "3"}, {"a": True}, {"a": [1]}, {"a": {}}):
-        with pytest.raises(Misfit, match="a number"):
-            fulfils(row_filter.parse("a > 1"), row)
-    with pytest.raises(Misfit, match="not text"):
-        fulfils(row_filter.parse("utf8_length(a) > 1"), {"a": 5})
+        with pytest.raises(ConditionMisfit, match="a number"):
+            row_fulfils(row_filter.parse_row_condition("a > 1"), row)
+    with pytest.raises(ConditionMisfit, match="not text"):
+        row_fulfils(row_filter.parse_row_condition("utf8_length(a) > 1"), {"a": 5})
 
 
 def scored(folder: Path, values: list[Any]) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
+from relayrun.tokens.tokenize.encode.byte_tokenizer import write_byte_tokenizer
 from tests.streaming import write
 from tests.unit.test_download import COMMIT, NAME, DatasetHub
 from tests.unit.test_streams_urls import samples, stream
@@ -57,7 +57,7 @@ def version(place: str) -> list[Any]:
     from relayrun.tokens.stores import stores
     from relayrun.tokens.streams.files import _frozen
 
-    file = _frozen(FileEntry(path=place, size=stores.stat(place)[0], fingerprint=""), [], whole=True)
+    file = _frozen(FileEntry(path=place, size=stores.stat_url(place)[0], fingerprint=""), [], whole=True)
     return [file.size, file.fingerprint, file.changed]
 
 
@@ -134,7 +134,7 @@ def test_the_example_of_the_hub(hub: DatasetHub) -> None:
 @pytest.mark.long
 def test_shards_from_the_hub_are_those_of_the_files(hub: DatasetHub, tmp_path: Path) -> None:
     """As the docs go: `prepare_dumps` lists the files, a job reads its paths file through raw-dataset-link."""
-    tokenizer = str(byte_tokenizer(tmp_path / "t"))
+    tokenizer = str(write_byte_tokenizer(tmp_path / "t"))
     shards = []
     for name, dataset, faults in (("local", str(tmp_path / "data"), []), ("hub", f"{URL}/data", [None, 503])):
         prepared, tokens = tmp_path / name / "prepared", tmp_path / name / "tokens"

@@ -11,9 +11,9 @@ import pytest
 from relayrun.errors import FatalTrainingError
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.streams import blocks, lane_blocks
-from relayrun.tokens.streams.samples import encoded
-from relayrun.tokens.streams.stream import TextStream
-from relayrun.tokens.tokenize.encode.characters import holding_bytes
+from relayrun.tokens.streams.samples import encode_texts
+from relayrun.tokens.streams.text_stream import TextStream
+from relayrun.tokens.tokenize.encode.characters import texts_holding_bytes
 from relayrun.tokens.tokenize.encode.libraries import Encoded
 from tests import streaming
 from tests.streaming import numbers_in, stream, write
@@ -21,7 +21,7 @@ from tests.streaming import numbers_in, stream, write
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 3)
+    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
 
 
 def watched(made: TextStream) -> list[list[int]]:
@@ -50,7 +50,7 @@ def test_lanes_of_a_block_are_encoded_together_and_alone_alike(tmp_path: Path, m
     made = stream(tmp_path, "parquet", shuffle_buffer=40)
     together_calls = watched(made)
     together = samples(made, [0, 1, 2, 3], 8)
-    monkeypatch.setattr(lane_blocks, "BATCH_BYTES", 1)
+    monkeypatch.setattr(lane_blocks, "ENCODE_BATCH_BYTES", 1)
     alone_calls = watched(made)
     assert samples(made, [0, 1, 2, 3], 8) == together
     assert len(together_calls) * 4 == len(alone_calls)
@@ -90,7 +90,7 @@ def test_what_a_map_raises_for_another_lane_is_raised_when_that_lane_comes_to_it
 def test_ids_are_dealt_to_the_arrays_that_they_are_of() -> None:
     parts = [["ab", "", "cde"], [], [""], ["f" * 50], ["gh", "i"]]
     arrays = [pa.array(part, pa.large_string()) for part in parts]
-    for (ids, lengths), part in zip(encoded(arrays, streaming.encode), parts, strict=True):
+    for (ids, lengths), part in zip(encode_texts(arrays, streaming.encode), parts, strict=True):
         wanted_ids, wanted_lengths = streaming.encode(Texts.of(part))
         assert np.array_equal(ids, wanted_ids)
         assert np.array_equal(lengths, wanted_lengths)
@@ -100,6 +100,6 @@ def test_ids_are_dealt_to_the_arrays_that_they_are_of() -> None:
 def test_a_needle_is_found_whatever_its_bytes(needle: bytes) -> None:
     word = needle.decode()
     texts = Texts.of(["plain", f"a{word}b", "", "é", word, word[0]])
-    assert holding_bytes(texts, (needle,)).tolist() == [word in text for text in texts.strings()]
-    assert not holding_bytes(Texts.of(["plain", ""]), (needle,)).any()
-    assert not holding_bytes(Texts.of([]), (needle,)).any()
+    assert texts_holding_bytes(texts, (needle,)).tolist() == [word in text for text in texts.strings()]
+    assert not texts_holding_bytes(Texts.of(["plain", ""]), (needle,)).any()
+    assert not texts_holding_bytes(Texts.of([]), (needle,)).any()

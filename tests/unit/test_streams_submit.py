@@ -16,7 +16,7 @@ from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, InputError
 from relayrun.submit.check.find_data import build_manifest
-from relayrun.tokens.mixture.evolution import Evolved, evolve
+from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams import files
 from tests.streaming import write
@@ -41,8 +41,8 @@ class Data:
         data = {"tokenizer": tokenizer, "datasets": [], "mixture": mixture, "lanes": lanes}
         return self.workspace.config("run", data=data, job=job or {})
 
-    def submit(self, *, accept: bool = False, **source: Any) -> Evolved:
-        config = compose.load(self.file(**source))
+    def submit(self, *, accept: bool = False, **source: Any) -> AcceptedData:
+        config = compose.load_run_config(self.file(**source))
         assert isinstance(config, RunConfig)
         run = self.workspace.run("run")
         if self.manifest is not None:
@@ -52,8 +52,8 @@ class Data:
         found = build_manifest(config, run)
         if self.manifest is None:
             self.manifest, self.history = found, [config]
-            return Evolved(config=config, manifest=found, notes=[])
-        evolved = evolve(
+            return AcceptedData(config=config, manifest=found, notes=[])
+        evolved = apply_data_change(
             frozen=self.manifest, history=self.history, found=found, config=config, accept=accept, trained=True
         )
         self.manifest, self.history = evolved.manifest, [evolved.config, *self.history]
@@ -144,7 +144,7 @@ def test_a_file_that_was_edited_in_its_middle_is_refused_or_begins_anew(
 ) -> None:
     """Its size and its ends are the same."""
     if not whole:  # too large to be hashed at the first submit
-        monkeypatch.setattr(files, "HASHED_BYTES", 1)
+        monkeypatch.setattr(files, "MAX_HASHED_BYTES", 1)
     lines: dict[str, Any] = {"source": "jsonl", "path": str(long_file.parent)}
     first = data.submit(**lines).manifest
     original, status = long_file.read_bytes(), long_file.stat()
@@ -176,7 +176,7 @@ def test_another_time_alone_is_no_change_where_the_content_is_known(data: Data, 
 def test_another_time_alone_is_refused_with_its_remedy_where_the_content_is_not_known(
     data: Data, long_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "HASHED_BYTES", 1)
+    monkeypatch.setattr(files, "MAX_HASHED_BYTES", 1)
     lines: dict[str, Any] = {"source": "jsonl", "path": str(long_file.parent)}
     os.utime(long_file, ns=(10**18, 10**18 + 5))
     data.submit(**lines)
@@ -200,7 +200,7 @@ def test_a_manifest_of_an_earlier_version_knows_no_times(data: Data, long_file: 
 
 
 def test_a_file_in_two_streams_is_refused(data: Data) -> None:
-    values = compose.load(data.file())
+    values = compose.load_run_config(data.file())
     assert isinstance(values, RunConfig)
     web = values.data.mixture["web"]
     both = values.data.model_copy(update={"mixture": {"web": web, "again": web}})
@@ -228,7 +228,7 @@ def test_a_file_in_two_streams_is_refused(data: Data) -> None:
 )
 def test_what_cannot_work_is_refused_before_submission(data: Data, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        compose.load(data.file(**settings))
+        compose.load_run_config(data.file(**settings))
     assert words in str(error.value)
 
 
@@ -238,7 +238,7 @@ def test_fewer_rows_than_lanes_are_refused_before_submission(data: Data) -> None
 
 
 def test_a_url_stays_as_it_is(data: Data) -> None:
-    config = compose.load(data.file(path=["hf://datasets/a/b/*.parquet", "web"]))
+    config = compose.load_run_config(data.file(path=["hf://datasets/a/b/*.parquet", "web"]))
     assert isinstance(config, RunConfig)
     paths = config.data.mixture["web"].paths
     assert paths[0] == "hf://datasets/a/b/*.parquet"

@@ -13,8 +13,8 @@ import pytest
 from relayrun.config.sections.data import DataSource
 from relayrun.errors import InputError
 from relayrun.tokens.stores.remote import RemoteFile, StoreError
-from relayrun.tokens.streams.files import find
-from relayrun.tokens.streams.stream import TextStream
+from relayrun.tokens.streams.files import find_text_files
+from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming
 from tests.streaming import write
 
@@ -130,7 +130,9 @@ def test_folders_patterns_and_files_below_a_url(server: Server, tmp_path: Path) 
     def found(kind: str, *places: str) -> list[str]:
         paths = [place if place.startswith("/") else f"{server.url}/{place}" for place in places]
         source = {"path": paths, "weight": 1.0, "source": kind}
-        return [file.path.removeprefix(server.url) for file in find(DataSource.model_validate(source), "web")]
+        return [
+            file.path.removeprefix(server.url) for file in find_text_files(DataSource.model_validate(source), "web")
+        ]
 
     lines = ["/web/a/000.jsonl", "/web/a/001.jsonl.gz"]
     assert found("jsonl", "web") == lines
@@ -157,7 +159,9 @@ def test_what_exists_under_just_this_name_is_never_a_pattern(tmp_path: Path, bel
 
     def found(place: str) -> list[str]:
         source = {"path": f"{folder}/{place}", "weight": 1.0, "source": "jsonl"}
-        return [file.path.removeprefix(f"{folder}/") for file in find(DataSource.model_validate(source), "web")]
+        return [
+            file.path.removeprefix(f"{folder}/") for file in find_text_files(DataSource.model_validate(source), "web")
+        ]
 
     try:
         assert found("web[24]/*.jsonl") == found("web[24]/000.jsonl") == found("web[24]/[0]00.jsonl")
@@ -178,7 +182,7 @@ def test_a_password_in_a_url_is_refused_before_it_is_used(tmp_path: Path, place:
     (tmp_path / "link").symlink_to(url)
     for path in (url, str(tmp_path / "link")):
         with pytest.raises(InputError, match="a URL with a password") as raised:
-            find(DataSource.model_validate({"path": path, "weight": 1.0, "source": "jsonl"}), "web")
+            find_text_files(DataSource.model_validate({"path": path, "weight": 1.0, "source": "jsonl"}), "web")
         assert "secret" not in str(raised.value)
 
 
@@ -188,4 +192,4 @@ def test_a_link_that_leads_nowhere_is_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").symlink_to(tmp_path / "away.jsonl")
     for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "b.jsonl"):
         with pytest.raises(InputError, match=r"b\.jsonl: this link leads nowhere"):
-            find(DataSource.model_validate({"path": str(path), "weight": 1.0, "source": "jsonl"}), "web")
+            find_text_files(DataSource.model_validate({"path": str(path), "weight": 1.0, "source": "jsonl"}), "web")

@@ -42,9 +42,9 @@ def ordinary_user() -> Iterator[None]:
 
 def refused(path: Path, *words: str) -> None:
     with pytest.raises(RelayrunError) as error:
-        submission.submit(compose.load(path))
+        submission.submit_run(compose.load_run_config(path))
     assert all(word in str(error.value) for word in words), error.value
-    folder = Path(compose.load(path).run_dir or "")
+    folder = Path(compose.load_run_config(path).run_dir or "")
     assert not list(folder.glob("local/job-*.json"))
     assert not (folder / "plan.json").exists()
 

@@ -17,7 +17,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.control import take_over
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir import mirror
-from relayrun.control.rundir.mirror import Copy, MirrorPolicy, Owner
+from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Heartbeat
 from relayrun.control.rundir.run import Run
@@ -27,10 +27,10 @@ from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
 from relayrun.files import append_line, read_lines
 from relayrun.submit import mirror_policy, submission
-from relayrun.submit.check.state import Intent
+from relayrun.submit.check.state import SubmitIntent
 from relayrun.train.mirror import sync
-from relayrun.train.mirror.choose import place_at
-from relayrun.train.mirror.pace import Pace
+from relayrun.train.mirror.choose import destination_at
+from relayrun.train.mirror.pace import CopyRateLimit
 from tests.history import began
 from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
 from tests.workspace import Workspace
@@ -49,14 +49,14 @@ def refused(*_: object, **__: object) -> str:
 
 
 def config(workspace: Workspace, **sections: object) -> RunConfig:
-    return compose.load(workspace.config("deep/run", **sections))
+    return compose.load_run_config(workspace.config("deep/run", **sections))
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     (tmp_path / "deep").mkdir()
     made = Workspace.make(tmp_path)
-    compose.load(made.config("deep/run"))
+    compose.load_run_config(made.config("deep/run"))
     return made
 
 
@@ -73,7 +73,7 @@ def test_what_another_submit_made_meanwhile_stays(workspace: Workspace, monkeypa
     monkeypatch.setattr(Path, "mkdir", other_is_first)
     monkeypatch.setattr(LocalScheduler, "submit_first", refused)
     with pytest.raises(SchedulerError, match="invalid partition"):
-        submission.submit(config(workspace, run_dir=str(folder)))
+        submission.submit_run(config(workspace, run_dir=str(folder)))
     assert (folder / "notes").read_text() == "theirs"
 
 
@@ -81,7 +81,7 @@ def test_a_first_submit_that_is_refused_leaves_no_run(workspace: Workspace, monk
     wanted = config(workspace, run_dir=str(workspace.folder / "made" / "by" / "it"))
     monkeypatch.setattr(LocalScheduler, "submit_first", refused)
     with pytest.raises(SchedulerError, match="invalid partition"):
-        submission.submit(wanted)
+        submission.submit_run(wanted)
     assert not (workspace.folder / "made").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_first_submit_that_is_refused_leaves_no_run(workspace: Workspace, monk
 def test_a_later_submit_that_is_refused_leaves_the_run_as_it_was(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = submission.submit(config(workspace)).job_id
+    job = submission.submit_run(config(workspace)).job_id
     run = workspace.run("deep/run")
     LocalScheduler(run).cancel(job)
     write_stop(run, "enough")
@@ -98,10 +98,10 @@ def test_a_later_submit_that_is_refused_leaves_the_run_as_it_was(
     evaluated = config(workspace, training={"steps": 77}, debug={"backup_codebase": True})
     for _ in range(2):
         with pytest.raises(SchedulerError, match="invalid partition"):
-            submission.submit(evaluated, resume=True)
+            submission.submit_run(evaluated, resume=True)
         assert tree(run.path) == before
     monkeypatch.undo()
-    submission.submit(evaluated, resume=True)
+    submission.submit_run(evaluated, resume=True)
     assert run.revisions() == [1, 2]
 
 
@@ -128,17 +128,17 @@ def shared() -> Iterator[Workspace]:
 @pytest.mark.slow
 def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
-    wanted = compose.load(shared.config("run", cluster={"python": None}))
+    wanted = compose.load_run_config(shared.config("run", cluster={"python": None}))
     with acting_as(OWNER):
-        job = submission.submit(wanted).job_id
+        job = submission.submit_run(wanted).job_id
     run = shared.run("run")
     with acting_as(MEMBER):
         for anyway in (False, True):
             with pytest.raises(RunDirError, match="this run has jobs already"):
-                submission.submit(wanted, take_over=anyway)
+                submission.submit_run(wanted, take_over=anyway)
     LocalScheduler(run).cancel(job)
     with acting_as(MEMBER), pytest.raises(RunDirError, match=f"this run is {OWNER.uid}'s, who submitted it last"):
-        submission.submit(wanted)
+        submission.submit_run(wanted)
     # a job of the owner runs where this user cannot see it
     began(run, 1, base=0)
     run.attempt(1).heartbeats.mkdir()
@@ -149,15 +149,15 @@ def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.Mo
         acting_as(MEMBER),
         pytest.raises(RunDirError, match="attempt 1, in a job of 61001, gave a sign of life 5 s ago"),
     ):
-        submission.submit(wanted, take_over=True)
+        submission.submit_run(wanted, take_over=True)
     monkeypatch.setattr(submission.time, "time", lambda: 2e9 + 10_000)
     with acting_as(MEMBER):
-        mine = submission.submit(wanted, take_over=True).job_id
+        mine = submission.submit_run(wanted, take_over=True).job_id
     assert Plan.load(run).owner == MEMBER.uid
     assert [line["owner"] for line in read_lines(run.owners)] == [OWNER.uid, MEMBER.uid]
     monkeypatch.setenv(JOB_ID_VARIABLE, job)  # one of the first owner's, which waited all the while
     with acting_as(OWNER):
-        assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+        assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
     assert not run.stop.exists()
     assert run.attempt_numbers() == [1]
     assert [found.id for found in LocalScheduler(run).jobs(Plan.load(run))] == [mine]
@@ -169,9 +169,9 @@ def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
 ) -> None:
     monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
     with acting_as(OWNER):
-        job = submission.submit(compose.load(shared.config("run", cluster={"python": None}))).job_id
+        job = submission.submit_run(compose.load_run_config(shared.config("run", cluster={"python": None}))).job_id
     run = shared.run("run")
-    monkeypatch.setattr(take_over, "SECONDS", 0.1)  # nobody puts the plan back
+    monkeypatch.setattr(take_over, "TAKE_OVER_SECONDS", 0.1)  # nobody puts the plan back
     measured = supervisor.measured_lead
 
     def taken_over_meanwhile(*arguments: Any) -> tuple[float, float | None]:
@@ -181,7 +181,7 @@ def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
     monkeypatch.setattr(supervisor, "measured_lead", taken_over_meanwhile)
     monkeypatch.setenv(JOB_ID_VARIABLE, job)
     with acting_as(OWNER):
-        assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+        assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
     assert Run(run.path).newest_begun() is None  # what it has made owns nothing
     assert not run.stop.exists()
 
@@ -190,7 +190,7 @@ def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
 def test_files_are_no_wider_than_the_umask(workspace: Workspace, mask: int) -> None:
     before = os.umask(mask)
     try:
-        submission.submit(config(workspace))
+        submission.submit_run(config(workspace))
     finally:
         os.umask(before)
     run = workspace.run("deep/run")
@@ -204,19 +204,19 @@ def mirrored(workspace: Workspace) -> tuple[RunConfig, Path]:
     second = workspace.folder / "second"
     second.mkdir()
     wanted = config(workspace, checkpoint={"interval": 10, "mirror": {"path": str(second)}})
-    LocalScheduler(workspace.run("deep/run")).cancel(submission.submit(wanted).job_id)
+    LocalScheduler(workspace.run("deep/run")).cancel(submission.submit_run(wanted).job_id)
     run = workspace.run("deep/run")
     place = second / wanted.project / wanted.name
-    policy = mirror.read_policy(run)
+    policy = mirror.read_mirror_policy(run)
     assert policy is not None
     (place / ".staging").mkdir(parents=True)
-    Owner(id=policy.id, run=str(run.path)).write(place / "mirror.json")
+    MirrorOwner(id=policy.id, run=str(run.path)).write(place / "mirror.json")
     shutil.rmtree(run.path)
     return wanted, place
 
 
 def mirror_findings(wanted: RunConfig, **intent: bool) -> list[tuple[str, str | None]]:
-    every = submission.report_on(wanted, intent=Intent(**intent)).findings.all
+    every = submission.check_submission(wanted, intent=SubmitIntent(**intent)).findings.all
     return [(each.line, each.remedy) for each in every if each.name == "run.mirror" and each.level == "error"]
 
 
@@ -231,18 +231,18 @@ def test_the_copies_of_a_lost_run_directory_are_refused_until_they_are_taken_ove
     assert f"checkpoint.mirror.path: {place}: it holds the copies of a run that is not there any more" in said
     assert "submit with --take-over" in (remedy or "")
     with pytest.raises(ConfigError, match="nothing would be copied"):
-        submission.submit(wanted)
+        submission.submit_run(wanted)
     assert not run.path.exists()
     assert mirror_findings(wanted, take_over=True) == []
     with monkeypatch.context() as patch:
         patch.setattr(LocalScheduler, "submit_first", refused)
         with pytest.raises(SchedulerError, match="invalid partition"):
-            submission.submit(wanted, take_over=True)
+            submission.submit_run(wanted, take_over=True)
     assert not run.path.exists()
-    submission.submit(wanted, take_over=True)
-    policy = mirror.read_policy(run)
+    submission.submit_run(wanted, take_over=True)
+    policy = mirror.read_mirror_policy(run)
     assert policy is not None
-    sync.check_owner(run, policy, place_at(str(place), Pace(None)))  # as a pass does before it copies
+    sync.check_owner(run, policy, destination_at(str(place), CopyRateLimit(None)))  # as a pass does before it copies
     assert mirror_findings(wanted, resume=True) == []
 
 
@@ -251,18 +251,18 @@ def test_a_run_that_begins_anew_does_not_take_copies_over_that_it_would_remove(
 ) -> None:
     """Its own checkpoints of the same iterations take their places, and they are all that is left of the lost run."""
     wanted, place = mirrored
-    found = place_at(str(place), Pace(None))
+    found = destination_at(str(place), CopyRateLimit(None))
     (place / "iter_0000010").mkdir()
-    append_line(place / "copies.jsonl", asdict(Copy(name="iter_0000010", iteration=10, time=1.0)))
+    append_line(place / "copies.jsonl", asdict(CheckpointCopy(name="iter_0000010", iteration=10, time=1.0)))
     assert list(found.copies()) == ["iter_0000010"]
     with pytest.raises(ConfigError, match="would begin anew") as error:
-        submission.submit(wanted, take_over=True)
+        submission.submit_run(wanted, take_over=True)
     assert f"relayrun checkpoint restore {place} --to FOLDER" in (error.value.hint or "")
     assert not workspace.run("deep/run").path.exists()
     ((said, _),) = mirror_findings(wanted, take_over=True)
     assert "would begin anew" in said
     loads = config(workspace, checkpoint={**wanted.checkpoint.model_dump(exclude_unset=True), "load": str(place)})
-    mirror_policy.refuse_another(loads, workspace.run("deep/run"), take_over=True)
+    mirror_policy.refuse_mirror_of_other_run(loads, workspace.run("deep/run"), take_over=True)
 
 
 @pytest.mark.slow
@@ -271,10 +271,10 @@ def test_the_copies_of_a_run_that_is_there_are_never_taken_over(
 ) -> None:
     wanted, place = mirrored
     other = workspace.run("other")
-    mirror.folder(other).mkdir(parents=True)
-    MirrorPolicy(folder=str(place), id="0123", keep_last=2, program=["true"]).write(mirror.policy_path(other))
-    Owner(id="0123", run=str(other.path)).write(place / "mirror.json")
+    mirror.mirror_folder(other).mkdir(parents=True)
+    MirrorPolicy(folder=str(place), id="0123", keep_last=2, program=["true"]).write(mirror.mirror_policy_path(other))
+    MirrorOwner(id="0123", run=str(other.path)).write(place / "mirror.json")
     with pytest.raises(ConfigError, match=f"holds the copies of another run, {other.path}") as error:
-        submission.submit(wanted, take_over=True)
+        submission.submit_run(wanted, take_over=True)
     assert error.value.hint == "set checkpoint.mirror.path to another place"
     assert not workspace.run("deep/run").path.exists()

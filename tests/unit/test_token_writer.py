@@ -12,8 +12,8 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 
-from relayrun.tokens.shards.record import Records
-from relayrun.tokens.shards.verify import verify
+from relayrun.tokens.shards.record import ShardRecords
+from relayrun.tokens.shards.verify import verify_shards
 from relayrun.tokens.tokenize import MegatronTokenWriter
 from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
@@ -63,15 +63,15 @@ def test_its_shards_say_which_tokenizer_made_them_and_have_checksums(tmp_path: P
     MegatronTokenWriter(tmp_path / "out", str(tokenizer)).run(documents(list(TEXTS)))
     prefix = str(tmp_path / "out" / "00000_tokens")
     loaded = load_tokenizer(TokenizeOptions(tokenizer=str(tokenizer)))
-    record = Records().of(prefix)
+    record = ShardRecords().of(prefix)
     assert record is not None
     assert record.made is not None
     assert (record.made.ids, record.made.eos) == (ids_fingerprint(loaded.definition), loaded.eos_id)
-    assert verify([prefix])[0].faults == ()
+    assert verify_shards([prefix])[0].faults == ()
     ids = bytearray(Path(prefix + ".bin").read_bytes())
     ids[0] ^= 1
     Path(prefix + ".bin").write_bytes(ids)
-    assert verify([prefix])[0].faults == ("the .bin is not what its record says (xxh3-128)",)
+    assert verify_shards([prefix])[0].faults == ("the .bin is not what its record says (xxh3-128)",)
 
 
 @pytest.mark.slow

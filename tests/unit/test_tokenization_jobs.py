@@ -15,17 +15,23 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import ConfigError, InputError, RelayrunError, SchedulerError
-from relayrun.tokens.tokenize.dumps_jobs import CSV_COLUMNS, append_row, begin, submit_dumps, tokenize_dump
-from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
-from relayrun.tokens.tokenize.settings import (
+from relayrun.tokens.tokenize.dumps_jobs import (
+    CSV_COLUMNS,
+    append_csv_row,
+    prepare_submission,
+    submit_dumps,
+    tokenize_dump,
+)
+from relayrun.tokens.tokenize.job_config import (
     TokenizationConfig,
     TokenizationSettings,
-    load_config,
+    load_tokenization_config,
     settings_from_environment,
 )
-from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
+from relayrun.tokens.tokenize.split import prepare_dumps
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
@@ -40,7 +46,7 @@ def settings(tmp_path: Path) -> TokenizationSettings:
         file = tmp_path / "da ta" / f"{number} '.parquet"
         file.parent.mkdir(exist_ok=True)
         write_parquet(file, [f"{text}{number}" for text in TEXTS])
-    prepare(tmp_path / "da ta", tmp_path / "meta data", n_dumps=2)
+    prepare_dumps(tmp_path / "da ta", tmp_path / "meta data", n_dumps=2)
     return TokenizationSettings(
         tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json").parent),
         tokenizer_name="T-1",
@@ -89,7 +95,7 @@ def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp
     metadata = MetadataFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([0], [1])
     output = tmp_path / "out put/T-1/D.2/dump-1"
-    direct = tokenize(
+    direct = tokenize_paths_file(
         TokenizeOptions(tokenizer=settings.tokenizer, tasks=2, workers=1),
         output_folder=tmp_path / "direct",
         dataset=metadata.raw_link,
@@ -120,7 +126,7 @@ def test_all_dumps_are_tokenized_through_submitit_here(settings: TokenizationSet
     with pytest.raises(InputError, match="there is no dump to tokenize"):
         submit_dumps(config(settings, executor="local"))
     write_parquet(tmp_path / "da ta" / "new.parquet", ["later"])
-    assert [dump.index for dump in prepare(tmp_path / "da ta", metadata.path)] == [2]
+    assert [dump.index for dump in prepare_dumps(tmp_path / "da ta", metadata.path)] == [2]
     assert submit_dumps(config(settings, executor="local")) == [2]
 
 
@@ -152,13 +158,13 @@ def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
 
 def test_what_is_wrong_is_said_before_any_job_starts(settings: TokenizationSettings, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such tokenizer file"):
-        begin(settings.model_copy(update={"tokenizer": str(tmp_path / "nothing")}))
+        prepare_submission(settings.model_copy(update={"tokenizer": str(tmp_path / "nothing")}))
     with pytest.raises(InputError, match="no such metadata folder"):
         submit_dumps(config(settings, metadata_folder=str(tmp_path / "nothing")))
     tokenize_dump(settings, 0)
-    begin(settings)
+    prepare_submission(settings)
     with pytest.raises(InputError, match="finished dumps of this folder went to"):
-        begin(settings.model_copy(update={"output_folder": str(tmp_path / "other")}))
+        prepare_submission(settings.model_copy(update={"output_folder": str(tmp_path / "other")}))
 
 
 def test_without_slurm_the_slurm_executor_says_so(
@@ -171,14 +177,14 @@ def test_without_slurm_the_slurm_executor_says_so(
 
 def test_a_dump_is_not_prepared_anew_while_it_is_tokenized(settings: TokenizationSettings, tmp_path: Path) -> None:
     with MetadataFolder(settings.metadata_folder).in_use(), pytest.raises(RelayrunError, match="another process"):
-        prepare(tmp_path / "da ta", settings.metadata_folder)
+        prepare_dumps(tmp_path / "da ta", settings.metadata_folder)
 
 
 def test_rows_are_appended_whole_behind_a_torn_line_and_by_many_at_once(tmp_path: Path) -> None:
     row = dict.fromkeys(CSV_COLUMNS, "x,\"y'")
     file = tmp_path / "t.csv"
     file.write_text(",".join(CSV_COLUMNS) + "\ntorn,li")
-    threads = [threading.Thread(target=append_row, args=(file, row)) for _ in range(20)]
+    threads = [threading.Thread(target=append_csv_row, args=(file, row)) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -213,7 +219,7 @@ def test_a_wrong_config_is_named_with_its_line(tmp_path: Path, text: str, messag
         text + "".join(f"{line}\n" for line in sorted(given) if line.partition(":")[0] not in names)
     )
     with pytest.raises(ConfigError, match=message):
-        load_config(tmp_path / "config.yaml")
+        load_tokenization_config(tmp_path / "config.yaml")
 
 
 def test_a_config_in_the_names_of_nemo_curator(settings: TokenizationSettings, tmp_path: Path) -> None:
@@ -235,7 +241,7 @@ def test_a_config_in_the_names_of_nemo_curator(settings: TokenizationSettings, t
     ]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.yaml").write_text(json.dumps(text))
-    assert load_config(tmp_path / "0.yaml") == load_config(tmp_path / "1.yaml")
+    assert load_tokenization_config(tmp_path / "0.yaml") == load_tokenization_config(tmp_path / "1.yaml")
 
 
 def test_the_bash_launcher_takes_names_of_nemo_curator(settings: TokenizationSettings) -> None:
@@ -247,7 +253,7 @@ def test_the_bash_launcher_takes_names_of_nemo_curator(settings: TokenizationSet
 
 
 def test_the_example_config_is_valid_and_its_paths_start_beside_launchers() -> None:
-    config = load_config(ROOT / "configs/data/tokenization-example.yaml")
+    config = load_tokenization_config(ROOT / "configs/data/tokenization-example.yaml")
     assert config.metadata_folder == str(ROOT / "data/my-text-dumps")
     assert config.job.time == "12:00:00"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import RelayrunError
-from relayrun.tokens.tokenize.dumps_jobs import begin
-from relayrun.tokens.tokenize.limit import requeued_before_the_limit
-from relayrun.tokens.tokenize.settings import settings_from_environment
-from relayrun.tokens.tokenize.split import prepare
+from relayrun.tokens.tokenize.dumps_jobs import prepare_submission
+from relayrun.tokens.tokenize.job_config import settings_from_environment
+from relayrun.tokens.tokenize.limit import requeue_before_time_limit
+from relayrun.tokens.tokenize.split import prepare_dumps
 from tests.waiting import wait_for
 
 from .test_preprocess import workers_of
@@ -29,7 +29,7 @@ def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_p
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "a.parquet", list(TEXTS))
     (tmp_path / "data" / "b.jsonl").write_text("")
-    prepare(tmp_path / "data", tmp_path / "meta")
+    prepare_dumps(tmp_path / "data", tmp_path / "meta")
     (tmp_path / "data" / "b.jsonl").unlink()
     os.mkfifo(tmp_path / "data" / "b.jsonl")  # its reader waits for ever
     (tmp_path / "bin").mkdir()
@@ -49,7 +49,7 @@ def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_p
         "PATH_TO_LOGS": str(tmp_path / "logs"),
     }
     settings = settings_from_environment(environment)
-    begin(settings)
+    prepare_submission(settings)
     environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     command = [sys.executable, "-m", "relayrun.tokens.tokenize", "run", "0"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -104,7 +104,7 @@ def orders(asked: Path) -> list[str]:
 
 def leave(progress: list[int], *, signalled: bool = True) -> str:
     def work() -> None:
-        with requeued_before_the_limit(lambda: progress.pop(0)):
+        with requeue_before_time_limit(lambda: progress.pop(0)):
             if signalled:
                 os.kill(os.getpid(), signal.SIGUSR2)
             time.sleep(10)
@@ -142,7 +142,7 @@ def test_an_element_of_an_array_queues_itself_again_and_not_the_array(
 
 
 def test_the_limit_is_asked_for_where_the_environment_does_not_say_it(asked: Path) -> None:
-    with requeued_before_the_limit(lambda: 0):
+    with requeue_before_time_limit(lambda: 0):
         assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(3600 - 120, abs=10)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert asked.read_text() == "show job --oneliner 78\n"

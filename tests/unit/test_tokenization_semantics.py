@@ -26,7 +26,7 @@ from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.indexed import Shard
 from relayrun.tokens.tokenize import fused
 from relayrun.tokens.tokenize.encode import engines
-from relayrun.tokens.tokenize.pipeline import Result
+from relayrun.tokens.tokenize.pipeline import TokenizeResult
 
 from .test_preprocess import data, out, run, tokenizer, write_jsonl  # noqa: F401 - fixtures
 from .tokenization_corpus import EOS, TEXTS, expected_ids, shard_documents, write_parquet
@@ -129,7 +129,7 @@ def test_shards_are_the_bytes_of_megatrons_builder(
 
     texts = ["", *TEXTS, "", "", "last", ""]
     write_jsonl(data / "a.jsonl", texts)
-    result: Result = run(["a.jsonl"], keep_empty=keep_empty)
+    result: TokenizeResult = run(["a.jsonl"], keep_empty=keep_empty)
     assert (result.documents, result.empty_documents) == ((len(texts), 0) if keep_empty else (len(TEXTS) + 1, 4))
     prefix = str(tmp_path / "megatron")
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(400))
@@ -273,15 +273,15 @@ def test_long_documents_are_tokenized_in_pieces_to_the_same_bytes(
     write = write_parquet if suffix == "parquet" else write_jsonl
     write(data / f"a.{suffix}", texts)
     run([f"a.{suffix}"], bos=True)
-    monkeypatch.setattr(fused, "PIECE", 30)
+    monkeypatch.setattr(fused, "PIECE_BYTES", 30)
     encoded: list[int] = []
-    encode = engines.Routed.encode
+    encode = engines.RoutedEngine.encode
 
-    def counted(self: engines.Routed, texts: Texts) -> engines.Encoded:
+    def counted(self: engines.RoutedEngine, texts: Texts) -> engines.Encoded:
         encoded.append(len(texts))
         return encode(self, texts)
 
-    monkeypatch.setattr(engines.Routed, "encode", counted)
+    monkeypatch.setattr(engines.RoutedEngine, "encode", counted)
     run([f"a.{suffix}"], bos=True, batch_bytes=500, output_folder=tmp_path / "pieces")
     assert len(encoded) > 20
     for suffix in ("bin", "idx"):
@@ -306,7 +306,7 @@ def test_texts_without_a_known_letter_are_empty_however_long_they_are(
     name_tokens(tokenizer, bos_token="<s>", eos_token=EOS)
     write_parquet(data / "a.parquet", ["N" * 100, "N" * 50 + "ACGT" * 20, "", "GATTACA", "N" * 2000, "T" * 300])
     run(["a.parquet"], bos=True, keep_empty=keep_empty)
-    monkeypatch.setattr(fused, "PIECE", 16)
+    monkeypatch.setattr(fused, "PIECE_BYTES", 16)
     run(["a.parquet"], bos=True, keep_empty=keep_empty, batch_bytes=40, output_folder=tmp_path / "pieces")
     for suffix in ("bin", "idx"):
         file = f"00000_tokens.{suffix}"

@@ -15,26 +15,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.errors import InputError
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.tokenize import MegatronTokenWriter, tune
-from relayrun.tokens.tokenize.flags import FLAGS, add_flags, from_flags, to_flags
-from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
-from relayrun.tokens.tokenize.settings import (
-    CURATOR,
-    ENVIRONMENT,
+from relayrun.tokens.tokenize.flags import OPTION_FLAGS, add_tokenize_flags, options_from_flags, options_to_flags
+from relayrun.tokens.tokenize.job_config import (
+    CURATOR_NAMES,
+    ENVIRONMENT_SETTINGS,
     TokenizationConfig,
     TokenizationJob,
     TokenizationSettings,
     settings_from_environment,
 )
+from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = TokenizeOptions.model_fields
 DEFAULTS: dict[str, Any] = {name: field.default for name, field in FIELDS.items() if not field.is_required()}
-OTHER_NAMES = {"n_tasks": "tasks", "n_workers": "workers", "add_bos": "bos", "batch_size": "batch_documents"} | CURATOR
+OTHER_NAMES = {
+    "n_tasks": "tasks",
+    "n_workers": "workers",
+    "add_bos": "bos",
+    "batch_size": "batch_documents",
+} | CURATOR_NAMES
 """What keywords are called elsewhere, and the field that each of them is."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,12 +47,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
-    add_flags(made)
+    add_tokenize_flags(made)
     return made
 
 
 def test_a_command_line_without_options_is_the_object_as_it_is() -> None:
-    assert from_flags(parser().parse_args(["--tokenizer-name-or-path", "t"])) == TokenizeOptions(tokenizer="t")
+    assert options_from_flags(parser().parse_args(["--tokenizer-name-or-path", "t"])) == TokenizeOptions(tokenizer="t")
     assert set(DEFAULTS) == set(FIELDS) - {"tokenizer"}
 
 
@@ -55,7 +60,7 @@ def test_the_help_names_every_default() -> None:
     text = " ".join(parser().format_help().split())
     for name, value in DEFAULTS.items():
         if value is not None and value is not False:
-            assert re.search(rf"{FLAGS[name]}\b[^()]*\(default: {re.escape(str(value))}\b", text), name
+            assert re.search(rf"{OPTION_FLAGS[name]}\b[^()]*\(default: {re.escape(str(value))}\b", text), name
 
 
 def test_settings_of_a_dataset_are_the_object_with_places() -> None:
@@ -66,7 +71,7 @@ def test_settings_of_a_dataset_are_the_object_with_places() -> None:
 
 
 def test_the_function_takes_the_object_and_places() -> None:
-    parameters = inspect.signature(tokenize).parameters
+    parameters = inspect.signature(tokenize_paths_file).parameters
     assert list(parameters) == ["options", "output_folder", "dataset", "paths_file", "logging_dir"]
 
 
@@ -149,12 +154,12 @@ def test_the_block_of_the_bash_launcher_shows_the_defaults_and_sets_none() -> No
     for name, value, shown in lines:
         assert value == "", name
         if shown == "none":
-            assert name == "PATH_TO_LOGS" or DEFAULTS[ENVIRONMENT[name]] is None
+            assert name == "PATH_TO_LOGS" or DEFAULTS[ENVIRONMENT_SETTINGS[name]] is None
         elif shown:
-            assert ENVIRONMENT[name] in DEFAULTS
+            assert ENVIRONMENT_SETTINGS[name] in DEFAULTS
             assert settings_from_environment(given | {name: shown}) == expected, name
     assert {name for name, _, shown in lines if not shown} == names
-    assert {name for name, _, _ in lines} == set(ENVIRONMENT) - {"MODEL_IDENTIFIER", "TEXT_FIELD"}
+    assert {name for name, _, _ in lines} == set(ENVIRONMENT_SETTINGS) - {"MODEL_IDENTIFIER", "TEXT_FIELD"}
 
 
 def test_the_job_of_the_bash_launcher_asks_for_what_the_settings_say() -> None:
@@ -169,7 +174,7 @@ def test_the_example_shows_the_defaults() -> None:
     """Also where they stand behind a #, to be uncommented."""
     text = (ROOT / "configs/data/tokenization-example.yaml").read_text()
     shown = {
-        name: yamlfile.parse_value(value)
+        name: yaml_file.parse_yaml_value(value)
         for name, value in re.findall(r"^(?:# )?(\w+): (.*?)(?: #.*)?$", text, re.M)
         if name in DEFAULTS and name != "eos_token"
     }
@@ -178,8 +183,8 @@ def test_the_example_shows_the_defaults() -> None:
 
 
 def test_tune_tries_the_default_and_its_neighbours() -> None:
-    assert tune.BATCH_BYTES == (1_000_000, 4_000_000, 16_000_000)
-    assert DEFAULTS["batch_bytes"] in tune.BATCH_BYTES
+    assert tune.TRIED_BATCH_BYTES == (1_000_000, 4_000_000, 16_000_000)
+    assert DEFAULTS["batch_bytes"] in tune.TRIED_BATCH_BYTES
 
 
 words = st.text(st.characters(exclude_categories=["Cs", "Cc"]))
@@ -209,7 +214,7 @@ numbers = st.integers(1, 10**9)
 )
 def test_a_command_line_there_and_back(values: dict[str, Any]) -> None:
     options = TokenizeOptions(**values)
-    assert from_flags(parser().parse_args(to_flags(options))) == options
+    assert options_from_flags(parser().parse_args(options_to_flags(options))) == options
 
 
 @pytest.mark.parametrize(
@@ -224,4 +229,4 @@ def test_a_command_line_there_and_back(values: dict[str, Any]) -> None:
 )
 def test_a_wrong_option_is_named(arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        from_flags(parser().parse_args(["--model-identifier", "t", *arguments]))
+        options_from_flags(parser().parse_args(["--model-identifier", "t", *arguments]))

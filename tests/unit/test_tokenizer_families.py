@@ -16,11 +16,16 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode import engines, families
-from relayrun.tokens.tokenize.encode.added import longest_of
-from relayrun.tokens.tokenize.encode.characters import FIRST_UNASSIGNED_LEAD, numeric_table, places_of, unassigned_table
-from relayrun.tokens.tokenize.encode.digits import DigitsApart
-from relayrun.tokens.tokenize.encode.engines import HuggingFace, select
-from relayrun.tokens.tokenize.encode.families import plan_of, spelled
+from relayrun.tokens.tokenize.encode.added import longest_match_pattern
+from relayrun.tokens.tokenize.encode.characters import (
+    FIRST_UNASSIGNED_LEAD,
+    find_characters,
+    numeric_table,
+    unassigned_table,
+)
+from relayrun.tokens.tokenize.encode.digits import DigitEngine
+from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
+from relayrun.tokens.tokenize.encode.families import normalize_pattern, plan_engine
 from tests import published
 from tests.fuzz_tokenizers import compare, random_texts
 from tests.published import (
@@ -73,23 +78,23 @@ def with_patterns(*patterns: str) -> Tokenizer:
 @pytest.mark.parametrize("kind", PATTERNS)
 def test_texts_that_engines_disagree_about_get_the_ids_of_hugging_face(kind: str) -> None:
     tokenizer = with_patterns(*PATTERNS[kind])
-    selection = select("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
+    selection = select_engine("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
     texts = Texts.of(TROUBLE)
     ids, lengths = selection.build(tokenizer.to_str()).encode(texts)
-    right, right_lengths = HuggingFace(tokenizer).encode(texts)
+    right, right_lengths = HuggingFaceEngine(tokenizer).encode(texts)
     assert (ids.tolist(), lengths.tolist()) == (right.tolist(), right_lengths.tolist())
     assert (selection.plan.family if selection.plan else None) == KNOWN.get(kind)
 
 
 @pytest.mark.slow
 def test_a_form_that_is_a_little_different_is_not_known() -> None:
-    def of(name: str, **parts: object) -> families.Plan | None:
+    def of(name: str, **parts: object) -> families.EnginePlan | None:
         known = json.loads(small(name))
         model = parts.pop("model", {})
         assert isinstance(model, dict)
         known |= parts
         known["model"] = {"type": known["model"]["type"]} | known["model"] | model
-        return plan_of(Tokenizer.from_str(json.dumps(known)).to_str())
+        return plan_engine(Tokenizer.from_str(json.dumps(known)).to_str())
 
     assert of("Llama 3") is not None
     assert of("Llama 3", pre_tokenizer=by_patterns(LLAMA3.replace("{1,3}", "{1,2}"))) is None
@@ -113,32 +118,32 @@ def test_a_form_that_is_a_little_different_is_not_known() -> None:
     letter = published.byte_letters()[0x0A]
     without["model"]["merges"] = []
     without["model"]["vocab"] = {token: id_ for token, id_ in without["model"]["vocab"].items() if token != letter}
-    assert plan_of(Tokenizer.from_str(json.dumps(without)).to_str()) is None
+    assert plan_engine(Tokenizer.from_str(json.dumps(without)).to_str()) is None
 
 
 def test_patterns_are_known_in_every_spelling() -> None:
-    assert tuple(map(spelled, ESCAPED)) == tuple(map(spelled, DEEPSEEK)) == families.DEEPSEEK
-    assert spelled(LLAMA3.replace(r"\r\n", "\r\n")) == spelled(LLAMA3) == families.CL100K
-    assert spelled(r"a\\x41\x41\x5d\u00e9") == r"a\\x41A\x5dé"
+    assert tuple(map(normalize_pattern, ESCAPED)) == tuple(map(normalize_pattern, DEEPSEEK)) == families.DEEPSEEK
+    assert normalize_pattern(LLAMA3.replace(r"\r\n", "\r\n")) == normalize_pattern(LLAMA3) == families.CL100K
+    assert normalize_pattern(r"a\\x41\x41\x5d\u00e9") == r"a\\x41A\x5dé"
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5"])
 def test_without_its_engine_everything_works_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_str(small(name))
     tokenizer.encode_special_tokens = True
-    plan = plan_of(tokenizer.to_str())
+    plan = plan_engine(tokenizer.to_str())
     assert plan is not None
     monkeypatch.setitem(sys.modules, plan.engine, None)
-    engines._built.cache_clear()
+    engines._build_engine.cache_clear()
     told: list[str] = []
-    selection = select("auto", tokenizer, Texts.of(["a text"]), told.append)
+    selection = select_engine("auto", tokenizer, Texts.of(["a text"]), told.append)
     assert selection.engine == "huggingface"
     assert told == [
         f"{plan.engine} is not installed: huggingface encodes, which is slower; "
-        f"pip install {engines.PACKAGES[plan.engine]}"
+        f"pip install {engines.ENGINE_PACKAGES[plan.engine]}"
     ]
     texts = Texts.of(TROUBLE)
-    right = HuggingFace(tokenizer).encode(texts)[0]
+    right = HuggingFaceEngine(tokenizer).encode(texts)[0]
     assert selection.build(tokenizer.to_str()).encode(texts)[0].tolist() == right.tolist()
 
 
@@ -148,7 +153,7 @@ class Bytes:
     routed = 0
 
     def encode(self, texts: Texts) -> engines.Encoded:
-        return HuggingFace(_one_a_byte()).encode(texts)
+        return HuggingFaceEngine(_one_a_byte()).encode(texts)
 
 
 def _one_a_byte() -> Tokenizer:
@@ -162,7 +167,7 @@ def test_digits_that_are_apart_come_back_in_their_place(each: bool, texts: list[
     made = Texts.of(["before", *texts])
     made = Texts(data=made.data, offsets=made.offsets[1:])  # that begins inside its data
     right = Bytes().encode(made)
-    ids, lengths = DigitsApart(Bytes(), each=each).encode(made)
+    ids, lengths = DigitEngine(Bytes(), each=each).encode(made)
     assert (ids.tolist(), lengths.tolist()) == (right[0].tolist(), right[1].tolist())
 
 
@@ -184,12 +189,12 @@ def test_normalized_text_that_holds_an_added_token_goes_elsewhere() -> None:
     ]
     tokenizer = Tokenizer.from_str(json.dumps(known))
     tokenizer.encode_special_tokens = True
-    selection = select("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
+    selection = select_engine("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
     assert selection.engine == "gigatoken"
     texts = Texts.of(["e\u0301!", "é!", "e\u0301?", "é?", "e\u0301", "plain", "e\u0301 \u1100\u1161\u11a8"])
     engine = selection.build(tokenizer.to_str())
     before = engine.routed
-    assert engine.encode(texts)[0].tolist() == HuggingFace(tokenizer).encode(texts)[0].tolist()
+    assert engine.encode(texts)[0].tolist() == HuggingFaceEngine(tokenizer).encode(texts)[0].tolist()
     assert engine.routed - before == 4
 
 
@@ -199,19 +204,19 @@ words = st.text(st.sampled_from("ab"), min_size=1, max_size=4)
 @pytest.mark.slow
 @given(words=st.sets(words, min_size=1), text=st.text(st.sampled_from("abc"), max_size=20))
 def test_the_longest_of_many_words_is_found(words: set[str], text: str) -> None:
-    found = re.compile(longest_of(word.encode() for word in words)).match(text.encode())
+    found = re.compile(longest_match_pattern(word.encode() for word in words)).match(text.encode())
     right = max((word for word in words if text.startswith(word)), key=len, default=None)
     assert (found[0].decode() if found else None) == right
 
 
 @pytest.mark.slow
 def test_added_tokens_are_cut_out_where_nothing_around_them_belongs_to_them() -> None:
-    def found(name: str, **rules: bool) -> families.Plan | None:
+    def found(name: str, **rules: bool) -> families.EnginePlan | None:
         known = json.loads(small(name))
         known["added_tokens"] = [*published._SPECIAL_PIECES, published.added("\n\n", 900, special=False, **rules)]
-        return plan_of(Tokenizer.from_str(json.dumps(known)).to_str())
+        return plan_engine(Tokenizer.from_str(json.dumps(known)).to_str())
 
-    def of(name: str, **rules: bool) -> families.Plan:
+    def of(name: str, **rules: bool) -> families.EnginePlan:
         plan = found(name, **rules)
         assert plan is not None
         return plan
@@ -248,4 +253,4 @@ def test_every_character_of_a_set_is_found_in_its_place_and_no_other() -> None:
         (unknown, unassigned_table("\u180e\u212a"), FIRST_UNASSIGNED_LEAD),
         (numeric, numeric_table(), 0xC2),
     ):
-        assert np.array_equal(places_of(cut, table, first) - 1, begins[:-1][wanted])
+        assert np.array_equal(find_characters(cut, table, first) - 1, begins[:-1][wanted])

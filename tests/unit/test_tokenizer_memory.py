@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode import engines, memory
 from relayrun.tokens.tokenize.encode import tokenizer as loading
-from relayrun.tokens.tokenize.encode.engines import HuggingFace, Selection, select
+from relayrun.tokens.tokenize.encode.engines import EngineSelection, HuggingFaceEngine, select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from tests.published import small
@@ -31,10 +31,10 @@ def load(file: Path, **options: object) -> DocumentTokenizer:
     return load_tokenizer(TokenizeOptions(tokenizer=str(file), eos_token=EOS, **options))  # type: ignore[arg-type]
 
 
-def chosen(loaded: DocumentTokenizer, texts: Texts) -> tuple[Selection, list[str]]:
+def chosen(loaded: DocumentTokenizer, texts: Texts) -> tuple[EngineSelection, list[str]]:
     told: list[str] = []
-    engines._built.cache_clear()
-    return select("auto", lambda: loaded.tokenizer, texts, told.append, definition=loaded.definition), told
+    engines._build_engine.cache_clear()
+    return select_engine("auto", lambda: loaded.tokenizer, texts, told.append, definition=loaded.definition), told
 
 
 def never(*arguments: object, **options: object) -> None:
@@ -48,7 +48,7 @@ def test_the_second_start_loads_no_reference_and_gives_the_same(file: Path, monk
     with monkeypatch.context() as patched:
         for module in (engines, loading):
             patched.setattr(module, "Tokenizer", never)
-        patched.setattr(engines, "HuggingFace", never)
+        patched.setattr(engines, "HuggingFaceEngine", never)
         second = load(file)
         assert second == first
         # isinstance needs a class
@@ -56,7 +56,7 @@ def test_the_second_start_loads_no_reference_and_gives_the_same(file: Path, monk
         assert chosen(second, sample) == (selection, [])
         assert "tokenizer" not in vars(second)
     texts = Texts.of(["a text", "\u180e elsewhere", EOS])
-    right = HuggingFace(first.tokenizer).encode(texts)[0].tolist()
+    right = HuggingFaceEngine(first.tokenizer).encode(texts)[0].tolist()
     assert selection.build(second.definition).encode(texts)[0].tolist() == right
 
 
@@ -100,7 +100,7 @@ def test_a_wrong_engine_is_found_by_other_texts_of_the_job(file: Path, monkeypat
     loaded = load(file)
     assert chosen(loaded, Texts.of(["a text"]))[0].engine == "gigatoken"
     monkeypatch.setattr(
-        engines.Routed, "encode", lambda self, texts: HuggingFace(loaded.tokenizer).encode(Texts.of([]))
+        engines.RoutedEngine, "encode", lambda self, texts: HuggingFaceEngine(loaded.tokenizer).encode(Texts.of([]))
     )
     selection, told = chosen(loaded, Texts.of(["another text"]))
     assert selection.engine == "huggingface"
@@ -111,14 +111,14 @@ def test_options_code_libraries_and_processor_are_part_of_the_name(file: Path, m
     assert load(file).eos_id is not None
     assert load(file, append_eod="no").eos_id is None
     assert load(file, special_text=True).fingerprint != load(file).fingerprint
-    names = {memory.name_of("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
-    names |= {memory.name_of(*each) for each in (("proof", (b"ab", b""), ("tokenizers", "gigatoken")),)}
-    names |= {memory.name_of("proof", (b"a", b"b"), ("tokenizers",)), memory.name_of("p", (b"a", b"b"), ())}
-    monkeypatch.setattr(memory, "_installed", lambda package: b"another build")
-    names |= {memory.name_of("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
+    names = {memory.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
+    names |= {memory.cache_key(*each) for each in (("proof", (b"ab", b""), ("tokenizers", "gigatoken")),)}
+    names |= {memory.cache_key("proof", (b"a", b"b"), ("tokenizers",)), memory.cache_key("p", (b"a", b"b"), ())}
+    monkeypatch.setattr(memory, "_package_record", lambda package: b"another build")
+    names |= {memory.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
     monkeypatch.undo()
-    monkeypatch.setattr(memory, "_here", lambda: b"other code")
-    names |= {memory.name_of("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
+    monkeypatch.setattr(memory, "_code_and_machine", lambda: b"other code")
+    names |= {memory.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
     assert len(names) == 6
 
 

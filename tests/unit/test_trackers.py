@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.records import AttemptStart, Outcome
+from relayrun.control.rundir.records import AttemptOutcome, AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import record_streams
+from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.control.trainers.wandb import wandb_mode
 from relayrun.files import append_line
 from relayrun.train import trackers
-from relayrun.train.reporting import feed, wandb_files
-from relayrun.train.reporting.points import Point, PointReader, Rewound
-from relayrun.train.reporting.sinks import highest_event
+from relayrun.train.reporting import tracker_feed, wandb_files
+from relayrun.train.reporting.points import MetricPoint, PointReader, StreamRolledBack
+from relayrun.train.reporting.sinks import highest_tensorboard_step
 from tests.history import began
 from tests.waiting import read_line, wait_for
 
@@ -30,12 +30,12 @@ from tests.waiting import read_line, wait_for
 class Memory:
     """A sink that remembers."""
 
-    def __init__(self, kept: list[Point]) -> None:
+    def __init__(self, kept: list[MetricPoint]) -> None:
         self.kept = kept
         self.mark = kept[-1].iteration if kept else 0
         self.closed = False
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         self.kept.append(point)
         self.mark = point.iteration
 
@@ -60,13 +60,13 @@ def evaluate(run: Run, number: int, iteration: int) -> None:
 
 
 def leave(run: Run, number: int) -> None:
-    Outcome(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
+    AttemptOutcome(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
 
 
 def told(run: Run, at: AttemptStart, sink: Memory) -> list[int]:
     """The iterations that an attempt's feed tells when the attempt has ended already."""
     before = len(sink.kept)
-    feed.feed(run, at, record_streams(run)[-1], sink, lambda _seconds: True)
+    tracker_feed.feed_tracker(run, at, update_tracker_runs(run)[-1], sink, lambda _seconds: True)
     return [point.iteration for point in sink.kept[before:]]
 
 
@@ -75,7 +75,7 @@ def test_an_iteration_and_its_evaluation_are_one_point(tmp_path: Path) -> None:
     at = begin(run, 1)
     step(run, 1, 1, 2)
     evaluate(run, 1, 2)
-    points = PointReader.of_attempt(run, at, record_streams(run)[-1], mark=0)
+    points = PointReader.of_attempt(run, at, update_tracker_runs(run)[-1], mark=0)
     assert [point.iteration for point in points.poll()] == [1]
     step(run, 1, 3)
     (point,) = points.poll()
@@ -96,7 +96,7 @@ def test_what_has_several_names_is_told_by_name(tmp_path: Path) -> None:
     append_line(run.attempt(1).metrics, {"iteration": 1, "time": 5.0} | measured)
     line = {"iteration": 1, "validation": {"held-out": 2.0}, "perplexity": {"held-out": 7.4}, "time": 6.0}
     append_line(run.attempt(1).metrics, line)
-    (point,) = PointReader.of_attempt(run, at, record_streams(run)[-1], mark=0).poll(complete=True)
+    (point,) = PointReader.of_attempt(run, at, update_tracker_runs(run)[-1], mark=0).poll(complete=True)
     assert point.values == {
         "speed/memory_reserved_bytes": 7,
         "train/params_norm": 5.0,
@@ -138,18 +138,18 @@ def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -
     step(run, 1, *range(1, 26), loss=1.0)
     begin(run, 2, base=20)
     step(run, 2, *range(21, 31), loss=2.0)
-    (one,) = record_streams(run)
-    assert record_streams(run) == [one]
+    (one,) = update_tracker_runs(run)
+    assert update_tracker_runs(run) == [one]
     begin(run, 3, base=10, rewound=True)
     step(run, 3, *range(11, 16), loss=3.0)
-    streams = record_streams(run)
+    streams = update_tracker_runs(run)
     assert [stream.id for stream in streams] == [entry["id"] for entry in json.loads(run.streams.read_text())]
     first, fork = streams
     assert first == one
     assert fork.id != first.id
     assert (fork.forked_from, fork.fork_iteration, fork.first_attempt) == (first.id, 10, 3)
     begin(run, 4, base=15)
-    assert record_streams(run) == streams
+    assert update_tracker_runs(run) == streams
     lines = [
         [
             (point.iteration, point.values["train/loss"])
@@ -166,13 +166,13 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     """The folder of event files cannot be made at first, as on a full disk."""
     run = Run(tmp_path)
     begin(run, 1)
-    (stream,) = record_streams(run)
+    (stream,) = update_tracker_runs(run)
     step(run, 1, *range(1, 10))
     run.tensorboard.touch()
     command = [
         sys.executable,
         "-m",
-        "relayrun.train.reporting.feed",
+        "relayrun.train.reporting.tracker_feed",
         "tensorboard",
         f"--run-dir={run.path}",
         "--attempt=1",
@@ -189,7 +189,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     wait_for(lambda: (run.tensorboard / stream.id).is_dir())
     leave(run, 1)
     process.communicate(b"\n", timeout=300)
-    assert highest_event(run.tensorboard / stream.id) == 9
+    assert highest_tensorboard_step(run.tensorboard / stream.id) == 9
 
 
 def rewind(run: Run, number: int, base: int, *, told: bool = True) -> None:
@@ -204,15 +204,15 @@ def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     run = Run(tmp_path)
     at = begin(run, 1)
     step(run, 1, *range(1, 16), loss=1.0)
-    (one,) = record_streams(run)
+    (one,) = update_tracker_runs(run)
     old = Memory([])
     points = PointReader.of_attempt(run, at, one, mark=0)
     old.kept += points.poll()
     rewind(run, 1, 10)
     step(run, 1, *range(11, 14), loss=2.0)
-    with pytest.raises(Rewound):
+    with pytest.raises(StreamRolledBack):
         old.kept += points.poll()
-    fork = record_streams(run)[-1]
+    fork = update_tracker_runs(run)[-1]
     assert (fork.start, fork.forked_from, fork.fork_iteration) == ((1, 1), one.id, 10)
     new = Memory([])
     following = PointReader.of_attempt(run, at, fork, mark=0)
@@ -225,7 +225,7 @@ def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     second = begin(run, 2, base=10)
     step(run, 2, *range(11, 13), loss=3.0)
     leave(run, 2)
-    streams = record_streams(run)
+    streams = update_tracker_runs(run)
     assert [stream.start for stream in streams] == [(1, 0), (1, 1), (1, 2)]
     run.streams.unlink()
     last = Memory([])
@@ -239,7 +239,7 @@ def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     ]
 
 
-def losses(points: Iterable[Point]) -> list[tuple[int, float]]:
+def losses(points: Iterable[MetricPoint]) -> list[tuple[int, float]]:
     return [(point.iteration, point.values["train/loss"]) for point in points]
 
 
@@ -273,7 +273,7 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(trackers, "_start", start)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
-    made = trackers.Trackers(Run(tmp_path), 1, config, said.append)
+    made = trackers.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     assert len(hung) == 2
     begun = time.monotonic()
@@ -287,7 +287,7 @@ def test_one_line_says_that_wandb_is_off(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = trackers.Trackers(Run(tmp_path), 1, config, said.append)
+    made = trackers.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said == ["W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment"]
@@ -299,7 +299,7 @@ def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypat
     (tmp_path / "streams.json").write_text("{")
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = trackers.Trackers(Run(tmp_path), 1, config, said.append)
+    made = trackers.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")
@@ -310,11 +310,11 @@ def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     """Its parent is a shell that ends at once, while somebody else holds the pipe open."""
     run = Run(tmp_path)
     begin(run, 1)
-    record_streams(run)
+    update_tracker_runs(run)
     step(run, 1, 1, 2, 3)
     reading, writing = os.pipe()
     command = (
-        f"{sys.executable} -m relayrun.train.reporting.feed tensorboard --run-dir '{run.path}' --attempt 1 "
+        f"{sys.executable} -m relayrun.train.reporting.tracker_feed tensorboard --run-dir '{run.path}' --attempt 1 "
         "--parent $$ --last-seconds 120 <&0 & echo $!; sleep 1"
     )
     shell = subprocess.run(["bash", "-c", command], stdin=reading, capture_output=True, text=True, timeout=300)
@@ -341,12 +341,12 @@ def test_records_of_a_wandb_file_span_blocks_and_a_torn_end_is_left(tmp_path: Pa
         run.log({"text": "x" * 5000, "loss": float(iteration)}, step=iteration)
     run.finish()
     wandb.teardown()  # the client writes its file's end when it goes
-    (path,) = wandb_files.offline_files(folder, "abcd1234")
-    assert [row["_step"] for row in wandb_files.history(path)] == list(range(1, 31))
-    assert wandb_files.highest_step(folder, "abcd1234") == 30
-    assert wandb_files.highest_step(folder, "other") == 0
+    (path,) = wandb_files.offline_wandb_files(folder, "abcd1234")
+    assert [row["_step"] for row in wandb_files.wandb_history(path)] == list(range(1, 31))
+    assert wandb_files.highest_wandb_step(folder, "abcd1234") == 30
+    assert wandb_files.highest_wandb_step(folder, "other") == 0
     path.write_bytes(path.read_bytes()[:100_000])
-    left = [row["_step"] for row in wandb_files.history(path)]
+    left = [row["_step"] for row in wandb_files.wandb_history(path)]
     assert left == list(range(1, len(left) + 1))
     assert 5 < len(left) < 30
-    assert wandb_files.highest_step(folder, "abcd1234") == len(left)
+    assert wandb_files.highest_wandb_step(folder, "abcd1234") == len(left)

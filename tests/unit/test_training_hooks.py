@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.training import TrainingSection
 from relayrun.errors import FatalTrainingError
 from relayrun.train.hook_list import HookFailed, Hooks
-from relayrun.train.hooks import Action, Gradients, Hook, StepStart, Verdict
+from relayrun.train.hooks import Action, Gradients, Hook, StepStart, UpdateVerdict
 from tests import warm
 
 START = StepStart(iteration=1, consumed_samples=0, global_batch_size=8)
@@ -32,9 +32,9 @@ class OneRank:
         return flags
 
 
-def settings(hooks: Any) -> Training:
+def settings(hooks: Any) -> TrainingSection:
     values = {"steps": 1, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 1, "hooks": hooks}
-    return Training.model_validate(values)
+    return TrainingSection.model_validate(values)
 
 
 def hooks(own: list[Hook], users: list[tuple[str, Hook]] | None = None, ranks: Any = None) -> Hooks:
@@ -81,20 +81,20 @@ def test_only_what_is_overridden_is_called_own_hooks_first() -> None:
 @pytest.mark.parametrize(("may_differ", "asked"), [(True, 1), (False, 0)])
 def test_the_gravest_verdict_counts_and_ranks_agree_only_where_they_may_differ(may_differ: bool, asked: int) -> None:
     class Says(Hook):
-        def __init__(self, verdict: Verdict | None) -> None:
+        def __init__(self, verdict: UpdateVerdict | None) -> None:
             self.verdict = verdict
             self.may_differ = may_differ
 
-        def before_update(self, gradients: Gradients) -> Verdict | None:
+        def before_update(self, gradients: Gradients) -> UpdateVerdict | None:
             return self.verdict
 
     ranks = OneRank()
-    own = Says(Verdict(Action.SKIP, "spike"))
-    made = hooks([own], [("a:B", Says(None)), ("a:C", Says(Verdict(Action.STOP)))], ranks)
-    assert made.before_update(GRADIENTS) == Verdict(Action.STOP, "a:C: stop")
+    own = Says(UpdateVerdict(Action.SKIP, "spike"))
+    made = hooks([own], [("a:B", Says(None)), ("a:C", Says(UpdateVerdict(Action.STOP)))], ranks)
+    assert made.before_update(GRADIENTS) == UpdateVerdict(Action.STOP, "a:C: stop")
     assert ranks.asked == asked
-    assert hooks([own]).before_update(GRADIENTS) == Verdict(Action.SKIP, "spike")
-    assert hooks([own], [("a:B", Says(Verdict(Action.SKIP, "x")))]).before_update(GRADIENTS).reason == "spike"
+    assert hooks([own]).before_update(GRADIENTS) == UpdateVerdict(Action.SKIP, "spike")
+    assert hooks([own], [("a:B", Says(UpdateVerdict(Action.SKIP, "x")))]).before_update(GRADIENTS).reason == "spike"
 
 
 def test_a_fatal_error_of_a_hook_stays_one_and_any_other_fails_the_attempt() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from relayrun.control.rundir import evaluations, rounds
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.evaluations import Policy
-from relayrun.control.rundir.lineage import durable
-from relayrun.control.rundir.records import Commit
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.evaluations import EvaluationPolicy
+from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError
 from relayrun.files import append_line
@@ -35,17 +35,17 @@ def begin(run: Run, attempt: int, base: int = 0) -> None:
 
 
 def save(run: Run, attempt: int, iteration: int, keep_last: int = 100, keep_every: int | None = None) -> None:
-    staged = publish.prepare(run, attempt, iteration)
+    staged = publish.prepare_staging(run, attempt, iteration)
     (staged / "data").write_text(f"{attempt} {iteration}")
-    commit = Commit(
+    commit = CheckpointCommit(
         iteration=iteration,
         path=str(run.checkpoint(iteration)),
         consumed_samples=iteration * 8,
         time=time.time(),
         seconds=0.0,
     )
-    publish.publish(run, attempt, commit, staged)
-    publish.prune(run, attempt, keep_last, keep_every)
+    publish.publish_checkpoint(run, attempt, commit, staged)
+    publish.prune_checkpoints(run, attempt, keep_last, keep_every)
 
 
 def names(run: Run) -> list[str]:
@@ -58,7 +58,7 @@ def test_a_published_checkpoint_has_its_name_its_commit_and_the_tracker(run: Run
     assert (run.checkpoint(7) / "data").read_text() == "1 7"
     assert [(commit.iteration, commit.consumed_samples) for commit in run.attempt(1).read_commits()] == [(7, 56)]
     assert run.tracker.read_text() == "7\n"
-    assert durable(run).path == str(run.checkpoint(7))
+    assert resume_point(run).path == str(run.checkpoint(7))
     assert list(run.staging(1).iterdir()) == []
 
 
@@ -70,10 +70,10 @@ def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeyp
         raise Ended(code)
 
     begin(run, 1)
-    monkeypatch.setenv(agent_link.VARIABLE, "0")
-    monkeypatch.setenv(rounds.VARIABLE, "2")
+    monkeypatch.setenv(agent_link.AGENT_SOCKET_VARIABLE, "0")
+    monkeypatch.setenv(rounds.RESTART_VARIABLE, "2")
     monkeypatch.setattr(os, "_exit", ended)
-    over = FailedRound(
+    over = FailedRestart(
         round=1,
         time=1e9,
         rank=None,
@@ -85,12 +85,12 @@ def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeyp
         next_iteration=0,
         again=True,
     )
-    rounds.append(run.attempt(1), over)
+    rounds.record_failed_restart(run.attempt(1), over)
     save(run, 1, 7)
-    rounds.append(run.attempt(1), replace(over, round=2))
+    rounds.record_failed_restart(run.attempt(1), replace(over, round=2))
     with pytest.raises(Ended):
         save(run, 1, 8)
-    assert durable(run).iteration == 7
+    assert resume_point(run).iteration == 7
     assert names(run) == ["iter_0000007"]
 
 
@@ -102,7 +102,7 @@ def test_an_attempt_that_is_no_longer_the_newest_publishes_nothing(run: Run) -> 
         save(run, 1, 9)
     assert names(run) == ["iter_0000005"]
     assert run.tracker.read_text() == "5\n"
-    assert durable(run).iteration == 5
+    assert resume_point(run).iteration == 5
 
 
 def test_what_nobody_vouches_for_is_moved_aside(run: Run) -> None:
@@ -116,7 +116,7 @@ def test_what_nobody_vouches_for_is_moved_aside(run: Run) -> None:
 
 def test_a_failed_save_leaves_nothing_in_the_way_of_the_next(run: Run) -> None:
     begin(run, 1)
-    (publish.prepare(run, 1, 4) / "half").write_text("torn")
+    (publish.prepare_staging(run, 1, 4) / "half").write_text("torn")
     save(run, 1, 4)
     assert [path.name for path in run.checkpoint(4).iterdir()] == ["data"]
 
@@ -127,13 +127,13 @@ def test_the_metrics_are_on_disk_before_a_checkpoint_counts(run: Run, monkeypatc
     synced: list[tuple[str, int]] = []
 
     def sync(fd: int) -> None:
-        synced.append((os.readlink(f"/proc/self/fd/{fd}"), durable(run).iteration))
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), resume_point(run).iteration))
         raise OSError("the disk is full")  # which is no reason not to save
 
     monkeypatch.setattr(os, "fdatasync", sync)
     save(run, 1, 4)
     assert synced == [(str(run.attempt(1).metrics), 0)]
-    assert durable(run).iteration == 4
+    assert resume_point(run).iteration == 4
 
 
 def test_only_the_newest_are_kept(run: Run) -> None:
@@ -155,12 +155,12 @@ def test_multiples_of_keep_every_and_the_newest_stay_for_good(run: Run) -> None:
 
 def test_what_waits_for_its_evaluation_stays_until_it_is_exported(run: Run) -> None:
     run.evaluations.mkdir()
-    Policy(interval=4, total_steps=20, hold=2, time_limit=60).write(run.evaluation_policy)
+    EvaluationPolicy(interval=4, total_steps=20, hold=2, time_limit=60).write(run.evaluation_policy)
     begin(run, 1)
     for iteration in (2, 4, 6, 8, 10):
         save(run, 1, iteration, keep_last=1)
     assert names(run) == ["iter_0000004", "iter_0000008", "iter_0000010"]
-    exported = evaluations.directory(run, 4, 1)
+    exported = evaluations.evaluation_dir(run, 4, 1)
     exported.path.mkdir()
     exported.exported.touch()
     save(run, 1, 11, keep_last=1)
@@ -187,7 +187,7 @@ def test_removal_touches_neither_other_folders_nor_checkpoints_outside_of_the_li
 
 def test_what_dead_attempts_staged_is_removed(run: Run) -> None:
     begin(run, 1)
-    (publish.prepare(run, 1, 4) / "half").write_text("torn")
+    (publish.prepare_staging(run, 1, 4) / "half").write_text("torn")
     begin(run, 2)
     save(run, 2, 6)
     assert not run.staging(1).exists()
@@ -197,7 +197,7 @@ def test_a_commit_stands_although_the_tracker_cannot_be_written(run: Run, capsys
     begin(run, 1)
     run.tracker.mkdir()
     save(run, 1, 7)
-    assert durable(run).iteration == 7
+    assert resume_point(run).iteration == 7
     assert "warning: latest_checkpointed_iteration.txt not written" in capsys.readouterr().err
 
 
@@ -212,7 +212,7 @@ def test_a_save_whose_commit_line_failed_twice_is_tried_again(run: Run, monkeypa
                 save(run, 1, 10)
             except OSError:
                 assert failing
-    assert durable(run).iteration == 10
+    assert resume_point(run).iteration == 10
     aside = sorted(path.name for path in (run.checkpoints / ".superseded").iterdir())
     assert aside == ["iter_0000010-0001", "iter_0000010-0001-2"]
 

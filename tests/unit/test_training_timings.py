@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.records import AttemptStart, Failure, Heartbeat
+from relayrun.control.rundir.records import AttemptStart, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.train.__main__ import record_failure
 from relayrun.train.reporting import heartbeat
-from relayrun.train.reporting.heartbeat import Pulse, node_name
+from relayrun.train.reporting.heartbeat import HeartbeatWriter, node_name
 from relayrun.train.reporting.timings import Timings
 from tests.waiting import read_line, wait_for
 
@@ -142,7 +142,7 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
     clock = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
     timings = Timings(begin())
-    pulse = Pulse(folder, node="n1", active=True, iteration=7, timings=timings)
+    pulse = HeartbeatWriter(folder, node="n1", active=True, iteration=7, timings=timings)
     pulse.beat()
     assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("start", 7, None)
     timings.step(0.25, 8)
@@ -164,7 +164,7 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
 ) -> None:
     folder, clock = tmp_path / "heartbeat", [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
-    pulse = Pulse(folder, node="n1", active=True, iteration=7, timings=Timings(begin()), rare=True)
+    pulse = HeartbeatWriter(folder, node="n1", active=True, iteration=7, timings=Timings(begin()), rare=True)
     pulse.beat()
     assert (read(folder).phase, read(folder).interval) == ("start", 60.0)
     pulse.enter("step", 7)
@@ -184,13 +184,13 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
 
 
 def test_only_the_first_rank_of_a_node_writes_its_heartbeat(tmp_path: Path) -> None:
-    Pulse(tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=Timings(begin())).beat()
+    HeartbeatWriter(tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=Timings(begin())).beat()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "heartbeat").write_text("no folder")
-    pulse = Pulse(tmp_path / "heartbeat", node="n1", active=True, iteration=0, timings=Timings(begin()))
+    pulse = HeartbeatWriter(tmp_path / "heartbeat", node="n1", active=True, iteration=0, timings=Timings(begin()))
     pulse.enter("step", 0)
     pulse.enter("save", 0)
     assert capsys.readouterr().err.count("warning: heartbeat of n1 not written") == 1
@@ -230,5 +230,5 @@ def test_a_failure_names_rank_node_and_error(tmp_path: Path) -> None:
     attempt = Run(tmp_path).attempt(1)
     attempt.path.mkdir(parents=True)
     record_failure(attempt, 12, "n3", RuntimeError("out of memory"))
-    found = Failure.of(json.loads((attempt.failures / "rank-0012.json").read_text()))
+    found = RankFailure.of(json.loads((attempt.failures / "rank-0012.json").read_text()))
     assert (found.rank, found.node, found.error) == (12, "n3", "RuntimeError: out of memory")

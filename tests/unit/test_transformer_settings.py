@@ -15,15 +15,20 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.compose.transformer_refused import ELSEWHERE, LATER, REFUSED
-from relayrun.config.sections.model import Model
-from relayrun.config.sections.parallel import Parallel
-from relayrun.config.sections.training import Training
-from relayrun.config.sections.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEIGHTS, OF_A_LLAMA, Transformer
-from relayrun.control.rundir.lineage import Durable
-from relayrun.control.rundir.records import Commit
+from relayrun.config.compose.unsupported_transformer_fields import NEWER_FIELDS, OTHER_SETTINGS, UNSUPPORTED_FIELDS
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
+from relayrun.config.sections.transformer import (
+    LLAMA_DEFAULTS,
+    NEEDS_TRANSFORMER_ENGINE,
+    NOT_SAVED_WITH_WEIGHTS,
+    TransformerSection,
+)
+from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
 from relayrun.submit.initial_checkpoint import find_initial_checkpoint
@@ -70,13 +75,13 @@ GONE = {"async_tensor_model_parallel_allreduce", "moe_extended_tp", "moe_use_leg
 """Fields that megatron-core 0.16 has and 0.19 has not."""
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs/runs/demo.yaml"
-TAKEN = Transformer.model_json_schema()["properties"]
-SAME_NAME = {*Model.model_fields, *Training.model_fields, *Parallel.model_fields}
+TAKEN = TransformerSection.model_json_schema()["properties"]
+SAME_NAME = {*ModelSection.model_fields, *TrainingSection.model_fields, *ParallelSection.model_fields}
 
 
 def unknown(fields: typing.Iterable[str]) -> set[str]:
     """The fields that nothing here knows."""
-    return set(fields) - {*Transformer.model_fields, *SAME_NAME, *ELSEWHERE, *REFUSED}
+    return set(fields) - {*TransformerSection.model_fields, *SAME_NAME, *OTHER_SETTINGS, *UNSUPPORTED_FIELDS}
 
 
 def test_every_field_of_megatron_core_is_taken_or_refused_with_a_reason() -> None:
@@ -88,15 +93,15 @@ def test_every_field_of_megatron_core_is_taken_or_refused_with_a_reason() -> Non
 
 
 def test_nothing_is_taken_or_refused_that_megatron_core_does_not_have() -> None:
-    others = {*Transformer.model_fields, *ELSEWHERE, *REFUSED} - set(INSTALLED)
-    assert others in (set(LATER), GONE), "of the other version that relayrun runs with"
-    assert not set(Transformer.model_fields) & {*ELSEWHERE, *REFUSED}
-    assert not set(ELSEWHERE) & set(REFUSED)
-    assert set(Transformer.model_fields) >= {*NEEDS_TRANSFORMER_ENGINE, *NOT_OF_THE_WEIGHTS, *OF_A_LLAMA}
+    others = {*TransformerSection.model_fields, *OTHER_SETTINGS, *UNSUPPORTED_FIELDS} - set(INSTALLED)
+    assert others in (set(NEWER_FIELDS), GONE), "of the other version that relayrun runs with"
+    assert not set(TransformerSection.model_fields) & {*OTHER_SETTINGS, *UNSUPPORTED_FIELDS}
+    assert not set(OTHER_SETTINGS) & set(UNSUPPORTED_FIELDS)
+    assert set(TransformerSection.model_fields) >= {*NEEDS_TRANSFORMER_ENGINE, *NOT_SAVED_WITH_WEIGHTS, *LLAMA_DEFAULTS}
 
 
 def test_what_is_elsewhere_is_a_setting() -> None:
-    for setting in ELSEWHERE.values():
+    for setting in OTHER_SETTINGS.values():
         section: Any = RunConfig
         *sections, name = setting.split(".")
         for part in sections:
@@ -104,12 +109,12 @@ def test_what_is_elsewhere_is_a_setting() -> None:
         assert name in section.model_fields, setting
 
 
-@pytest.mark.parametrize("name", sorted(set(Transformer.model_fields) - OF_A_LLAMA))
+@pytest.mark.parametrize("name", sorted(set(TransformerSection.model_fields) - LLAMA_DEFAULTS))
 def test_defaults_are_those_of_megatron_core(name: str) -> None:
     if name == "multi_latent_attention":  # the class is chosen by it
-        assert Transformer.model_fields[name].default is False
+        assert TransformerSection.model_fields[name].default is False
     else:
-        assert Transformer.model_fields[name].default == INSTALLED[name].default
+        assert TransformerSection.model_fields[name].default == INSTALLED[name].default
 
 
 def shapes(annotation: str) -> set[str]:
@@ -142,7 +147,7 @@ def taken(schema: Any) -> Iterator[str]:
             yield from taken(each)
 
 
-@pytest.mark.parametrize("name", sorted(Transformer.model_fields))
+@pytest.mark.parametrize("name", sorted(TransformerSection.model_fields))
 def test_types_are_those_of_megatron_core(name: str) -> None:
     ours, theirs = set(taken(TAKEN[name])), shapes(INSTALLED[name].annotation)
     # a list that is not there is None, a width that may be left out too; no field takes what Megatron's does not
@@ -178,7 +183,7 @@ def test_types_are_those_of_megatron_core(name: str) -> None:
 )
 def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose.load(DEMO, [f"model.transformer.{text}"])
+        compose.load_run_config(DEMO, [f"model.transformer.{text}"])
     assert words in caught.value.message
 
 
@@ -194,7 +199,7 @@ def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
 def test_what_latent_attention_leaves_out_is_refused(transformer: str, others: list[str], words: str) -> None:
     given = [f"model.transformer={{multi_latent_attention: true{transformer}}}", "model.num_query_groups=6", *others]
     with pytest.raises(ConfigError) as caught:
-        compose.load(DEMO, given)
+        compose.load_run_config(DEMO, given)
     assert words in caught.value.message
 
 
@@ -228,21 +233,23 @@ def test_what_products_in_8_bits_cannot_do_is_refused(transformer: str, others: 
     recipe = "" if "recipe" in transformer else ", fp8_recipe: tensorwise"
     given = [f"model.transformer={{fp8: hybrid{recipe}{transformer}}}", *others]
     with pytest.raises(ConfigError) as caught:
-        compose.load(DEMO, ["training.transformer_impl=transformer_engine", "training.precision=bf16", *given])
+        compose.load_run_config(
+            DEMO, ["training.transformer_impl=transformer_engine", "training.precision=bf16", *given]
+        )
     assert words in caught.value.message
 
 
 def test_products_in_8_bits_are_taken_where_they_can_be() -> None:
     engine = ["training.transformer_impl=transformer_engine", "training.precision=bf16"]
     for fields in ("", ", fp8_recipe: delayed, fp8_margin: 1", ", fp8_recipe: blockwise, first_last_layers_bf16: true"):
-        compose.load(DEMO, [*engine, f"model.transformer={{fp8: e4m3{fields}}}"])
+        compose.load_run_config(DEMO, [*engine, f"model.transformer={{fp8: e4m3{fields}}}"])
 
 
 def test_a_window_over_ranks_needs_the_local_attention() -> None:
     window = ["model.transformer.window_size=[15, 0]", "parallel.context_parallel_size=2"]
     with pytest.raises(ConfigError, match=r"set training\.transformer_impl=local"):
-        compose.load(DEMO, [*window, "training.transformer_impl=transformer_engine"])
-    compose.load(DEMO, window)
+        compose.load_run_config(DEMO, [*window, "training.transformer_impl=transformer_engine"])
+    compose.load_run_config(DEMO, window)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path: Path) -> None:
@@ -251,11 +258,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path: Path) -> No
     folder.mkdir()
     (folder / "metadata.json").write_text("{}")
 
-    def begun(there: dict[str, Any], here: str) -> Durable:
-        config = compose.load(DEMO, [f"model.transformer={here}", f"checkpoint.load={folder}"])
+    def begun(there: dict[str, Any], here: str) -> ResumePoint:
+        config = compose.load_run_config(DEMO, [f"model.transformer={here}", f"checkpoint.load={folder}"])
         assert isinstance(config, RunConfig)
         model = config.model.model_dump(exclude={"transformer"}) | {"transformer": there}
-        (folder / "model.yaml").write_text(yamlfile.dump({"model": model, "iteration": 5}))
+        (folder / "model.yaml").write_text(yaml_file.dump_yaml({"model": model, "iteration": 5}))
         return find_initial_checkpoint(config, Run(tmp_path / "run"), None)
 
     experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1}
@@ -276,14 +283,16 @@ def test_a_resume_with_another_model_is_refused_by_field(tmp_path: Path) -> None
     (folder / "a").write_bytes(b"12345")
     began(run, 1, base=0)
     run.attempt(1).append_commit(
-        Commit(iteration=5, path=str(folder), consumed_samples=40, time=0.0, seconds=1.0, files={"a": 5})
+        CheckpointCommit(iteration=5, path=str(folder), consumed_samples=40, time=0.0, seconds=1.0, files={"a": 5})
     )
     run.config.mkdir(exist_ok=True)
     for number, text in ((1, "{qk_layernorm: true}"), (2, "{}")):
-        run.config_revision(number).write_text(compose.dump(compose.load(DEMO, [f"model.transformer={text}"])))
+        run.config_revision(number).write_text(
+            compose.dump_run_config(compose.load_run_config(DEMO, [f"model.transformer={text}"]))
+        )
 
-    def resumed(*overrides: str) -> Durable:
-        return find_initial_checkpoint(compose.load(DEMO, overrides), run, None)
+    def resumed(*overrides: str) -> ResumePoint:
+        return find_initial_checkpoint(compose.load_run_config(DEMO, overrides), run, None)
 
     assert resumed("model.transformer.qk_layernorm=true", "model.rotary_base=20000").path is None  # its own: no other
     with pytest.raises(ConfigError) as caught:
@@ -313,7 +322,7 @@ def test_the_commands_of_the_page_work(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(("line", "words"), re.findall(r"^\| `(\w+: [^`]+)` \| (.*) \|$", PAGE, re.M))
 def test_the_errors_of_the_page_are_said(line: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose.load(DEMO, [f"model.transformer={{{line}}}"])
+        compose.load_run_config(DEMO, [f"model.transformer={{{line}}}"])
     assert words in caught.value.message
 
 
@@ -322,7 +331,7 @@ def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
     path = tmp_path / "example.yaml"
     path.write_text(example.replace("../models", str(ROOT / "configs/models")))
     values = compose.read_settings(path).values["model"]["transformer"]
-    assert Transformer.model_validate(values).model_dump() == {
+    assert TransformerSection.model_validate(values).model_dump() == {
         "kv_channels": 128,
         "qk_layernorm": True,
         "window_size": [4095, 0],
@@ -336,39 +345,41 @@ def test_every_model_of_the_page_is_there() -> None:
 
 
 def test_a_revision_holds_what_was_set(tmp_path: Path) -> None:
-    config = compose.load(DEMO, ["model.transformer={kv_channels: 32, qk_layernorm: true, qk_l2_norm: false}"])
+    config = compose.load_run_config(
+        DEMO, ["model.transformer={kv_channels: 32, qk_layernorm: true, qk_l2_norm: false}"]
+    )
     assert isinstance(config, RunConfig)
     assert config.model.transformer.model_dump() == {"kv_channels": 32, "qk_layernorm": True}
-    (tmp_path / "revision.yaml").write_text(compose.dump(config))
-    assert compose.read_resolved(tmp_path / "revision.yaml") == config
-    before = compose.load(DEMO)
-    text = compose.dump(before)
+    (tmp_path / "revision.yaml").write_text(compose.dump_run_config(config))
+    assert compose.read_resolved_config(tmp_path / "revision.yaml") == config
+    before = compose.load_run_config(DEMO)
+    text = compose.dump_run_config(before)
     assert "  transformer: {}\n" in text
     (tmp_path / "revision.yaml").write_text(text.replace("  transformer: {}\n", ""))  # of an earlier version
-    assert compose.read_resolved(tmp_path / "revision.yaml") == before
+    assert compose.read_resolved_config(tmp_path / "revision.yaml") == before
 
 
-def shape(**transformer: Any) -> Model:
-    return Model(
+def shape(**transformer: Any) -> ModelSection:
+    return ModelSection(
         num_layers=4,
         hidden_size=64,
         ffn_hidden_size=96,
         num_attention_heads=4,
         num_query_groups=2,
-        transformer=Transformer.model_validate(transformer),
+        transformer=TransformerSection.model_validate(transformer),
     )
 
 
 def test_parameters_are_counted() -> None:
-    plain = size.parameters(shape(), 128)
+    plain = size.count_parameters(shape(), 128)
     assert plain == 4 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 2 * 128 * 64 + 64
-    assert size.parameters(shape(qk_layernorm=True), 128) == plain + 4 * 2 * 16
-    assert size.parameters(shape(kv_channels=32), 128) == plain + 4 * (64 * (64 + 2 * 32) + 64 * 64)
-    assert size.parameters(shape(add_qkv_bias=True), 128) == plain + 4 * (64 + 2 * 32)
-    assert size.parameters(shape(add_bias_linear=True), 128) == plain + 4 * (64 + 2 * 32 + 64 + 2 * 96 + 64)
-    assert size.parameters(shape(normalization="LayerNorm"), 128) == plain + 4 * 2 * 64 + 64
+    assert size.count_parameters(shape(qk_layernorm=True), 128) == plain + 4 * 2 * 16
+    assert size.count_parameters(shape(kv_channels=32), 128) == plain + 4 * (64 * (64 + 2 * 32) + 64 * 64)
+    assert size.count_parameters(shape(add_qkv_bias=True), 128) == plain + 4 * (64 + 2 * 32)
+    assert size.count_parameters(shape(add_bias_linear=True), 128) == plain + 4 * (64 + 2 * 32 + 64 + 2 * 96 + 64)
+    assert size.count_parameters(shape(normalization="LayerNorm"), 128) == plain + 4 * 2 * 64 + 64
     two = shape(gated_linear_unit=False, activation_func="xielu")
-    assert size.parameters(two, 128) == plain - 4 * (64 * 96 - 2)
+    assert size.count_parameters(two, 128) == plain - 4 * (64 * 96 - 2)
 
 
 def test_a_window_makes_attention_cheaper() -> None:

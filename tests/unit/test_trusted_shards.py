@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from relayrun.tokens.tokenize.record import is_same
+from relayrun.tokens.tokenize.record import is_unchanged
 
 from .test_preprocess import Run, data, out, run, tokenizer, write_jsonl
 from .tokenization_corpus import expected_ids, shard_documents
@@ -101,10 +101,10 @@ def test_below_a_url_another_time_or_other_ends_are_another_file(run: Run, tmp_p
 
 def test_what_is_the_same() -> None:
     then = ("a", 10, 5)
-    assert is_same("nowhere", then, then, "")
-    assert not is_same("nowhere", ("a", 11, 5), then, "")
-    assert not is_same("nowhere", ("a", 10, 6), then, "")
-    assert not is_same("nowhere", ("a", 10, 6), then, "xxh3-128:" + "0" * 32)
+    assert is_unchanged("nowhere", then, then, "")
+    assert not is_unchanged("nowhere", ("a", 11, 5), then, "")
+    assert not is_unchanged("nowhere", ("a", 10, 6), then, "")
+    assert not is_unchanged("nowhere", ("a", 10, 6), then, "xxh3-128:" + "0" * 32)
 
 
 @pytest.mark.slow
@@ -130,13 +130,13 @@ def test_a_shard_that_was_damaged_is_made_again(
 
 
 def test_the_time_of_a_web_server_counts() -> None:
-    from relayrun.tokens.stores.stores import time_of
+    from relayrun.tokens.stores.stores import modified_time
 
     moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    assert time_of({"Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT"}) == round(moment.timestamp() * 1e9)
-    assert time_of({"LastModified": moment}) == round(moment.timestamp() * 1e9)
-    assert time_of({"updated": "2026-01-02T03:04:05.000Z"}) == round(moment.timestamp() * 1e9)
-    assert time_of({"mtime": 7.5}) == 7_500_000_000
-    assert time_of({"ETag": '"abc"'}) == time_of({"ETag": '"abc"'}) != time_of({"ETag": '"abd"'})
-    assert 0 < time_of({"ETag": '"abc"'}) < time.time_ns() * 8
-    assert time_of({}) == time_of({"mtime": None}) == 0
+    assert modified_time({"Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT"}) == round(moment.timestamp() * 1e9)
+    assert modified_time({"LastModified": moment}) == round(moment.timestamp() * 1e9)
+    assert modified_time({"updated": "2026-01-02T03:04:05.000Z"}) == round(moment.timestamp() * 1e9)
+    assert modified_time({"mtime": 7.5}) == 7_500_000_000
+    assert modified_time({"ETag": '"abc"'}) == modified_time({"ETag": '"abc"'}) != modified_time({"ETag": '"abd"'})
+    assert 0 < modified_time({"ETag": '"abc"'}) < time.time_ns() * 8
+    assert modified_time({}) == modified_time({"mtime": None}) == 0

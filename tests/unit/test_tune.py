@@ -10,20 +10,20 @@ import psutil
 import pytest
 
 from relayrun import cli
-from relayrun.tokens.tokenize.split import prepare
-from relayrun.tokens.tokenize.tune import Trial, recommended
+from relayrun.tokens.tokenize.split import prepare_dumps
+from relayrun.tokens.tokenize.tune import TuningTrial, recommend_trial
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
 
-def trial(workers: int, batch_bytes: int, rate: float) -> Trial:
-    return Trial(workers=workers, batch_bytes=batch_bytes, tokens_per_second=rate, worker_bytes=1)
+def trial(workers: int, batch_bytes: int, rate: float) -> TuningTrial:
+    return TuningTrial(workers=workers, batch_bytes=batch_bytes, tokens_per_second=rate, worker_bytes=1)
 
 
 def test_of_settings_that_are_about_as_fast_the_cheapest_is_recommended() -> None:
     trials = [trial(1, 4, 30.0), trial(4, 1, 98.0), trial(4, 4, 99.0), trial(8, 1, 100.0), trial(8, 4, 95.0)]
-    assert recommended(trials) == trials[1]
-    assert recommended(trials[:1]) == trials[0]
+    assert recommend_trial(trials) == trials[1]
+    assert recommend_trial(trials[:1]) == trials[0]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def command(tmp_path: Path) -> list[str]:
     (tmp_path / "temporary").mkdir()
     for name in "ab":
         write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS) * 500)
-    prepare(tmp_path / "data", tmp_path / "meta")
+    prepare_dumps(tmp_path / "data", tmp_path / "meta")
     tokenizer = train_tokenizer(tmp_path / "tok" / "tokenizer.json")
     return [
         "dumps",

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.rundir.lineage import Durable, Lineage, commit_of, durable
-from relayrun.control.rundir.quarantine import in_quarantine, left_behind, put_in_quarantine
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.lineage import Lineage, ResumePoint, newest_commit_at, resume_point
+from relayrun.control.rundir.quarantine import newer_broken_checkpoints, quarantine_checkpoint, quarantined_checkpoints
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError
 from relayrun.train.checkpoint import checksums
-from relayrun.train.checkpoint.damaged import fall_back
+from relayrun.train.checkpoint.damaged import quarantine_and_fall_back
 from tests.history import began
 
 
@@ -29,9 +29,9 @@ def run(tmp_path: Path) -> Run:
         folder = run.checkpoint(iteration)
         folder.mkdir(parents=True)
         (folder / "common.pt").write_bytes(b"common" * iteration)
-        root = checksums.write_index(folder, iteration, {})
+        root = checksums.write_checksum_index(folder, iteration, {})
         files = {path.name: path.stat().st_size for path in folder.iterdir()}
-        commit = Commit(
+        commit = CheckpointCommit(
             iteration=iteration, path=str(folder), consumed_samples=0, time=1.0, seconds=1.0, files=files, checksum=root
         )
         run.attempt(1).append_commit(commit)
@@ -63,8 +63,8 @@ def test_a_damaged_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> N
 def test_hashes_that_fit_a_changed_file_do_not_fit_the_commit(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run.checkpoint(20)
     flip(folder / "common.pt")
-    (folder / checksums.INDEX).unlink()
-    checksums.write_index(folder, 20, {})
+    (folder / checksums.CHECKSUM_INDEX).unlink()
+    checksums.write_checksum_index(folder, 20, {})
     assert main(["checkpoint", "verify", str(folder)]) == 1
     assert "checksums.json is not the one that was saved" in capsys.readouterr().out
 
@@ -87,7 +87,7 @@ def test_a_copy_that_no_run_vouches_for_is_compared_with_its_own_hashes(
 def test_what_cannot_be_verified_is_one_error(
     run: Run, capsys: pytest.CaptureFixture[str], name: str, words: str
 ) -> None:
-    (run.checkpoint(10) / checksums.INDEX).unlink()
+    (run.checkpoint(10) / checksums.CHECKSUM_INDEX).unlink()
     run.attempt(1).commits.write_text(run.attempt(1).commits.read_text().replace('"checksum"', '"earlier"'))
     assert main(["checkpoint", "verify", f"{run.path}{name}"]) == 1
     said = capsys.readouterr().err
@@ -111,13 +111,13 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run trains on, and removes its oldest ones."""
-    read = checksums.sum_of
+    read = checksums.checksum_in_checkpoint
 
-    def removed(files: checksums.LocalFiles, name: str) -> checksums.FileSum:
+    def removed(files: checksums.LocalCheckpointFiles, name: str) -> checksums.FileChecksum:
         files.where.rename(run.path / "removing")
         return read(files, name)
 
-    monkeypatch.setattr(checksums, "sum_of", removed)
+    monkeypatch.setattr(checksums, "checksum_in_checkpoint", removed)
     assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -128,17 +128,17 @@ def test_a_newer_one_that_is_torn_is_said(run: Run, capsys: pytest.CaptureFixtur
     (run.checkpoint(20) / "common.pt").write_bytes(b"short")
     assert main(["checkpoint", "verify", str(run.path)]) == 1
     assert capsys.readouterr().out.splitlines()[0] == (f"damaged: {run.checkpoint(20)}: common.pt has 5 bytes, not 120")
-    put_in_quarantine(run, Durable(iteration=20, path=str(run.checkpoint(20))), attempt=2, why="torn")
+    quarantine_checkpoint(run, ResumePoint(iteration=20, path=str(run.checkpoint(20))), attempt=2, why="torn")
     assert main(["checkpoint", "verify", str(run.path)]) == 0, "`relayrun status` tells of it"
 
 
 def test_a_file_that_the_disk_does_not_give_is_a_fault(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(_files: object, _name: str) -> checksums.FileSum:
+    def unreadable(_files: object, _name: str) -> checksums.FileChecksum:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checksums, "sum_of", unreadable)
+    monkeypatch.setattr(checksums, "checksum_in_checkpoint", unreadable)
     assert main(["checkpoint", "verify", str(run.path)]) == 1
     assert "  common.pt cannot be read: Input/output error" in capsys.readouterr().out
 
@@ -169,25 +169,28 @@ def test_two_checkpoints_of_a_run_that_changed_places(run: Run, capsys: pytest.C
 
 
 def test_the_commit_of_a_folder(run: Run, tmp_path: Path) -> None:
-    found = commit_of(run.checkpoint(10))
+    found = newest_commit_at(run.checkpoint(10))
     assert found is not None
     assert (found.iteration, found.checksum is None) == (10, False)
-    assert commit_of(run.checkpoint(15)) is None
-    assert commit_of(tmp_path / "anywhere") is None
+    assert newest_commit_at(run.checkpoint(15)) is None
+    assert newest_commit_at(tmp_path / "anywhere") is None
 
 
 def test_what_was_put_into_quarantine_says_why_as_long_as_it_lies_there(run: Run) -> None:
-    base = Durable(iteration=20, path=str(run.checkpoint(20)))
-    target = put_in_quarantine(run, base, attempt=2, why="the values of w are not those that were saved")
+    base = ResumePoint(iteration=20, path=str(run.checkpoint(20)))
+    target = quarantine_checkpoint(run, base, attempt=2, why="the values of w are not those that were saved")
     assert (target / "common.pt").exists()
-    assert durable(run).iteration == 10
-    for found in (in_quarantine(run), left_behind(run, Lineage(run), durable(run))):
+    assert resume_point(run).iteration == 10
+    for found in (quarantined_checkpoints(run), newer_broken_checkpoints(run, Lineage(run), resume_point(run))):
         assert [(entry.iteration, entry.path) for entry in found] == [(20, str(target))]
         assert found[0].why == "the values of w are not those that were saved"
     run.checkpoint(20).mkdir()
-    second = put_in_quarantine(run, base, attempt=2, why="again")
+    second = quarantine_checkpoint(run, base, attempt=2, why="again")
     assert second.name == "iter_0000020-0002-2"
-    assert {entry.why for entry in in_quarantine(run)} == {"the values of w are not those that were saved", "again"}
+    assert {entry.why for entry in quarantined_checkpoints(run)} == {
+        "the values of w are not those that were saved",
+        "again",
+    }
 
 
 @pytest.mark.parametrize(("begins_with", "then"), [(20, 10), (0, 0)])
@@ -198,15 +201,18 @@ def test_begin_follows_where_its_own_base_is_damaged_and_stays_where_a_later_one
     if begins_with:
         began(run, 2, base=begins_with)
     attempt = run.attempt(run.attempt_numbers()[-1])
-    base = Durable(iteration=20, path=str(run.checkpoint(20)))
-    assert fall_back(run, attempt, base, checksums.Damaged("it holds something else")).iteration == 10
+    base = ResumePoint(iteration=20, path=str(run.checkpoint(20)))
+    assert (
+        quarantine_and_fall_back(run, attempt, base, checksums.DamagedCheckpoint("it holds something else")).iteration
+        == 10
+    )
     begin = attempt.read_begin()
     assert begin is not None
     assert begin.base_iteration == then
-    assert [left.why for left in in_quarantine(run)] == ["it holds something else"]
+    assert [left.why for left in quarantined_checkpoints(run)] == ["it holds something else"]
     with pytest.raises(FatalTrainingError, match="no checkpoint of this run is whole"):
-        fall_back(run, attempt, durable(run), checksums.Damaged("and so does this one"))
-    assert [left.iteration for left in in_quarantine(run)] == [20, 10]
+        quarantine_and_fall_back(run, attempt, resume_point(run), checksums.DamagedCheckpoint("and so does this one"))
+    assert [left.iteration for left in quarantined_checkpoints(run)] == [20, 10]
 
 
 def test_an_attempt_that_fell_back_begins_where_it_says_now(run: Run) -> None:

@@ -13,10 +13,10 @@ import pytest
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.tokens.tokenize.dumps_jobs import begin, tokenize_dump
+from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.retokenize import Compared, compare_with_source
-from relayrun.tokens.tokenize.settings import TokenizationSettings
+from relayrun.tokens.tokenize.retokenize import SourceComparison, compare_with_source
 from relayrun.tokens.tokenize.verify import verify_dumps
 
 from .test_dumps_status import settings
@@ -38,7 +38,7 @@ def wrong_id(out: Path, name: str, place: int) -> None:
     (out / "tokenization.json").write_text(json.dumps(record))
 
 
-def one(prefix: Path, **options: object) -> Compared:
+def one(prefix: Path, **options: object) -> SourceComparison:
     (found,) = compare_with_source([str(prefix)], workers=1, **options)  # type: ignore[arg-type]
     return found
 
@@ -112,7 +112,7 @@ def test_what_was_left_out_is_left_out_again(run: Run, data: Path, out: Path) ->
     (data / "b.parquet").write_bytes(b"torn")
     run(["a.jsonl", "b.parquet"], tasks=1, on_error="skip-line")
     for full in (False, True):
-        assert one(out / "00000_tokens", full=full) == Compared(
+        assert one(out / "00000_tokens", full=full) == SourceComparison(
             prefix=str(out / "00000_tokens"), documents=2 * len(TEXTS)
         )
 
@@ -120,7 +120,7 @@ def test_what_was_left_out_is_left_out_again(run: Run, data: Path, out: Path) ->
 @pytest.mark.slow
 def test_verify_opens_a_finished_dump_again_and_a_submit_mends_it(settings: TokenizationSettings) -> None:
     metadata = MetadataFolder(settings.metadata_folder)
-    for index in begin(settings):
+    for index in prepare_submission(settings):
         tokenize_dump(settings, index)
     assert [each.faults for each in verify_dumps(metadata.path, workers=1, full=True)] == [(), ()]
     first = settings.dump_output(0)
@@ -138,7 +138,7 @@ def test_verify_opens_a_finished_dump_again_and_a_submit_mends_it(settings: Toke
     assert "opened again: submit" in done.stdout
     assert "dump 1: " in done.stdout
     assert (metadata.pending(), metadata.finished()) == ([0], [1])
-    for index in begin(settings):
+    for index in prepare_submission(settings):
         tokenize_dump(settings, index)
     assert {file.name: file.read_bytes() for file in first.glob("*_tokens.*")} == good
     (first / "00000_tokens.idx").unlink()

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.train.reporting.wandb_copy import Project, copy_project
+from relayrun.train.reporting.wandb_copy import WandbProject, copy_project
 from tests.wandb_service import WandBService
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE, TARGET = Project("me", "experiments"), Project("team", "paper")
+SOURCE, TARGET = WandbProject("me", "experiments"), WandbProject("team", "paper")
 
 
 @dataclass
@@ -192,7 +192,7 @@ def test_the_flags_of_the_earlier_system_and_those_of_earlier_versions_are_taken
 
     asked: dict[str, Any] = {}
 
-    def take(api: object, *projects: Project, **options: Any) -> list[str]:
+    def take(api: object, *projects: WandbProject, **options: Any) -> list[str]:
         asked.update(options, projects=projects)
         return []
 
@@ -201,7 +201,11 @@ def test_the_flags_of_the_earlier_system_and_those_of_earlier_versions_are_taken
     monkeypatch.setattr("sys.argv", ["copy_wandb_project.py", *words.split()])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(ROOT / "scripts/tools/copy_wandb_project.py"), run_name="__main__")
-    assert asked == {"projects": (Project("a", "b"), Project("c", "d")), "run_ids": ["x", "y"], "names": ["p", "q"]}
+    assert asked == {
+        "projects": (WandbProject("a", "b"), WandbProject("c", "d")),
+        "run_ids": ["x", "y"],
+        "names": ["p", "q"],
+    }
 
 
 @pytest.mark.slow

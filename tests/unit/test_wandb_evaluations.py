@@ -11,9 +11,9 @@ import pytest
 
 from relayrun.config.compose import compose
 from relayrun.control.rundir import evaluations
-from relayrun.control.rundir.evaluations import Result
+from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import record_streams
+from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.train.reporting import wandb_files
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
@@ -28,17 +28,17 @@ def run(tmp_path: Path) -> Run:
     workspace = Workspace.make(tmp_path)
     made = workspace.run("run")
     made.config.mkdir(parents=True)
-    made.config_revision(1).write_text(compose.dump(compose.load(workspace.config("run"))))
+    made.config_revision(1).write_text(compose.dump_run_config(compose.load_run_config(workspace.config("run"))))
     made.plan.write_text("{}")
     attempt(made, 1, base=0, last=30)
-    record_streams(made)
+    update_tracker_runs(made)
     return made
 
 
 def finish(run: Run, iteration: int, *, at: float, value: float, status: str = "done") -> None:
-    evaluations.directory(run, iteration, 1).path.mkdir(parents=True)
-    result = Result(iteration=iteration, attempt=1, status=status, time=at, results={"task": {"acc": value}})  # type: ignore[arg-type]
-    evaluations.finish(run, result)
+    evaluations.evaluation_dir(run, iteration, 1).path.mkdir(parents=True)
+    result = EvaluationResult(iteration=iteration, attempt=1, status=status, time=at, results={"task": {"acc": value}})  # type: ignore[arg-type]
+    evaluations.record_result(run, result)
 
 
 def tell(run: Run, **environment: str) -> None:
@@ -66,18 +66,18 @@ def test_results_reach_the_service_once_however_late_they_come(run: Run) -> None
         finish(run, 30, at=400.0, value=0.3)
         tell(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=service.url)
         sync(run, service)
-        name = f"{record_streams(run)[0].id}-evaluation"
+        name = f"{update_tracker_runs(run)[0].id}-evaluation"
         rows = [(row["_step"], row["iteration"], row["evaluation/task/acc"]) for row in service.history(name)]
         assert rows == [(1, 20, 0.2), (2, 10, 0.1), (3, 30, 0.3)]
-        training = service.history(record_streams(run)[0].id)
+        training = service.history(update_tracker_runs(run)[0].id)
         assert len(training) > 20
         assert not [row for row in training if any("evaluation" in key for key in row)]
 
 
 def test_offline_files_hold_them_once(run: Run) -> None:
-    name = f"{record_streams(run)[0].id}-evaluation"
+    name = f"{update_tracker_runs(run)[0].id}-evaluation"
     for iteration in (10, 20):
         finish(run, iteration, at=float(iteration), value=0.5)
         tell(run, WANDB_MODE="offline")
-    files = wandb_files.offline_files(run.path / "wandb", name)
-    assert [row["iteration"] for path in files for row in wandb_files.history(path)] == [10, 20]
+    files = wandb_files.offline_wandb_files(run.path / "wandb", name)
+    assert [row["iteration"] for path in files for row in wandb_files.wandb_history(path)] == [10, 20]

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from relayrun.config.compose import compose
-from relayrun.control.rundir.records import Outcome
+from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import record_streams
+from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.files import append_line
-from relayrun.train.reporting.wandb_files import history, offline_files
+from relayrun.train.reporting.wandb_files import offline_wandb_files, wandb_history
 from tests.history import began
 from tests.waiting import wait_for
 from tests.wandb_service import WandBService
@@ -41,7 +41,7 @@ def start_feed(run: Run, number: int, service: WandBService, *more: str) -> subp
     command = [
         sys.executable,
         "-m",
-        "relayrun.train.reporting.feed",
+        "relayrun.train.reporting.tracker_feed",
         "wandb",
         f"--run-dir={run.path}",
         f"--attempt={number}",
@@ -53,7 +53,7 @@ def start_feed(run: Run, number: int, service: WandBService, *more: str) -> subp
 
 
 def leave(run: Run, number: int, feed: subprocess.Popen[bytes]) -> None:
-    Outcome(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
+    AttemptOutcome(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
     feed.communicate(b"\n", timeout=300)
 
 
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Run:
     workspace = Workspace.make(tmp_path)
     made = workspace.run("run")
     made.config.mkdir(parents=True)
-    made.config_revision(1).write_text(compose.dump(compose.load(workspace.config("run"))))
+    made.config_revision(1).write_text(compose.dump_run_config(compose.load_run_config(workspace.config("run"))))
     made.plan.write_text("{}")
     return made
 
@@ -92,7 +92,7 @@ def run(tmp_path: Path) -> Run:
 def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
     with WandBService() as service:
         attempt(run, 1, base=0, last=30)
-        (stream,) = record_streams(run)
+        (stream,) = update_tracker_runs(run)
         feed = start_feed(run, 1, service)
         wait_for_step(service, stream.id, 28)  # the feed holds the last step back, and so does the client
         for iteration in (31, 32, 33):
@@ -110,7 +110,7 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
         assert (inserted["project"], inserted["displayName"]) == ("tests", "tiny")
 
         attempt(run, 3, base=10, last=15, rewound=True)
-        fork = record_streams(run)[-1]
+        fork = update_tracker_runs(run)[-1]
         leave(run, 3, start_feed(run, 3, service))
         assert [(row["_step"], row["train/loss"]) for row in service.history(fork.id)] == [
             *((step, 1.0) for step in range(1, 11)),
@@ -126,7 +126,7 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
 def test_a_client_whose_service_process_is_killed_is_replaced(run: Run) -> None:
     attempt(run, 1, base=0, last=30)
     with WandBService() as service:
-        (stream,) = record_streams(run)
+        (stream,) = update_tracker_runs(run)
         feed = start_feed(run, 1, service, "--pause=0.5")
         wait_for_step(service, stream.id, 28)
         for child in psutil.Process(feed.pid).children():
@@ -144,8 +144,8 @@ def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: Run
     attempt(run, 2, base=20, last=30)  # goes on
     with WandBService() as service:
         assert "the service had iteration 0, sent up to 29" in sync(run, service)
-        (stream,) = record_streams(run)
-        Outcome(outcome="done", reason="", iteration=30, time=0.0).write(run.attempt(2).outcome)
+        (stream,) = update_tracker_runs(run)
+        AttemptOutcome(outcome="done", reason="", iteration=30, time=0.0).write(run.attempt(2).outcome)
         assert "the service had iteration 29, sent up to 30" in sync(run, service)
         assert "the service had iteration 30, sent up to 30" in sync(run, service)
         rows = service.history(stream.id)
@@ -164,11 +164,11 @@ def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: Run) -> None:
     steps = []
     for number, (base, last) in enumerate([(0, 2000), (1500, 2100)], start=1):
         attempt(run, number, base=base, last=last)
-        (stream,) = record_streams(run)
+        (stream,) = update_tracker_runs(run)
         command = [
             sys.executable,
             "-m",
-            "relayrun.train.reporting.feed",
+            "relayrun.train.reporting.tracker_feed",
             "wandb",
             f"--run-dir={run.path}",
             f"--attempt={number}",
@@ -182,8 +182,8 @@ def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: Run) -> None:
             preexec_fn=limit if number == 1 else None,
         )
         leave(run, number, feed)
-        files = offline_files(run.path / "wandb", stream.id)
-        steps.append([row["_step"] for path in files for row in history(path)])
+        files = offline_wandb_files(run.path / "wandb", stream.id)
+        steps.append([row["_step"] for path in files for row in wandb_history(path)])
     assert 0 < len(steps[0]) < 1000
     assert steps[1] == list(range(1, 2101))
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relayrun.control.chain.evidence import excerpt, tail
+from relayrun.control.chain.failure_reason import log_excerpt, log_tail
 from relayrun.control.chain.watch import stall_limit
 from relayrun.control.rundir.records import Heartbeat
 
@@ -34,6 +34,6 @@ def test_an_attempt_stands_still_after_ten_times_the_usual_or_the_timeout(beats:
 def test_the_excerpt_of_a_log_has_its_last_lines_without_the_supervisors_own(tmp_path) -> None:  # type: ignore[no-untyped-def]
     log = tmp_path / "err"
     log.write_text("old attempt\n" + "[relayrun 2026] attempt 2\nTraceback\n\n  File x\nValueError: bad\n")
-    assert excerpt(tail(str(log), since=len("old attempt\n"))) == "Traceback\n  File x\nValueError: bad"
-    assert tail(str(tmp_path / "none")) == ""
-    assert tail(None) == ""
+    assert log_excerpt(log_tail(str(log), since=len("old attempt\n"))) == "Traceback\n  File x\nValueError: bad"
+    assert log_tail(str(tmp_path / "none")) == ""
+    assert log_tail(None) == ""

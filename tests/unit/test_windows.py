@@ -8,7 +8,7 @@ import pytest
 
 from relayrun.errors import InputError
 from relayrun.tokens.order.windows import WindowDataset
-from relayrun.tokens.shards.indexed import HEADER, MAGIC, ShardWriter
+from relayrun.tokens.shards.indexed import INDEX_HEADER, INDEX_MAGIC, ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
 
 
@@ -24,7 +24,7 @@ def dataset(folder: Path, sizes: list[int], dtypes: list[type[np.generic]] | Non
             writer.finish()
         else:
             Path(f"{prefix}.bin").write_bytes(b"")
-            Path(f"{prefix}.idx").write_bytes(HEADER.pack(MAGIC, 1, 8, 0, 1) + bytes(8))
+            Path(f"{prefix}.idx").write_bytes(INDEX_HEADER.pack(INDEX_MAGIC, 1, 8, 0, 1) + bytes(8))
         first += size
     return DatasetManifest.build(prefixes)
 

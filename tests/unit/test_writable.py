@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, sites, writable, yamlfile
+from relayrun.config.compose import compose, sites, writable, yaml_file
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.mixture.folder import create_mixture
-from relayrun.tokens.shards.merge import merge
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_tokenizer
-from relayrun.tokens.tokenize.settings import ENVIRONMENT, settings_from_environment
+from relayrun.tokens.shards.merge import merge_shards
+from relayrun.tokens.tokenize.encode.byte_tokenizer import write_byte_tokenizer
+from relayrun.tokens.tokenize.job_config import ENVIRONMENT_SETTINGS, settings_from_environment
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.tokens.tokenize.writer import MegatronTokenWriter
 from tests.history import make_history
@@ -34,10 +34,12 @@ def test_what_lies_below_is_found_through_links_and_dots(tmp_path: Path) -> None
     (tmp_path / "way").symlink_to(tmp_path)
     below = [store, store / "x/y", tmp_path / "link" / "new", other / ".." / "store" / "x"]
     for path in below:
-        assert writable.protected(path, [str(store)]) == str(store)
-        assert writable.protected(path, ["/nowhere", str(tmp_path / "way/store")]) == str(tmp_path / "way/store")
+        assert writable.read_only_path_of(path, [str(store)]) == str(store)
+        assert writable.read_only_path_of(path, ["/nowhere", str(tmp_path / "way/store")]) == str(
+            tmp_path / "way/store"
+        )
     for path in (other, tmp_path, "s3://store/x", store / ".." / "x"):
-        assert writable.protected(path, [str(store)]) is None
+        assert writable.read_only_path_of(path, [str(store)]) is None
 
 
 @pytest.mark.parametrize("name", ["run_dir", "data.data_cache_dir"])
@@ -62,7 +64,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "strict.yaml").write_text(f"name: strict\nscheduler: slurm\nread_only_paths: [{tmp_path}/store]\n")
     (folder / "free.yaml").write_text("name: free\nscheduler: slurm\n")
-    monkeypatch.setattr(sites, "folders", lambda config=None: [folder])
+    monkeypatch.setattr(sites, "site_folders", lambda config=None: [folder])
     monkeypatch.delenv("CLUSTER", raising=False)
     return tmp_path / "store"
 
@@ -228,13 +230,13 @@ def test_no_setting_of_a_run_takes_a_url_for_a_folder(
 def test_no_file_that_asks_a_program_is_a_url(name: str, tmp_path: Path) -> None:
     own = {"run": ["python3", "train.py"], name: "s3://bucket/x"}
     (tmp_path / "run.yaml").write_text(
-        yamlfile.dump(
+        yaml_file.dump_yaml(
             {each: CONFIG[each] for each in ("project", "name", "job", "cluster")}
             | {"trainer": "command", "command": own}
         )
     )
     with pytest.raises(ConfigError, match=rf"command\.{name}: s3://bucket/x is a URL"):
-        compose.load(tmp_path / "run.yaml")
+        compose.load_run_config(tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize("name", ["metadata_folder", "output_folder", "logs", "cache_dir"])
@@ -243,13 +245,13 @@ def test_no_setting_of_a_tokenization_takes_a_url_for_a_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     own = {"tokenizer": "t", "tokenizer_name": "t", "dataset_name": "d", "metadata_folder": "m", "output_folder": "o"}
-    (tmp_path / "dumps.yaml").write_text(yamlfile.dump(own | {name: "gs://bucket/x"}))
+    (tmp_path / "dumps.yaml").write_text(yaml_file.dump_yaml(own | {name: "gs://bucket/x"}))
     assert main(["dumps", "submit", "dumps.yaml"]) == 1
     assert f"{name}: gs://bucket/x is a URL, and only folders" in capsys.readouterr().err
     if name == "cache_dir":  # no variable of the launcher
         return
-    variable = next(each for each, setting in ENVIRONMENT.items() if setting == name)
-    values = {each: own.get(setting, "") for each, setting in ENVIRONMENT.items()}
+    variable = next(each for each, setting in ENVIRONMENT_SETTINGS.items() if setting == name)
+    values = {each: own.get(setting, "") for each, setting in ENVIRONMENT_SETTINGS.items()}
     with pytest.raises(ConfigError, match="gs://bucket/x is a URL, and only folders of this machine"):
         settings_from_environment(values | {variable: "gs://bucket/x"})
     assert [path.name for path in tmp_path.iterdir()] == ["dumps.yaml"]
@@ -265,9 +267,9 @@ def test_no_step_of_a_pipeline_takes_a_url_for_a_folder(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     "call",
     [
-        lambda url: merge(["a"], url),
+        lambda url: merge_shards(["a"], url),
         lambda url: create_mixture([], [], url),
-        lambda url: byte_tokenizer(Path(url)),
+        lambda url: write_byte_tokenizer(Path(url)),
         lambda url: train_tokenizer(["."], Path(url), vocabulary_size=300),
     ],
     ids=["merge", "mixture", "bytes", "tokenizer"],

@@ -31,7 +31,7 @@ IMPORTED = (
     "relayrun.train.loop",
     "relayrun.train.reporting.debugging",
     "relayrun.train.export.evaluate",
-    "relayrun.train.export.score",
+    "relayrun.train.export.scores",
     "transformers.models.llama.modeling_llama",
     "lm_eval.models.huggingface",
 )

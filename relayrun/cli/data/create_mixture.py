@@ -8,11 +8,11 @@ from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
 from relayrun.tokens.mixture.folder import create_mixture
-from relayrun.tokens.mixture.refusals import MOST_REPEATS
-from relayrun.tokens.mixture.select import parse_tokens
+from relayrun.tokens.mixture.refusals import MAX_REPEATS
+from relayrun.tokens.mixture.select import parse_token_count
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_create_mixture_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "--folders",
@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--most-repeats",
         type=int,
-        default=MOST_REPEATS,
+        default=MAX_REPEATS,
         metavar="N",
-        help=f"how often a dataset may be read before the mixture is refused (default: {MOST_REPEATS})",
+        help=f"how often a dataset may be read before the mixture is refused (default: {MAX_REPEATS})",
     )
     parser.add_argument(
         "--whole-shards",
@@ -66,10 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take shards of different tokenizers, with a warning: for one to which tokens were added",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the table; write nothing")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_create_mixture)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_create_mixture(arguments: argparse.Namespace) -> int:
     """Make a mixture: a folder of links to token shards, each dataset with its weight. Raises RelayrunError."""
     check_outputs({"--output": arguments.output})
     summary = create_mixture(
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.weights,
         arguments.output,
         seed=arguments.seed,
-        tokens=parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
+        tokens=parse_token_count(arguments.tokens) if arguments.tokens is not None else None,
         allow_repeats=arguments.allow_repeats,
         most_repeats=arguments.most_repeats,
         whole_shards=arguments.whole_shards,

@@ -10,17 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from relayrun.cli.data import lengths
-from relayrun.control.rundir.find import find_run
+from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
-CHARACTERS = 300
+SHOWN_CHARACTERS = 300
 """Characters that are shown of each sample's text, unless --full is given."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
     show = commands.add_parser("show", help="samples by number: data set, document, offset, text")
@@ -32,26 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = commands.add_parser("diff", help="what differs in the data of two runs; exit code 1 if anything does")
     diff.add_argument("runs", nargs=2, metavar="RUN")
     measure = commands.add_parser("lengths", help="how long documents are, and how they lie in their files")
-    lengths.add_arguments(measure)
+    lengths.add_lengths_arguments(measure)
     for each in (show, ledger, diff):
-        each.set_defaults(run=run)
+        each.set_defaults(run=run_data)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_data(options: argparse.Namespace) -> int:
     """Do what `relayrun data ...` asks. Raises RelayrunError."""
-    runs = [audit.audit(find_run(name)) for name in options.runs]
+    runs = [audit.audit_run(find_run(name)) for name in options.runs]
     if options.data_command == "show":
-        show(runs[0], numbers(options.samples), full=options.full)
+        print_samples(runs[0], sample_numbers(options.samples), full=options.full)
     elif options.data_command == "ledger":
-        ledger(runs[0])
+        print_ledger(runs[0])
     else:
-        found = audit.differences(*runs)
+        found = audit.data_differences(*runs)
         print("\n".join(found) if found else "the data of both runs are the same")
         return 1 if found else 0
     return 0
 
 
-def numbers(text: str) -> range:
+def sample_numbers(text: str) -> range:
     """Return the samples that `1000:1010`, or one number, means. Raises ConfigError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None or (match[2] is not None and int(match[2]) <= int(match[1])):
@@ -60,10 +60,10 @@ def numbers(text: str) -> range:
     return range(first, int(match[2]) if match[2] is not None else first + 1)
 
 
-def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
+def print_samples(audited: audit.AuditedRun, wanted: range, *, full: bool) -> None:
     """Print a paragraph for each sample that is wanted."""
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=audited.config.data.tokenizer))
-    for sample in audit.samples(audited, wanted):
+    for sample in audit.audited_samples(audited, wanted):
         step = "passed over" if sample.step is None else f"step {sample.step}"
         step += ", skipped" if sample.step in audited.progress.skipped else ""
         trained = "" if sample.number < audited.consumed_samples else ", not trained yet"
@@ -71,12 +71,12 @@ def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
         for origin in sample.origins:
             print(f"  {origin.prefix}: document {origin.document}, offset {origin.offset}, {origin.tokens} tokens")
         text = tokenizer.tokenizer.decode(sample.tokens[:-1].tolist(), skip_special_tokens=False)
-        print(textwrap.indent(text if full else text[:CHARACTERS], "  | "), flush=True)
+        print(textwrap.indent(text if full else text[:SHOWN_CHARACTERS], "  | "), flush=True)
 
 
-def ledger(audited: audit.Audited) -> None:
+def print_ledger(audited: audit.AuditedRun) -> None:
     """Print a table of how much of each data set a run has read."""
-    rows = audit.ledger(audited)
+    rows = audit.dataset_ledgers(audited)
     table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
     for name in (
         "data set",

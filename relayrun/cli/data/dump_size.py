@@ -8,13 +8,13 @@ from pathlib import Path
 from relayrun.tokens.tokenize.metadata import dump_size
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_dump_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("paths_file", type=Path, metavar="PATHS_FILE")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_dump_size)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_dump_size(options: argparse.Namespace) -> int:
     """Print the bytes of all files of a paths file. Raises RelayrunError."""
     print(dump_size(options.paths_file))
     return 0

@@ -18,25 +18,37 @@ from relayrun.cli.data import (
     train_tokenizer,
 )
 from relayrun.config.compose.writable import check_outputs
-from relayrun.tokens.tokenize import status, tune
+from relayrun.tokens.tokenize import dump_status, tune
 from relayrun.tokens.tokenize.options import EngineName, TokenizeOptions
-from relayrun.tokens.tokenize.pool import one_thread
+from relayrun.tokens.tokenize.pool import use_one_thread
 
 SUBCOMMANDS = (
-    ("example", "text that every machine has, to try things with", example_text.add_arguments),
-    ("download", "files of a data set of the Hugging Face hub, their checksums compared", download.add_arguments),
-    ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", train_tokenizer.add_arguments),
-    ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard.add_arguments),
-    ("prepare", "split a dataset into dumps, one job each", prepare_dumps.add_arguments),
-    ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", submit_dumps.add_arguments),
-    ("tokenize", "tokenize the files of one dump: what a job does", tokenize.add_arguments),
-    ("merge", "the shards of a folder as one shard", merge_shards.add_arguments),
-    ("size", "bytes of a dump's files", dump_size.add_arguments),
+    ("example", "text that every machine has, to try things with", example_text.add_example_arguments),
+    (
+        "download",
+        "files of a data set of the Hugging Face hub, their checksums compared",
+        download.add_download_arguments,
+    ),
+    (
+        "tokenizer",
+        "train a tokenizer on a dataset's text, or make one of bytes",
+        train_tokenizer.add_tokenizer_arguments,
+    ),
+    ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard.add_shuffle_arguments),
+    ("prepare", "split a dataset into dumps, one job each", prepare_dumps.add_prepare_arguments),
+    (
+        "submit",
+        "tokenize all dumps of a YAML config, as Slurm jobs or on this machine",
+        submit_dumps.add_submit_dumps_arguments,
+    ),
+    ("tokenize", "tokenize the files of one dump: what a job does", tokenize.add_tokenize_arguments),
+    ("merge", "the shards of a folder as one shard", merge_shards.add_merge_shards_arguments),
+    ("size", "bytes of a dump's files", dump_size.add_dump_size_arguments),
 )
 """Subcommands with modules of their own, most of them also programs in scripts/ or launchers/."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun dumps`."""
     commands = parser.add_subparsers(dest="dumps_command", required=True)
     for name, words, add in SUBCOMMANDS:
@@ -76,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="numbers to try (default: 1, and a quarter, half and all of the cores)",
     )
-    sizes = ", ".join(f"{size:,}" for size in tune.BATCH_BYTES)
+    sizes = ", ".join(f"{size:,}" for size in tune.TRIED_BATCH_BYTES)
     tune_command.add_argument(
         "--batch-bytes", type=int, nargs="+", metavar="N", help=f"bounds of a batch to try (default: {sizes})"
     )
@@ -98,38 +110,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verify_command.add_argument("--temp-dir", metavar="DIR", help="for --full: gets shards (default: TMPDIR)")
     for each in (status_command, tune_command, verify_command):
-        each.set_defaults(run=run)
+        each.set_defaults(run=run_dumps)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_dumps(options: argparse.Namespace) -> int:
     """Print where the dumps of a metadata folder stand, what is wrong with them, or which settings suit this node."""
     if options.dumps_command == "status":
         if options.watch is not None:
-            return 0 if status.watch(options.folder, max(options.watch, 0.1)) else 1
-        print(status.table(status.read_status(options.folder)))
+            return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1
+        print(dump_status.status_table(dump_status.read_status(options.folder)))
         return 0
     check_outputs({"--temp-dir": options.temp_dir})
     if options.dumps_command == "verify":
-        return _verify(options)
+        return _verify_dumps(options)
 
-    print(tune.row(None), flush=True)
-    trials = tune.tune(
+    print(tune.trial_row(None), flush=True)
+    trials = tune.run_trials(
         options.folder,
         TokenizeOptions(
             tokenizer=options.tokenizer_name_or_path, column=options.column, engine=options.engine, append_eod="auto"
         ),
         workers=options.workers or tune.default_workers(),
-        batch_bytes=options.batch_bytes or tune.BATCH_BYTES,
+        batch_bytes=options.batch_bytes or tune.TRIED_BATCH_BYTES,
         seconds=options.seconds,
         temp_dir=options.temp_dir,
-        report=lambda trial: print(tune.row(trial), flush=True),
+        report=lambda trial: print(tune.trial_row(trial), flush=True),
     )
-    print(tune.advice(tune.recommended(trials)))
+    print(tune.config_advice(tune.recommend_trial(trials)))
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    one_thread()
+def _verify_dumps(options: argparse.Namespace) -> int:
+    use_one_thread()
     from relayrun.tokens.tokenize.verify import VerifiedDump, verify_dumps  # numpy, which may start threads
 
     def report(verified: VerifiedDump) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from relayrun.config.compose.writable import check_outputs
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_example_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="gets docs/, code/ and heldout/")
     parser.add_argument("--megabytes", type=float, default=24.0, help="text of docs and code (default: %(default)s)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_example)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_example(options: argparse.Namespace) -> int:
     """Write documentation and sources of this Python installation as parquet. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
     from relayrun.lab.demo.corpus import build_corpus  # pyarrow

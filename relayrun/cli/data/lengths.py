@@ -14,10 +14,10 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 
 if TYPE_CHECKING:
     from relayrun.tokens.order.length_order import LengthOrder
-    from relayrun.tokens.order.lengths import Summary
+    from relayrun.tokens.order.lengths import LengthSummary
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "folders",
@@ -34,21 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="T", help="measure text in its tokens: encodes all (default: in bytes)")
     parser.add_argument("--json", action="store_true", help="print all figures, and a curve for each file")
     parser.add_argument("--picture", type=Path, metavar="P", help="gets length against position: .svg, .png or .pdf")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_lengths)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_lengths(options: argparse.Namespace) -> int:
     """Print what the lengths of folders look like, and draw it. Raises RelayrunError."""
     # pyarrow and tokenizers: not paid for the other commands
-    from relayrun.tokens.order.document_windows import Cut
-    from relayrun.tokens.order.length_order import length_order
-    from relayrun.tokens.order.length_picture import check_name, draw
-    from relayrun.tokens.order.lengths import joined, lengths_by_file, summarize
+    from relayrun.tokens.order.document_windows import DocumentCut
+    from relayrun.tokens.order.length_order import measure_length_order
+    from relayrun.tokens.order.length_picture import check_picture_name, draw_length_picture
+    from relayrun.tokens.order.lengths import join_lengths, lengths_by_file, summarize_lengths
 
     room = options.seq_length or options.window
     specials = [0, 0][: options.specials] + [None] * (2 - options.specials)
     try:
-        cut = Cut(window=options.window, overlap=options.overlap, bos=specials[0], eos=specials[1])
+        cut = DocumentCut(window=options.window, overlap=options.overlap, bos=specials[0], eos=specials[1])
     except ValueError as error:
         raise ConfigError(str(error), where="--overlap", hint="give a smaller overlap or a longer window") from None
     if room < options.window:
@@ -59,27 +59,27 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"a batch has 1 document or more, not {options.batch}", where="--batch")
     if options.picture is not None:
         check_outputs({"--picture": options.picture})
-        check_name(options.picture)
+        check_picture_name(options.picture)
     orders, records, units = {}, [], set()
     for folder in options.folders:
         files, unit = lengths_by_file(folder, column=options.column, tokenizer=options.tokenizer)
-        found = summarize(joined(lengths for _, lengths in files), cut, room)
-        orders[folder] = order = length_order(files, batch=options.batch)
+        found = summarize_lengths(join_lengths(lengths for _, lengths in files), cut, room)
+        orders[folder] = order = measure_length_order(files, batch=options.batch)
         units.add(unit)
         if options.json:
             records.append({"folder": folder, "unit": unit, **asdict(found), "order": order.record()})
         else:
-            _print(folder if len(options.folders) > 1 else None, found, order, unit, options, room, len(files))
+            _print_lengths(folder if len(options.folders) > 1 else None, found, order, unit, options, room, len(files))
     if options.json:
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
     if options.picture is not None:
-        draw(orders, options.picture, unit=" or ".join(sorted(units)))
+        draw_length_picture(orders, options.picture, unit=" or ".join(sorted(units)))
     return 0
 
 
-def _print(
+def _print_lengths(
     title: str | None,
-    found: Summary,
+    found: LengthSummary,
     order: LengthOrder,
     unit: str,
     options: argparse.Namespace,

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
-from relayrun.tokens.shards.merge import merge
+from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_merge_shards_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "--input",
@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--multimodal", action="store_true", help="the indices hold a mode of every sequence, as Megatron's may"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_merge_shards)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_merge_shards(options: argparse.Namespace) -> int:
     """Merge the token shards of a folder into one, byte by byte. Raises RelayrunError."""
     check_outputs({"--output-prefix": options.output_prefix})
     prefixes = find_prefixes(options.input, listed=True)
-    shard = merge(prefixes, options.output_prefix, multimodal=options.multimodal)
+    shard = merge_shards(prefixes, options.output_prefix, multimodal=options.multimodal)
     print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")
     return 0

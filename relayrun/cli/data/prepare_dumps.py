@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from relayrun.config.compose.writable import check_outputs
-from relayrun.tokens.tokenize.split import prepare, print_dumps
+from relayrun.tokens.tokenize.split import prepare_dumps, print_dumps
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "--dataset-folder",
@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="for the estimate of hours (default: %(default)s)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_prepare)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_prepare(options: argparse.Namespace) -> int:
     """Split a dataset into dumps: write the paths files that the tokenization jobs read. Raises RelayrunError."""
     check_outputs({"--preprocessing-metadata-folder": options.preprocessing_metadata_folder})
-    dumps = prepare(
+    dumps = prepare_dumps(
         options.dataset_folder,
         options.preprocessing_metadata_folder,
         filter_in=options.filter_in,

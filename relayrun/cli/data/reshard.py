@@ -13,17 +13,17 @@ from relayrun.config.compose.writable import check_outputs
 from relayrun.errors import RelayrunError
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
-STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
+SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 
-def _finite(text: str) -> float:
+def _finite_number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is no size")
     return value
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "--dataset-folder", required=True, metavar="D", help="local, or a URL that fsspec knows (s3://bucket/x)"
@@ -33,11 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--file-size", type=_finite, default=500, metavar="MB", help="default: %(default)s")
+    parser.add_argument("--file-size", type=_finite_number, default=500, metavar="MB", help="default: %(default)s")
     groups = parser.add_mutually_exclusive_group()
     groups.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
     groups.add_argument(
-        "--row-group-mb", type=_finite, metavar="MB", help="row groups of about so much text, before it is compressed"
+        "--row-group-mb",
+        type=_finite_number,
+        metavar="MB",
+        help="row groups of about so much text, before it is compressed",
     )
     parser.add_argument(
         "--split-rows", type=int, metavar="N", help="cut texts of more than N characters into rows of at most N"
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
     parser.add_argument(
         "--memory-limit",
-        type=_finite,
+        type=_finite_number,
         default=4,
         metavar="GB",
         help="of the process, on several nodes of each (default: %(default)s)",
@@ -63,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TokenizeOptions.default("on_error"),
         help="skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)",
     )
-    parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
-    parser.set_defaults(run=run)
+    parser.add_argument("--stage", choices=SHUFFLE_STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
+    parser.set_defaults(run=run_shuffle)
 
 
-def run(given: argparse.Namespace) -> int:
+def run_shuffle(given: argparse.Namespace) -> int:
     """Shuffle a dataset globally, into parquet files of even size. Raises RelayrunError."""
     check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
     if given.memory_limit >= 2:
@@ -75,7 +78,7 @@ def run(given: argparse.Namespace) -> int:
         # too much is some 150 MB, which a small limit has no room for.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # pyarrow: not paid for --help
-    from relayrun.tokens.shuffle.reshard import PICTURE, ReshardOptions, reshard
+    from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, reshard
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
     options = ReshardOptions(
@@ -96,7 +99,7 @@ def run(given: argparse.Namespace) -> int:
     )
     rows: int | None
     if given.stage:
-        from relayrun.tokens.shuffle.tasks import ReshardTask
+        from relayrun.tokens.shuffle.multi_node import ReshardTask
 
         if given.stage == "check":
             ReshardTask(options, task=0, tasks=int(os.environ.get("NODES", "1"))).check()
@@ -108,5 +111,5 @@ def run(given: argparse.Namespace) -> int:
     else:
         rows = reshard(options)
     if rows is not None:
-        print(f"{rows:,} rows; length against position, before and after: {given.output_folder / PICTURE}")
+        print(f"{rows:,} rows; length against position, before and after: {given.output_folder / LENGTHS_PICTURE}")
     return 0

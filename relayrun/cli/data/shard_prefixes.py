@@ -8,10 +8,10 @@ import os
 import sys
 from pathlib import Path
 
-from relayrun.tokens.shards.prefixes import find_prefixes, one_line
+from relayrun.tokens.shards.prefixes import find_prefixes, join_prefixes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prefixes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "-p",
@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list")
     form.add_argument("--null", action="store_true", help="end each prefix with a NUL byte, as xargs -0 reads")
-    parser.set_defaults(run=run, error=parser.error)
+    parser.set_defaults(run=run_prefixes, error=parser.error)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_prefixes(arguments: argparse.Namespace) -> int:
     """Print the prefixes of all token shards below some folders. Raises RelayrunError."""
     paths = [Path(path.strip()) for value in arguments.paths for path in value.split(",") if path.strip()]
     if not paths:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.null:
         output = "".join(prefix + "\0" for prefix in prefixes)
     else:
-        output = one_line(prefixes) + "\n"
+        output = join_prefixes(prefixes) + "\n"
     sys.stdout.buffer.write(os.fsencode(output))  # bytes: a file name need not be UTF-8
     sys.stdout.buffer.flush()
     return 0

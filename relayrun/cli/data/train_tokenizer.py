@@ -7,11 +7,11 @@ from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
 from relayrun.errors import ConfigError
-from relayrun.tokens.tokenize.encode.byte_tokenizer import SPECIAL, byte_tokenizer
+from relayrun.tokens.tokenize.encode.byte_tokenizer import BYTE_SPECIAL_TOKENS, write_byte_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "--dataset-folder",
@@ -29,26 +29,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bytes", action="store_true", help="without training: every byte is a token, as models of genomes have it"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_tokenizer)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_tokenizer(options: argparse.Namespace) -> int:
     """Make a tokenizer and say where it is. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
     if options.bytes:
         if options.dataset_folder:
             raise ConfigError("--bytes reads no text", where="--dataset-folder", hint="leave one of the two out")
-        made = byte_tokenizer(options.output_folder)
-        print(f"{made}: a token for each byte, its id the byte; {', '.join(SPECIAL.values())} are the tokens 0 to 3")
+        made = write_byte_tokenizer(options.output_folder)
+        print(
+            f"{made}: a token for each byte, its id the byte; {', '.join(BYTE_SPECIAL_TOKENS.values())} are the tokens 0 to 3"
+        )
         return 0
     if not options.dataset_folder:
         raise ConfigError(
             "a tokenizer is trained on text", hint="give --dataset-folder, or --bytes for a tokenizer of bytes alone"
         )
-    from relayrun.tokens.tokenize.train_tokenizer import BEGIN, END, train_tokenizer  # pyarrow
+    from relayrun.tokens.tokenize.train_tokenizer import BOS_TOKEN, EOS_TOKEN, train_tokenizer  # pyarrow
 
     made = train_tokenizer(
         options.dataset_folder, options.output_folder, column=options.column, vocabulary_size=options.vocabulary_size
     )
-    print(f"{made}: byte-level BPE; {BEGIN} is token 0, and {END}, which ends every document, token 1")
+    print(f"{made}: byte-level BPE; {BOS_TOKEN} is token 0, and {EOS_TOKEN}, which ends every document, token 1")
     return 0

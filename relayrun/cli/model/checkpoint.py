@@ -10,9 +10,9 @@ from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir import lineage
-from relayrun.control.rundir.find import find_run, split_iteration
-from relayrun.control.rundir.mirror import note_verified
-from relayrun.control.rundir.quarantine import LeftBehind, left_behind
+from relayrun.control.rundir.find_runs import find_run, split_iteration
+from relayrun.control.rundir.mirror import record_verified
+from relayrun.control.rundir.quarantine import BrokenCheckpoint, newer_broken_checkpoints
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.train.checkpoint import checksums
@@ -48,19 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def verify_checkpoint(options: argparse.Namespace) -> int:
     """Say whether a checkpoint is clean, or what is wrong with it; the exit code is 0 or 1. Raises RelayrunError."""
-    folder, torn = _folder(options.name)
+    folder, torn = _checkpoint_folder(options.name)
     for left in torn:
         print(f"damaged: {left.path}: {left.why}")
-    commit = lineage.commit_of(folder)
+    commit = lineage.newest_commit_at(folder)
     root = None if commit is None else commit.checksum
-    if root is None and not (folder / checksums.INDEX).exists():
+    if root is None and not (folder / checksums.CHECKSUM_INDEX).exists():
         raise InputError(
             "this checkpoint was saved without checksums: there is nothing to compare its bytes with",
             where=folder,
             hint="checkpoints have them that this version of relayrun saves or imports",
         )
     began, before = time.monotonic(), _identity(folder)
-    size, faults = checksums.verify(folder, root)
+    size, faults = checksums.verify_checkpoint(folder, root)
     if before is None or _identity(folder) != before:
         raise InputError(
             "this checkpoint was removed or moved while it was read",
@@ -70,15 +70,15 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     if faults:
         print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
         return 1
-    if commit is not None and root is not None and (named := _run_of(folder)) is not None:
+    if commit is not None and root is not None and (named := _run_of_checkpoint(folder)) is not None:
         with contextlib.suppress(OSError):  # a run that this user may not write into
-            note_verified(named, commit, now=time.time())
+            record_verified(named, commit, now=time.time())
     vouched = "" if root is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
     return 1 if torn else 0
 
 
-def _run_of(folder: Path) -> Run | None:
+def _run_of_checkpoint(folder: Path) -> Run | None:
     """The run that the folder of a checkpoint lies in."""
     real = Path(os.path.realpath(folder))
     run = Run(real.parent.parent)
@@ -87,7 +87,7 @@ def _run_of(folder: Path) -> Run | None:
 
 def mirror_checkpoints(options: argparse.Namespace) -> int:
     """Bring the copies of a run up to date; the exit code is 1 where something was not copied. Raises RelayrunError."""
-    return sync.sync(find_run(options.name), verify=options.verify).tell()
+    return sync.mirror_checkpoints(find_run(options.name), verify=options.verify).tell()
 
 
 def restore_checkpoint(options: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
     named, iteration = split_iteration(options.name)
     if options.to is not None:
         check_outputs({"--to": options.to})
-        for line in restore.fetch(named, iteration, Path(options.to).expanduser().absolute()):
+        for line in restore.fetch_copy(named, iteration, Path(options.to).expanduser().absolute()):
             print(line)
         return 0
     try:
@@ -103,14 +103,14 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
     except RunDirError as error:
         lost = "where the run directory itself is lost: relayrun checkpoint restore PLACE/PROJECT/NAME --to FOLDER"
         raise RunDirError(error.message, where=error.where, hint="; ".join(filter(None, [error.hint, lost]))) from None
-    state = run_status.gather(run, queue.ask(run), now=time.time()).state
+    state = run_status.read_run_status(run, queue.query_queue(run), now=time.time()).state
     if state in ("running", "queued", "unknown"):
         raise InputError(
             f"the chain is {state}: a job could begin with the checkpoints as they are now",
             where=run.path,
             hint=f"end it first: relayrun cancel {run.path}",
         )
-    for line in restore.restore(run, iteration):
+    for line in restore.restore_copy(run, iteration):
         print(line)
     print(f"go on: relayrun resume {run.path}")
     return 0
@@ -125,10 +125,10 @@ def _identity(folder: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _folder(name: str) -> tuple[Path, list[LeftBehind]]:
+def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
     """The checkpoint that somebody named, and newer ones that are not whole. Raises InputError or RunDirError."""
     folder = Path(name).expanduser()
-    if (folder / "metadata.json").is_file() or (folder / checksums.INDEX).is_file():
+    if (folder / "metadata.json").is_file() or (folder / checksums.CHECKSUM_INDEX).is_file():
         return folder.absolute(), []
     named, iteration = split_iteration(name)
     run = find_run(named)
@@ -137,7 +137,7 @@ def _folder(name: str) -> tuple[Path, list[LeftBehind]]:
         newest = line.durable()
         if newest.path is None:
             raise InputError("this run has no checkpoint yet", where=run.path)
-        beyond = left_behind(run, line, newest)
+        beyond = newer_broken_checkpoints(run, line, newest)
         return Path(newest.path), [left for left in beyond if not left.quarantined and Path(left.path).is_dir()]
     commits = line.line()
     have = ", ".join(str(commit.iteration) for commit in commits if Path(commit.path).is_dir()) or "none"

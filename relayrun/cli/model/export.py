@@ -6,17 +6,17 @@ import argparse
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
-from relayrun.control.rundir.find import find_run, split_iteration
+from relayrun.control.rundir.find_runs import find_run, split_iteration
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.export import megatron_source, upload
 from relayrun.train.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.train.export.target import check_target, parse_size
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+EXPORT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun export`."""
     formats = parser.add_subparsers(dest="format", required=True)
     hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         command.add_argument("--output", type=Path, required=True, metavar="DIR", help="must not exist")
     for command in (hf, torch):
-        command.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the checkpoint's weights")
+        command.add_argument(
+            "--dtype", choices=EXPORT_DTYPES, default="auto", help="auto: that of the checkpoint's weights"
+        )
         command.add_argument(
             "--tokenizer",
             "--hf-tokenizer",
@@ -73,24 +75,26 @@ def export_hf(options: argparse.Namespace) -> int:
     limit = parse_size(options.max_shard_size)
     hub = None
     if options.push_to is not None:
-        hub = upload.Hub.from_environment(options.push_to)
+        hub = upload.HubRepository.from_environment(options.push_to)
     elif options.public:
         raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
-    source = _looked_at(options)
+    source = _checked_source(options)
     if hub is not None:
         hub.check()
-    from relayrun.train.export import card, huggingface  # torch: seconds
+    from relayrun.train.export import huggingface, model_card  # torch: seconds
     from relayrun.train.export.folder import new_folder
 
     compared = ""
     with new_folder(options.output) as folder:
-        made = huggingface.write(source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping)
+        made = huggingface.write_huggingface(
+            source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
+        )
         if options.readme or (hub is not None and source.run is not None):
-            (folder / "README.md").write_text(card.text(source, made), encoding="utf-8")
+            (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
         if options.test_logits:
-            from relayrun.train.export import logits
+            from relayrun.train.export import compare_logits
 
-            found = logits.check(source, folder)
+            found = compare_logits.check_logits(source, folder)
             compared = (
                 f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
                 f"{found.difference:.2g} (largest logit {found.largest:.3g})"
@@ -103,19 +107,19 @@ def export_hf(options: argparse.Namespace) -> int:
     if compared:
         print(compared)
     if hub is not None:
-        print(upload.upload(hub, Path(options.output), public=options.public))
+        print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
     return 0
 
 
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
     check_outputs({"--output": options.output})
-    source = _looked_at(options)
+    source = _checked_source(options)
     from relayrun.train.export import torch_format  # torch: seconds
     from relayrun.train.export.folder import new_folder
 
     with new_folder(options.output) as folder:
-        parameters = torch_format.write(
+        parameters = torch_format.write_torch_format(
             source,
             folder,
             dtype=options.dtype,
@@ -136,7 +140,7 @@ def export_megatron(options: argparse.Namespace) -> int:
     from relayrun.train.export.folder import new_folder
 
     with new_folder(options.output) as folder:
-        made = megatron_exporter.write(source, folder)
+        made = megatron_exporter.write_megatron(source, folder)
     what = "weights, optimizer and schedule" if made.optimizer else "weights"
     print(f"iteration {source.iteration}: {made.parameters:,} parameters ({what}): {Path(options.output).absolute()}")
     for note in made.notes:
@@ -144,15 +148,15 @@ def export_megatron(options: argparse.Namespace) -> int:
     return 0
 
 
-def _looked_at(options: argparse.Namespace) -> CheckpointSource:
+def _checked_source(options: argparse.Namespace) -> CheckpointSource:
     """The checkpoint, after what can be wrong has been looked at: run, iteration, output, tokenizer.
 
     Raises RelayrunError.
     """
     folder = Path(options.name).expanduser()
-    if (found := megatron_folder.find(folder, options.iteration)) is not None:
+    if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration)) is not None:
         check_target(options.output)
-        return megatron_source.source(found, options.tokenizer)
+        return megatron_source.megatron_source(found, options.tokenizer)
     if options.tokenizer is not None:
         raise InputError("a run has a tokenizer of its own", where=options.name, hint="leave out --tokenizer")
     source = find_checkpoint(find_run(options.name), options.iteration)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from relayrun.cli.model.export import DTYPES
+from relayrun.cli.model.export import EXPORT_DTYPES
 from relayrun.config.compose.writable import check_outputs
-from relayrun.control.rundir.find import split_iteration
-from relayrun.errors import InputError, nearest_path
+from relayrun.control.rundir.find_runs import split_iteration
+from relayrun.errors import InputError, did_you_mean_path
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.export.target import check_target
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun import`."""
     formats = parser.add_subparsers(dest="format", required=True)
     hf = formats.add_parser("hf", help="a model of Hugging Face: Llama, Qwen3, Mixtral, Apertus, or by --mapping")
     hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
     hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
-    hf.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the folder's weights")
+    hf.add_argument("--dtype", choices=EXPORT_DTYPES, default="auto", help="auto: that of the folder's weights")
     hf.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
@@ -47,11 +47,11 @@ def import_hf(options: argparse.Namespace) -> int:
     check_outputs({"--output": options.output})
     check_target(output)
     if not (options.folder / "config.json").is_file():
-        hint = nearest_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
+        hint = did_you_mean_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
         raise InputError("this is no Hugging Face folder: it has no config.json", where=options.folder, hint=hint)
     from relayrun.train.export import importer  # torch: seconds
 
-    made = importer.import_hf(
+    made = importer.import_huggingface(
         options.folder,
         output,
         dtype=options.dtype,
@@ -72,9 +72,9 @@ def import_megatron(options: argparse.Namespace) -> int:
     check_target(output)
     name, iteration = split_iteration(options.folder)
     folder = Path(name).expanduser()
-    found = megatron_folder.find(folder, iteration)
+    found = megatron_folder.find_megatron_checkpoint(folder, iteration)
     if found is None:
-        hint = nearest_path(folder) or "give a folder with latest_checkpointed_iteration.txt, or one of its iter_*"
+        hint = did_you_mean_path(folder) or "give a folder with latest_checkpointed_iteration.txt, or one of its iter_*"
         raise InputError("this is no checkpoint folder of Megatron-LM (torch_dist)", where=folder, hint=hint)
     from relayrun.train.export import megatron_importer  # torch: seconds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from relayrun.train.export import upload
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun upload`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="that `relayrun export hf` wrote")
     parser.add_argument(
@@ -21,6 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def upload_folder(options: argparse.Namespace) -> int:
     """Upload a folder, in one commit. Raises RelayrunError."""
-    hub = upload.Hub.from_environment(options.repository)
-    print(upload.upload(hub, options.folder, public=options.public, revision=options.revision))
+    hub = upload.HubRepository.from_environment(options.repository)
+    print(upload.upload_to_hub(hub, options.folder, public=options.public, revision=options.revision))
     return 0

@@ -8,33 +8,33 @@ import textwrap
 
 from relayrun.config.compose import describe
 from relayrun.config.compose.describe import Setting
-from relayrun.submit.launcher_environment import OF_TRAINERS, OVERRIDES
+from relayrun.submit.launcher_environment import SETTING_VARIABLES, TRAINER_VARIABLES
 
-WIDTH = 118
+TEXT_WIDTH = 118
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun explain`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="a setting or a section: training.steps, checkpoint")
     parser.add_argument("--json-schema", action="store_true", help="print a JSON schema of run configs, for editors")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_explain)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_explain(options: argparse.Namespace) -> int:
     """Print what was asked for. Raises ConfigError for a setting that there is not."""
     if options.json_schema:
         print(json.dumps(describe.json_schema(), indent=2))
         return 0
-    found = describe.settings() if options.name is None else describe.find(options.name)
+    found = describe.describe_settings() if options.name is None else describe.find_setting(options.name)
     for setting in found:
-        print(in_full(setting) if len(found) == 1 else in_short(setting))
+        print(describe_setting(setting) if len(found) == 1 else setting_summary(setting))
     return 0
 
 
-def in_full(setting: Setting) -> str:
+def describe_setting(setting: Setting) -> str:
     """A paragraph on one setting."""
-    lines = [f"{setting.name}: {setting.type}, {_default(setting)}", *_wrapped(setting.words)]
-    tables = (OVERRIDES, *OF_TRAINERS.values())
+    lines = [f"{setting.name}: {setting.type}, {_default_text(setting)}", *_wrapped_text(setting.words)]
+    tables = (SETTING_VARIABLES, *TRAINER_VARIABLES.values())
     variables = [variable for table in tables for variable, name in table.items() if name == setting.name]
     if variables:
         lines.append(f"  In the launchers: {variables[0]}")
@@ -43,19 +43,21 @@ def in_full(setting: Setting) -> str:
     return "\n".join(lines)
 
 
-def in_short(setting: Setting) -> str:
+def setting_summary(setting: Setting) -> str:
     """A line on one setting of several, at the depth of its section."""
     depth = "  " * setting.name.count(".")
     if setting.is_section:
-        return "\n".join([f"{depth}{setting.name}", *_wrapped(setting.words, f"{depth}  ")])
+        return "\n".join([f"{depth}{setting.name}", *_wrapped_text(setting.words, f"{depth}  ")])
     first = setting.words.partition(". ")[0].removesuffix(".")
-    line = f"{setting.name.rpartition('.')[2]}: {setting.type}, {_default(setting)}" + (f"; {first}" if first else "")
-    return depth + textwrap.shorten(line, WIDTH - len(depth), placeholder=" ...")
+    line = f"{setting.name.rpartition('.')[2]}: {setting.type}, {_default_text(setting)}" + (
+        f"; {first}" if first else ""
+    )
+    return depth + textwrap.shorten(line, TEXT_WIDTH - len(depth), placeholder=" ...")
 
 
-def _default(setting: Setting) -> str:
+def _default_text(setting: Setting) -> str:
     return "must be given" if setting.default is None else f"default {setting.default}"
 
 
-def _wrapped(words: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(words, WIDTH, initial_indent=indent, subsequent_indent=indent)
+def _wrapped_text(words: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(words, TEXT_WIDTH, initial_indent=indent, subsequent_indent=indent)

@@ -7,24 +7,24 @@ import logging
 
 from relayrun.cli.run import check, submit
 from relayrun.config.compose import compose
-from relayrun.config.compose.differences import differences
-from relayrun.control.rundir.find import find_run
+from relayrun.config.compose.differences import config_differences
+from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import RunDirError
 from relayrun.submit import submission
-from relayrun.submit.check.state import Intent
-from relayrun.submit.launcher_environment import quoted
+from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.launcher_environment import quote_yaml
 
 log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun resume`."""
     parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
-    submit.add_changes(parser)
-    parser.set_defaults(run=run)
+    submit.add_change_arguments(parser)
+    parser.set_defaults(run=run_resume)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_resume(options: argparse.Namespace) -> int:
     """Submit a run as its newest revision says, with what --set changes, also where its chain has ended.
 
     Raises RelayrunError.
@@ -34,12 +34,16 @@ def run(options: argparse.Namespace) -> int:
     if newest is None:
         raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")
     path = found.config_revision(newest)
-    given = compose.read_settings(path, [*options.overrides, f"run_dir={quoted(str(found.path))}"])  # it may have moved
-    config = compose.validate(given)
-    for change in differences(compose.read_resolved(path), config):
+    given = compose.read_settings(
+        path, [*options.overrides, f"run_dir={quote_yaml(str(found.path))}"]
+    )  # it may have moved
+    config = compose.validate_settings(given)
+    for change in config_differences(compose.read_resolved_config(path), config):
         log.info("changed: %s", change)
     accept, take_over = options.accept_data_change, options.take_over
     if options.dry_run:
-        return check.dry_run(given, Intent(resume=True, accept_data_change=accept, take_over=take_over))
-    submit.tell(submission.submit(config, resume=True, accept_data_change=accept, take_over=take_over, given=given))
+        return check.print_dry_run(given, SubmitIntent(resume=True, accept_data_change=accept, take_over=take_over))
+    submit.print_submitted(
+        submission.submit_run(config, resume=True, accept_data_change=accept, take_over=take_over, given=given)
+    )
     return 0

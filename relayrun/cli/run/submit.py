@@ -9,12 +9,12 @@ from relayrun.cli.run import check
 from relayrun.config.compose import compose
 from relayrun.control.scheduler import local
 from relayrun.submit import launcher_environment, submission
-from relayrun.submit.check.state import Intent
-from relayrun.watch import unsent
-from relayrun.watch.follow import Follower
+from relayrun.submit.check.state import SubmitIntent
+from relayrun.watch import unsent_notices
+from relayrun.watch.follow import ProgressFollower
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun submit`, also those of launchers/submit.py."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
     parser.add_argument(
@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin with another run's checkpoint, or a folder, also of Megatron-LM",
     )
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
-    add_changes(parser)
-    parser.set_defaults(run=run)
+    add_change_arguments(parser)
+    parser.set_defaults(run=run_submit)
 
 
-def add_changes(parser: argparse.ArgumentParser) -> None:
+def add_change_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `relayrun submit` and `relayrun resume` have in common."""
     parser.add_argument(
         "--set",
@@ -52,34 +52,36 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run_submit(options: argparse.Namespace) -> int:
     """Submit one run, or, with --dry-run, print the job that would be submitted."""
 
-    load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quoted(options.load)}"]
+    load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quote_yaml(options.load)}"]
     given = compose.read_settings(options.config, [*options.overrides, *load])
     accept, take_over = options.accept_data_change, options.take_over
     if options.dry_run:
-        return check.dry_run(given, Intent(resume=options.resume, accept_data_change=accept, take_over=take_over))
-    submitted = submission.submit(
-        compose.validate(given),
+        return check.print_dry_run(
+            given, SubmitIntent(resume=options.resume, accept_data_change=accept, take_over=take_over)
+        )
+    submitted = submission.submit_run(
+        compose.validate_settings(given),
         resume=options.resume,
         accept_data_change=accept,
         take_over=take_over,
         given=given,
     )
-    tell(submitted)
+    print_submitted(submitted)
     return 0
 
 
-def tell(submitted: submission.Submitted) -> None:
+def print_submitted(submitted: submission.SubmittedRun) -> None:
     """Print what was submitted; run the queue of this machine where that is the cluster."""
     print(
         f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
         f"logs {submitted.plan.log_folder}",
         flush=True,
     )
-    unsent.send_in_background(submitted.run)
+    unsent_notices.send_in_background(submitted.run)
     if submitted.plan.scheduler == "local":
-        follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
+        follower = ProgressFollower(submitted.run, total_steps=submitted.plan.total_steps)
         local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
-        unsent.send_in_background(submitted.run)  # a STOP of the queue itself
+        unsent_notices.send_in_background(submitted.run)  # a STOP of the queue itself

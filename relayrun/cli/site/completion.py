@@ -16,7 +16,7 @@ from relayrun.config.compose import describe
 
 SHELLS = ("bash", "zsh", "fish")
 
-ENGINE = Path(__file__).with_name("completion.sh")
+ENGINE_SCRIPT = Path(__file__).with_name("completion.sh")
 
 _BASH = """\
 # Completion of relayrun for Bash: `source <(relayrun completion bash)` in ~/.bashrc.
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the script for a shell."""
-    engine = f"{tables()}\n{ENGINE.read_text(encoding='utf-8')}"
+    engine = f"{completion_tables()}\n{ENGINE_SCRIPT.read_text(encoding='utf-8')}"
     if options.shell == "bash":
         print(_BASH.format(engine=engine), end="")
     elif options.shell == "zsh":
@@ -84,15 +84,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def tables() -> str:
+def completion_tables() -> str:
     """Return what the commands know as Bash functions: words of a command, kinds of its values, names of settings."""
     words, kinds = [], []
     for path, parser in _commands():
-        known, own = _described(parser)
+        known, own = _words_and_kinds(parser)
         words.append((" ".join(path), known))
         kinds += [(f"{' '.join(path)} {name}", kind) for name, kind in own]
-    settings = [setting.name for setting in describe.settings() if not setting.is_section]
-    checkout = shlex.quote(str(places.CODE)) if places.is_checkout() else ""
+    settings = [setting.name for setting in describe.describe_settings() if not setting.is_section]
+    checkout = shlex.quote(str(places.CODE_ROOT)) if places.is_checkout() else ""
     return "\n".join(
         [
             f"relayrun_checkout={checkout}",
@@ -124,20 +124,20 @@ def _commands() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
             adder(name)(command)
         except ModuleNotFoundError:
             continue
-    yield from _below((), top)
+    yield from _subcommands((), top)
 
 
-def _below(
+def _subcommands(
     path: tuple[str, ...], parser: argparse.ArgumentParser
 ) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
     yield path, parser
     for action in parser._actions:  # argparse offers no other way to ask what a parser knows
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
-                yield from _below((*path, name), inner)
+                yield from _subcommands((*path, name), inner)
 
 
-def _described(parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str]]]:
+def _words_and_kinds(parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str]]]:
     """The words of a command, and the kind of what stands behind an option or at a place."""
     words: list[str] = []
     kinds: list[tuple[str, str]] = []
@@ -149,7 +149,7 @@ def _described(parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[s
         words += [flag for flag in action.option_strings if flag.startswith("--") or len(action.option_strings) == 1]
         if action.nargs == 0:
             continue
-        kind = _kind(action)
+        kind = _value_kind(action)
         kinds += [(flag, kind) for flag in action.option_strings]
         if not action.option_strings:
             places_of_it = action.nargs if isinstance(action.nargs, int) else 1
@@ -158,7 +158,7 @@ def _described(parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[s
     return words, kinds
 
 
-def _kind(action: argparse.Action) -> str:
+def _value_kind(action: argparse.Action) -> str:
     metavar = str(action.metavar or action.dest)
     if action.choices:
         return "word:" + " ".join(map(str, action.choices))

@@ -10,10 +10,10 @@ from relayrun import places
 from relayrun.config.compose.writable import check_writable
 from relayrun.lab.gpucheck import job, perform, report, site
 from relayrun.lab.gpucheck.check import PARTS
-from relayrun.lab.gpucheck.setup import Setup
+from relayrun.lab.gpucheck.setup import CheckSetup
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun gpu-check`."""
     parts = ", ".join(part.name for part in PARTS)
     parser.add_argument("--tiny", action="store_true", help="walk the same way on CPUs, with a tiny model")
@@ -42,41 +42,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hook", dest="hooks", action="append", default=[], metavar="MODULE:CLASS", help="a hook of your own in them"
     )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this is the job
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_gpu_check)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_gpu_check(options: argparse.Namespace) -> int:
     """Check this machine, or submit the job that does; return 1 where a promise is broken."""
     cluster = site.read_cluster(options.cluster)
-    folder = options.folder or places.project() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
+    folder = options.folder or places.project_folder() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
     check_writable(
         {"--folder": folder, "--output": options.output},
         cluster=cluster["name"],
         read_only_paths=cluster.get("read_only_paths", []),
     )
-    setup = Setup(
+    setup = CheckSetup(
         folder=str(folder.absolute()),
         tiny=options.tiny,
-        cluster=site.within_a_job(cluster, tiny=options.tiny),
+        cluster=site.cluster_inside_job(cluster, tiny=options.tiny),
         overrides=options.overrides,
         hooks=options.hooks,
         nodes=options.nodes,
     )
-    perform.select(options.only, PARTS)
-    site.check(setup, slurm=cluster["scheduler"] == "slurm")
+    perform.select_parts(options.only, PARTS)
+    site.check_arguments(setup, slurm=cluster["scheduler"] == "slurm")
     if cluster["scheduler"] == "slurm" and not options.inside:
-        perform.prepare(setup)
-        number, script = job.submit(setup, cluster, inside(options, folder), time=options.time)
-        print(f"job {number}: {script}\nresult {options.output or 'below ' + str(perform.RESULTS)}, folder {folder}")
+        perform.prepare_folder(setup)
+        number, script = job.submit_check_job(setup, cluster, command_inside_job(options, folder), time=options.time)
+        print(
+            f"job {number}: {script}\nresult {options.output or 'below ' + str(perform.RESULTS_FOLDER)}, folder {folder}"
+        )
         return 0
-    path, table = perform.perform(
+    path, table = perform.run_check(
         setup, only=options.only, output=options.output, say=lambda text: print(text, flush=True)
     )
-    perform.show(path, table)
-    return report.exit_code(table)
+    perform.print_result(path, table)
+    return report.check_exit_code(table)
 
 
-def inside(options: argparse.Namespace, folder: Path) -> list[str]:
+def command_inside_job(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the same command as Python runs it inside the job."""
     words = [
         "-m",

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from relayrun.control.rundir.find import find_run
+from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.errors import RunDirError
 from relayrun.files import last_lines
-from relayrun.watch import logs, unsent
+from relayrun.watch import logs, unsent_notices
 
 POLL_SECONDS = 1.0
 
@@ -31,25 +31,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the end of a job's logs and, with --follow, what the chain adds until it ends. Raises RunDirError."""
     found = find_run(options.name)
-    unsent.send_in_background(found)
+    unsent_notices.send_in_background(found)
     if options.rank is not None:
         newest = max(found.attempt_numbers(), default=None)
         attempt = options.attempt if options.attempt is not None else newest
         if attempt is None:
             raise RunDirError("no attempt of this run has begun", where=found.path)
-        print(logs.of_rank(found, attempt, options.rank))
+        print(logs.rank_messages(found, attempt, options.rank))
         return 0
     shown: Path | None = None
-    following = logs.Following(found)
-    for path in logs.files(found, options.attempt):
+    following = logs.LogFollower(found)
+    for path in logs.job_log_files(found, options.attempt):
         text, following.seen[path] = last_lines(path, options.lines)
-        shown = show(path, text, shown)
+        shown = print_log(path, text, shown)
     if options.follow:
-        follow(found, following, shown)
+        follow_logs(found, following, shown)
     return 0
 
 
-def follow(run: Run, following: logs.Following, shown: Path | None) -> None:
+def follow_logs(run: Run, following: logs.LogFollower, shown: Path | None) -> None:
     """Print what is added to the logs, until the chain has ended and nothing comes any more, or a person ends it."""
     quiet = 0
     try:
@@ -57,14 +57,14 @@ def follow(run: Run, following: logs.Following, shown: Path | None) -> None:
             added = following.poll()
             quiet = 0 if added else quiet + 1
             for path, text in added:
-                shown = show(path, text, shown)
+                shown = print_log(path, text, shown)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         return
     print(f"the chain has ended: {stop_reason(run)}", file=sys.stderr)
 
 
-def show(path: Path, text: bytes, shown: Path | None) -> Path:
+def print_log(path: Path, text: bytes, shown: Path | None) -> Path:
     """Print what is in a file as it is, below its name where another one's text stands before it; return the file."""
     if path != shown:
         print(f"{'' if shown is None else chr(10)}==> {path} <==", flush=True)

@@ -13,20 +13,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayrun.control.rundir import find
-from relayrun.control.rundir.find import find_run
+from relayrun.control.rundir import find_runs
+from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import whole_file
+from relayrun.files import atomic_file
 
 if TYPE_CHECKING:
-    from relayrun.watch.report.report import Report
+    from relayrun.watch.report.terminal_report import AttemptsReport
 
-PORT = 8765
+DEFAULT_PORT = 8765
 """Where `--serve` listens, if nothing else is asked for."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun report`."""
     parser.add_argument(
         "names",
@@ -48,18 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--serve", action="store_true", help="show all runs of a folder on 127.0.0.1, read-only, until Ctrl-C"
     )
-    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve (default: {PORT}; 0: any free one)")
-    parser.set_defaults(run=run)
+    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve (default: {DEFAULT_PORT}; 0: any free one)")
+    parser.set_defaults(run=run_report)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_report(options: argparse.Namespace) -> int:
     """Write a page about one or several runs, or what else is asked for. Raises RelayrunError."""
     if options.png is not None and len(options.names) > 1:
         raise InputError("--png draws one run", hint="name one RUN, or leave --png out: the page shows several")
     if options.json and options.text:
         raise InputError("--json and --text do not go together", hint="leave one of them out")
     if options.serve:
-        return _serve(options)
+        return _serve_folder(options)
     if options.port is not None:
         raise InputError("--port goes with --serve", hint="add --serve, or leave --port out")
     from relayrun.config.compose.writable import check_outputs
@@ -73,28 +73,28 @@ def run(options: argparse.Namespace) -> int:
     check_outputs({"--html": target, "--png": options.png})
     if options.text:
         for run in runs:
-            _text(run)
+            _print_text_report(run)
     if target is not None or options.json:
-        _page(runs, target, as_json=options.json)
+        _write_page(runs, target, as_json=options.json)
     if options.png is not None:
-        from relayrun.watch.report import report
+        from relayrun.watch.report import terminal_report
 
-        report.write_png(_read(runs[0]), options.png)
+        terminal_report.write_png(_read_started_run(runs[0]), options.png)
         print(options.png)
     return 0
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve_folder(options: argparse.Namespace) -> int:
     """Serve the runs of a folder until Ctrl-C. Raises RelayrunError."""
-    from relayrun.watch.report.server import serving
+    from relayrun.watch.report.server import serve_reports
 
     if options.html is not None or options.text or options.json or options.png is not None or len(options.names) > 1:
         raise InputError("--serve shows one folder, and writes nothing", hint="relayrun report FOLDER --serve")
-    port = PORT if options.port is None else options.port
+    port = DEFAULT_PORT if options.port is None else options.port
     folder = Path(options.names[0]).expanduser().absolute()
-    if not folder.is_dir() and (find.runs() / options.names[0]).is_dir():
-        folder = find.runs() / options.names[0]  # project/name, or a project
-    with serving(folder, port=port) as (address, server), contextlib.suppress(KeyboardInterrupt):
+    if not folder.is_dir() and (find_runs.runs_folder() / options.names[0]).is_dir():
+        folder = find_runs.runs_folder() / options.names[0]  # project/name, or a project
+    with serve_reports(folder, port=port) as (address, server), contextlib.suppress(KeyboardInterrupt):
         port = server.server_address[1]
         print(address)
         print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}")
@@ -103,43 +103,43 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(run: Run) -> Report:
-    from relayrun.watch.report import report
+def _read_started_run(run: Run) -> AttemptsReport:
+    from relayrun.watch.report import terminal_report
 
-    found = report.read_report(run)
+    found = terminal_report.read_attempts_report(run)
     if not found.attempts:
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {run.path}")
     return found
 
 
-def _text(run: Run) -> None:
+def _print_text_report(run: Run) -> None:
     """Print a table of the attempts, the loss curve, and where the node time went."""
-    from relayrun.watch.goodput import view
-    from relayrun.watch.goodput.account import account
-    from relayrun.watch.report import report
-    from relayrun.watch.status.terminal import show
+    from relayrun.watch.goodput import tables
+    from relayrun.watch.goodput.account import account_for_run
+    from relayrun.watch.report import terminal_report
+    from relayrun.watch.status.terminal import print_table
 
-    found = _read(run)
-    show(report.attempts_table(found))
+    found = _read_started_run(run)
+    print_table(terminal_report.attempts_table(found))
     if found.iterations:
-        print(report.terminal_curve(found))
-    spent = account(run)
-    print(view.summary(spent))
-    show(view.parts_table(spent))
+        print(terminal_report.terminal_curve(found))
+    spent = account_for_run(run)
+    print(tables.account_summary(spent))
+    print_table(tables.parts_table(spent))
 
 
-def _page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
+def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
     # what reads data sets and configs: not paid for the text
     from relayrun.watch.report import document
-    from relayrun.watch.report.gather import read_page
-    from relayrun.watch.status.run_status_view import dump
+    from relayrun.watch.report.report_data import read_report_data
+    from relayrun.watch.status.run_status_text import json_text
 
-    pages = [read_page(run) for run in runs]
+    pages = [read_report_data(run) for run in runs]
     if as_json:
-        values = [document.as_json(page) for page in pages]
-        print(dump(values if len(values) > 1 else values[0]))
+        values = [document.report_as_json(page) for page in pages]
+        print(json_text(values if len(values) > 1 else values[0]))
     if target is not None:
-        text = document.document(pages, now=time.time())
-        with whole_file(target) as temporary:
+        text = document.report_page(pages, now=time.time())
+        with atomic_file(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
         print(target)

@@ -14,31 +14,31 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.control import signs
-from relayrun.control.rundir import campaign, find
-from relayrun.control.rundir.find import find_run, runs_below
+from relayrun.control.rundir import campaign, find_runs
+from relayrun.control.rundir.find_runs import find_run, find_runs_below
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.base import is_live
+from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
-from relayrun.submit import relocate
+from relayrun.submit import move_run as submit_move_run
 from relayrun.watch.status import queue, run_status
-from relayrun.watch.status.run_status_view import dump
-from relayrun.watch.status.standing import Damaged
-from relayrun.watch.status.standing_view import duration
-from relayrun.watch.status.terminal import show
-from relayrun.watch.status.watcher import Watcher
+from relayrun.watch.status.run_status_text import json_text
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.standing import DamagedRun
+from relayrun.watch.status.standing_view import format_seconds
+from relayrun.watch.status.terminal import print_table
 
-DEPTH = 4
+SEARCH_DEPTH = 4
 """Runs lie at most so many folders below the one that is named."""
-LIVING = ("running", "queued", "unknown")
+BUSY_STATES = ("running", "queued", "unknown")
 """States in which a job may write into the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RunRow:
     """A run as the list has it."""
 
     path: str
@@ -80,28 +80,28 @@ def list_runs(options: argparse.Namespace) -> int:
     """Print the runs in folders. Raises InputError where one cannot be read."""
     now = time.time()
     runs: dict[Path, Run] = {}
-    for folder in options.folders or [find.runs()]:
+    for folder in options.folders or [find_runs.runs_folder()]:
         try:
-            runs |= {run.path: run for run in runs_below(folder.expanduser().absolute(), depth=DEPTH)}
+            runs |= {run.path: run for run in find_runs_below(folder.expanduser().absolute(), depth=SEARCH_DEPTH)}
         except OSError as error:
             raise InputError(f"it cannot be looked into: {error.strerror}", where=folder) from None
-    rows = [_row(runs[Path(entry.path)], entry) for entry in Watcher().look(list(runs.values()), now=now)]
+    rows = [_run_row(runs[Path(entry.path)], entry) for entry in RunsWatcher().look(list(runs.values()), now=now)]
     if options.json:
-        print(dump([asdict(row) for row in rows]))
+        print(json_text([asdict(row) for row in rows]))
     elif rows:
-        show(_table(rows, now))
+        print_table(_runs_table(rows, now))
         print(f"{len(rows):,} runs, {_size(sum(row.bytes for row in rows))}")
     else:
-        print("no runs below " + ", ".join(map(str, options.folders or [find.runs()])))
+        print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))
     return 0
 
 
-def _row(run: Run, entry: run_status.RunStatus | Damaged) -> Row:
-    size = relocate.size_of(run)
-    if isinstance(entry, Damaged):
+def _run_row(run: Run, entry: run_status.RunStatus | DamagedRun) -> RunRow:
+    size = submit_move_run.run_bytes(run)
+    if isinstance(entry, DamagedRun):
         nothing = {"updated": None, "durable_iteration": None, "durable_age": None}
-        return Row(path=entry.path, state="damaged", bytes=size, words=entry.error, **nothing)
-    return Row(
+        return RunRow(path=entry.path, state="damaged", bytes=size, words=entry.error, **nothing)
+    return RunRow(
         path=entry.path,
         state=entry.state,
         bytes=size,
@@ -112,17 +112,17 @@ def _row(run: Run, entry: run_status.RunStatus | Damaged) -> Row:
     )
 
 
-def _table(rows: list[Row], now: float) -> Table:
+def _runs_table(rows: list[RunRow], now: float) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "state", "size", "last sign of life", "checkpoint", "saved", "the last end"):
         table.add_column(name, justify="left" if name in ("run", "state", "the last end") else "right")
     for row in rows:
-        saved = "" if row.durable_age is None else f"{duration(row.durable_age)} ago"
+        saved = "" if row.durable_age is None else f"{format_seconds(row.durable_age)} ago"
         table.add_row(
             escape(row.path),
             row.state,
             _size(row.bytes),
-            "" if row.updated is None else f"{duration(now - row.updated)} ago",
+            "" if row.updated is None else f"{format_seconds(now - row.updated)} ago",
             "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
             saved,
             escape(row.words),
@@ -147,8 +147,8 @@ def archive_runs(options: argparse.Namespace) -> int:
     failed: list[RelayrunError] = []
     for name in options.names:
         try:
-            source = _place_of(name)
-            _move(name, place / source.parent.name / source.name)
+            source = _run_path(name)
+            _move_directory(name, place / source.parent.name / source.name)
         except RelayrunError as error:
             if len(options.names) == 1:
                 raise
@@ -161,18 +161,22 @@ def move_run(options: argparse.Namespace) -> int:
     """Move a run's directory. Raises RelayrunError."""
     check_outputs({"FOLDER": options.target})
     target = options.target.expanduser().absolute()
-    _move(options.name, target)
+    _move_directory(options.name, target)
     print(f"go on: relayrun resume {target}")
     return 0
 
 
-def _place_of(name: str) -> Path:
+def _run_path(name: str) -> Path:
     """The directory that a name means, also where a killed call has renamed it already; a link to it stays one."""
     try:
         return find_run(name).path
     except RunDirError:
         path = Path(name).expanduser().absolute()
-        known = (each for each in (path, find.runs() / name) if relocate.renamed(_real(each)).is_dir())
+        known = (
+            each
+            for each in (path, find_runs.runs_folder() / name)
+            if submit_move_run.renamed_source(_real(each)).is_dir()
+        )
         return next(known, path)
 
 
@@ -180,15 +184,15 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _move(name: str, target: Path) -> None:
-    named = _place_of(name)
+def _move_directory(name: str, target: Path) -> None:
+    named = _run_path(name)
     source = _real(named)
     _refuse_protected(source, target)
-    done = relocate.finish(source, target)
+    done = submit_move_run.finish_move(source, target)
     if not done:
         run = find_run(name)
-        _refuse_living(run)
-        relocate.relocate(run, target)
+        _refuse_busy_run(run)
+        submit_move_run.move_run_directory(run, target)
     for line in done:
         print(line)
     if named.is_symlink() and not named.exists():
@@ -203,18 +207,20 @@ def _refuse_protected(source: Path, target: Path) -> None:
     cluster: dict[str, Any] = {"name": "", "read_only_paths": []}
     for number in run.revisions()[-1:]:
         with contextlib.suppress(RelayrunError, TypeError):  # a run that is damaged may be moved, too
-            cluster |= yamlfile.read(run.config_revision(number)).values.get("cluster", {})
+            cluster |= yaml_file.read_yaml(run.config_revision(number)).values.get("cluster", {})
     check_writable(places, cluster=cluster["name"], read_only_paths=cluster["read_only_paths"])
 
 
-def _refuse_living(run: Run) -> None:
+def _refuse_busy_run(run: Run) -> None:
     """Raise InputError where a job may write into the run, RunDirError where it is another user's."""
     plan = Plan.load(run)
-    if plan.owner is not None and signs.is_anothers(plan):
+    if plan.owner is not None and signs.is_owned_by_another_user(plan):
         name = user_name(plan.owner)
         raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
-    asked = queue.ask(run)
-    if jobs := {job: state for job, state in asked.evaluations.items() if state != "gone" and is_live(state.upper())}:
+    asked = queue.query_queue(run)
+    if jobs := {
+        job: state for job, state in asked.evaluations.items() if state != "gone" and is_live_state(state.upper())
+    }:
         told = ", ".join(f"{job} ({state})" for job, state in jobs.items())
         end = "" if plan.scheduler == "local" else f", or end them: scancel {' '.join(jobs)}"
         raise InputError(
@@ -222,8 +228,8 @@ def _refuse_living(run: Run) -> None:
             where=run.path,
             hint=f"wait for them{end}",
         )
-    state = run_status.gather(run, asked, now=time.time()).state
-    if state in LIVING:
+    state = run_status.read_run_status(run, asked, now=time.time()).state
+    if state in BUSY_STATES:
         raise InputError(
             f"the chain is {state}: a job writes into its directory, or may begin to",
             where=run.path,
@@ -235,7 +241,7 @@ def _refuse_living(run: Run) -> None:
             where=run.path,
             hint=f"let it begin, or give it up: relayrun stop {run.path}",
         )
-    if later := campaign.yet_to_begin_with(run):
+    if later := campaign.members_that_need(run):
         raise InputError(
             f"stages look for this run here, and have no checkpoint of their own yet: {', '.join(later)}",
             where=run.path,

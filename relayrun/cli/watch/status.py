@@ -10,16 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from relayrun.control.rundir import find
-from relayrun.control.rundir.campaign import folders_of
+from relayrun.control.rundir import find_runs
+from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
-from relayrun.watch import unsent
+from relayrun.watch import unsent_notices
 from relayrun.watch.status import queue, standing_view
-from relayrun.watch.status.standing import Damaged, Standing
-from relayrun.watch.status.watcher import Watcher
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.standing import DamagedRun, RunSummary
 
-LIVING = ("running", "queued", "waiting", "unknown")
+UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
 """States in which something may still change by itself."""
 
 
@@ -46,111 +46,119 @@ def run(options: argparse.Namespace) -> int:
         return follow(options.name, max(options.interval, 0.2))
     now = time.time()
     if options.name is not None:
-        from relayrun.watch.status import run_status, run_status_view
-        from relayrun.watch.status.terminal import show
+        from relayrun.watch.status import run_status, run_status_text
+        from relayrun.watch.status.terminal import print_table
 
-        run = find.find_run(options.name)
-        stuck = _mend([run])
-        facts = run_status.gather(run, queue.ask(run), now=now)
+        run = find_runs.find_run(options.name)
+        stuck = _start_due_stages([run])
+        facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
-            print(run_status_view.dump(run_status_view.as_json(facts)))
+            print(run_status_text.json_text(run_status_text.run_status_as_json(facts)))
         else:
-            show(run_status_view.one(facts, now=now))
-        _say(stuck, options)
-        unsent.send_in_background(run)
+            print_table(run_status_text.run_status_table(facts, now=now))
+        _print_lines(stuck, options)
+        unsent_notices.send_in_background(run)
         return 0
-    runs = find.every_run()
-    stuck = _mend(runs)
+    runs = find_runs.all_run_folders()
+    stuck = _start_due_stages(runs)
     if options.json:
-        from relayrun.watch.status import run_status_view
+        from relayrun.watch.status import run_status_text
 
-        print(run_status_view.dump([run_status_view.as_json(entry) for entry in Watcher().look(runs, now=now)]))
-    elif found := Watcher().glance(runs, now=now):
-        standing_view.show_many(found)
-        for line in standing_view.sentinels(found, now=now):
+        print(
+            run_status_text.json_text(
+                [run_status_text.run_status_as_json(entry) for entry in RunsWatcher().look(runs, now=now)]
+            )
+        )
+    elif found := RunsWatcher().glance(runs, now=now):
+        standing_view.print_runs(found)
+        for line in standing_view.cron_check_lines(found, now=now):
             print(line)
     else:
-        print(f"no runs below {find.runs()}")
-    _say(stuck, options)
+        print(f"no runs below {find_runs.runs_folder()}")
+    _print_lines(stuck, options)
     for run in runs:
-        unsent.send_in_background(run)
+        unsent_notices.send_in_background(run)
     return 0
 
 
-def _mend(runs: Sequence[Run]) -> list[str]:
+def _start_due_stages(runs: Sequence[Run]) -> list[str]:
     """Begin what is due of the campaigns that runs belong to; return a line for each trouble that holds some up."""
-    folders = folders_of(runs)
+    folders = campaign_folders(runs)
     if not folders:
         return []
     from relayrun.control.chain import campaign
 
-    looks = campaign.mend(folders)
+    looks = campaign.start_due_members(folders)
     return [
         f"stuck: {folder.parent.name}/{folder.name}: {words}"
         for folder, look in looks.items()
-        for words in campaign.in_words(look.stuck)
+        for words in campaign.stuck_lines(look.stuck)
     ]
 
 
-def _say(stuck: Sequence[str], options: argparse.Namespace) -> None:
+def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:
     """Print these lines, outside what is JSON."""
     print("".join(f"{line}\n" for line in stuck), end="", file=sys.stderr if options.json else sys.stdout)
 
 
 def follow(name: str | None, interval: float) -> int:
     """Show one run, or every run, until Ctrl-C; one run also until its chain has ended. Raises RelayrunError."""
-    runs: Callable[[], list[Run]] = find.every_run
+    runs: Callable[[], list[Run]] = find_runs.all_run_folders
     if name is not None:
-        one = find.find_run(name)
+        one = find_runs.find_run(name)
         runs = lambda: [one]  # noqa: E731
-    watcher = Watcher()
+    watcher = RunsWatcher()
     try:
         if sys.stdout.isatty():
-            _live(runs, watcher, interval, single=name is not None)
+            _follow_on_terminal(runs, watcher, interval, single=name is not None)
         else:
-            _lines(runs, watcher, interval, single=name is not None)
+            _follow_as_lines(runs, watcher, interval, single=name is not None)
     except KeyboardInterrupt:
         pass  # this is how it ends
     return 0
 
 
-def _look(watcher: Watcher, runs: list[Run], *, now: float, single: bool) -> Sequence[Standing | Damaged]:
+def _gather(watcher: RunsWatcher, runs: list[Run], *, now: float, single: bool) -> Sequence[RunSummary | DamagedRun]:
     """All that is known of a single run; of many what a table tells."""
     return watcher.look(runs, now=now) if single else watcher.glance(runs, now=now)
 
 
-def _ended(found: Sequence[Standing | Damaged], single: bool) -> bool:
-    return single and all(isinstance(entry, Damaged) or entry.state not in LIVING for entry in found)
+def _has_ended(found: Sequence[RunSummary | DamagedRun], single: bool) -> bool:
+    return single and all(isinstance(entry, DamagedRun) or entry.state not in UNFINISHED_STATES for entry in found)
 
 
-def _live(runs: Callable[[], list[Run]], watcher: Watcher, interval: float, *, single: bool) -> None:
+def _follow_on_terminal(runs: Callable[[], list[Run]], watcher: RunsWatcher, interval: float, *, single: bool) -> None:
     from rich.live import Live
 
-    from relayrun.watch.status import run_status_view
+    from relayrun.watch.status import run_status_text
     from relayrun.watch.status.run_status import RunStatus
 
     with Live(auto_refresh=False) as live:
         while True:
             now = time.time()
-            found = _look(watcher, runs(), now=now, single=single)
+            found = _gather(watcher, runs(), now=now, single=single)
             first = found[0] if single else None
-            table = run_status_view.one(first, now=now) if isinstance(first, RunStatus) else standing_view.many(found)
+            table = (
+                run_status_text.run_status_table(first, now=now)
+                if isinstance(first, RunStatus)
+                else standing_view.runs_table(found)
+            )
             live.update(table, refresh=True)
-            if _ended(found, single):
+            if _has_ended(found, single):
                 return
             time.sleep(interval)
 
 
-def _lines(runs: Callable[[], list[Run]], watcher: Watcher, interval: float, *, single: bool) -> None:
+def _follow_as_lines(runs: Callable[[], list[Run]], watcher: RunsWatcher, interval: float, *, single: bool) -> None:
     told: dict[str, str] = {}
     while True:
         now = time.time()
         found = watcher.glance(runs(), now=now)
         for entry in found:
-            line = standing_view.line(entry)
+            line = standing_view.run_line(entry)
             if told.get(entry.path) != line:
                 print(f"{time.strftime('%H:%M:%S', time.localtime(now))} {line}", flush=True)
                 told[entry.path] = line
-        if _ended(found, single):
+        if _has_ended(found, single):
             return
         time.sleep(interval)

@@ -24,22 +24,22 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from relayrun import places
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
-from relayrun.config.compose.yamlfile import LocatedSettings, Location
-from relayrun.config.sections.section import NAME
+from relayrun.config.compose.yaml_file import LocatedSettings, Location
+from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.config.sections.sweep_filter import SweepFilter
-from relayrun.errors import ConfigError, nearest, together
+from relayrun.errors import ConfigError, combined_error, did_you_mean
 
-MOST_RUNS = 500
+MAX_RUNS = 500
 """Runs of one campaign: more are usually a mistake in an axis."""
-SWEEP = ("product", "list", "filters", "at_once")
-STAGE = ("from", "after", "evaluated", "decay", "config")
+SWEEP_KEYS = ("product", "list", "filters", "at_once")
+STAGE_KEYS = ("from", "after", "evaluated", "decay", "config")
 """What a stage may have besides settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DescribedRun:
+class CampaignRunDescription:
     """One run of a campaign, as its config describes it."""
 
     member: str
@@ -59,7 +59,7 @@ class DescribedRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class CampaignDescription:
     """A campaign, as its config describes it."""
 
     kind: Literal["sweep", "stages"]
@@ -67,10 +67,12 @@ class Described:
     """Project and name, as project/name."""
     folder: Path
     at_once: int | None
-    runs: list[DescribedRun]
+    runs: list[CampaignRunDescription]
 
 
-def describe(path: Path, overrides: list[str] | None = None, *, kind: Literal["sweep", "stages"]) -> Described:
+def describe_campaign(
+    path: Path, overrides: list[str] | None = None, *, kind: Literal["sweep", "stages"]
+) -> CampaignDescription:
     """Read the config of a campaign, and compose and check the config of each of its runs. Raises ConfigError."""
     return _Reading(path, overrides or [], kind).describe()
 
@@ -83,10 +85,10 @@ class _Reading:
         self._overrides = overrides
         self._kind = kind
         self._whole = compose.read_settings(path, overrides)
-        self._root = self._whole.root or places.project(path)
+        self._root = self._whole.root or places.project_folder(path)
 
-    def describe(self) -> Described:
-        for other in compose.CAMPAIGNS:
+    def describe(self) -> CampaignDescription:
+        for other in compose.CAMPAIGN_SECTIONS:
             if other != self._kind and other in self._whole.values:
                 if self._kind in self._whole.values:
                     self._refuse((other,), "a config has `sweep` or `stages`", "give each a config of its own")
@@ -96,12 +98,14 @@ class _Reading:
             self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{self._page}")
         project, own = self._text("project"), self._text("name")
         given = self._whole.values.get("run_dir")
-        self._folder = Path(compose.run_dir(given if isinstance(given, str) else None, project, own, self._root))
+        self._folder = Path(compose.run_directory(given if isinstance(given, str) else None, project, own, self._root))
         at_once, runs = (None, self._stages(section)) if self._kind == "stages" else self._sweep(section)
         clusters = {run.config.cluster.scheduler for run in runs}
         if len(clusters) > 1:
             self._refuse((self._kind,), "these runs are of clusters with different schedulers", "let all have one")
-        return Described(kind=self._kind, name=f"{project}/{own}", folder=self._folder, at_once=at_once, runs=runs)
+        return CampaignDescription(
+            kind=self._kind, name=f"{project}/{own}", folder=self._folder, at_once=at_once, runs=runs
+        )
 
     @property
     def _page(self) -> str:
@@ -109,7 +113,7 @@ class _Reading:
 
     def _text(self, name: str) -> str:
         value = self._whole.values.get(name)
-        if not isinstance(value, str) or not re.match(NAME, value):
+        if not isinstance(value, str) or not re.match(NAME_PATTERN, value):
             self._refuse((name,), "this setting is missing, or is no name", "letters, digits, dots and dashes")
         return str(value)
 
@@ -134,23 +138,27 @@ class _Reading:
         for name, value in settings.items():
             axis = ("sweep", "product", name)
             place = self._whole.place(axis if axis in self._whole.places else (*at, name))
-            changes.append(compose.located(name, value, place=place))
+            changes.append(compose.located_setting(name, value, place=place))
         if load is not None:
-            changes.append(compose.located("checkpoint.load", load, place=self._whole.place((*at, "from"))))
+            changes.append(compose.located_setting("checkpoint.load", load, place=self._whole.place((*at, "from"))))
         if path is not None and path.resolve() != self._path.resolve():  # another config, for which no --set was meant
             given = compose.read_settings(path, changes=changes)
         else:
             given = compose.read_settings(self._path, self._overrides, changes=changes)
-            for several in compose.CAMPAIGNS:
+            for several in compose.CAMPAIGN_SECTIONS:
                 given.values.pop(several, None)
-        return compose.validate(given), given
+        return compose.validate_settings(given), given
 
     # --- sweeps
 
-    def _sweep(self, section: dict[str, Any]) -> tuple[int | None, list[DescribedRun]]:
+    def _sweep(self, section: dict[str, Any]) -> tuple[int | None, list[CampaignRunDescription]]:
         for name in section:
-            if name not in SWEEP:
-                self._refuse(("sweep", name), "unknown", nearest(name, SWEEP) or f"a sweep has: {', '.join(SWEEP)}")
+            if name not in SWEEP_KEYS:
+                self._refuse(
+                    ("sweep", name),
+                    "unknown",
+                    did_you_mean(name, SWEEP_KEYS) or f"a sweep has: {', '.join(SWEEP_KEYS)}",
+                )
         at_once = section.get("at_once")
         if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
             self._refuse(("sweep", "at_once"), f"{at_once!r} is no number of chains", "write a whole number from 1 on")
@@ -164,12 +172,12 @@ class _Reading:
             try:
                 config, given = self._run(member, settings, at)
             except ConfigError as error:
-                words = f"{error.message} (run {member}: {in_words(settings)})"
+                words = f"{error.message} (run {member}: {settings_in_words(settings)})"
                 errors.append(ConfigError(words, where=error.where, hint=error.hint))
                 continue
-            runs.append(DescribedRun(member=member, config=config, given=given, settings=settings))
+            runs.append(CampaignRunDescription(member=member, config=config, given=given, settings=settings))
         if errors:
-            raise together(errors, "runs of this sweep are refused")
+            raise combined_error(errors, "runs of this sweep are refused")
         return at_once, runs
 
     def _combinations(self, section: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Location]]:
@@ -197,8 +205,10 @@ class _Reading:
                 if name in product:
                     self._refuse(at, "`product` has this setting too", "give it in one of them")
             if line in lines[:number]:
-                self._refuse(("sweep", "list", str(number)), f"{in_words(line)} is there twice", "leave one out")
-        if count > 100 * MOST_RUNS:
+                self._refuse(
+                    ("sweep", "list", str(number)), f"{settings_in_words(line)} is there twice", "leave one out"
+                )
+        if count > 100 * MAX_RUNS:
             self._refuse(("sweep",), f"these are {count:,} combinations", "shorten an axis")
         for line_number, line in enumerate(lines):
             for values in itertools.product(*product.values()):
@@ -227,8 +237,8 @@ class _Reading:
             except ValueError as error:
                 self._refuse(("sweep", "filters"), str(error), _FILTER)
             found = kept
-        if len(found) > MOST_RUNS:
-            self._refuse(("sweep",), f"these are {len(found):,} runs", f"at most {MOST_RUNS}: shorten an axis")
+        if len(found) > MAX_RUNS:
+            self._refuse(("sweep",), f"these are {len(found):,} runs", f"at most {MAX_RUNS}: shorten an axis")
         return found
 
     def _setting(self, name: str, own: Mapping[str, Any]) -> Any:
@@ -238,31 +248,33 @@ class _Reading:
         value: Any = self._whole.values
         for part in name.split("."):
             if not isinstance(value, dict) or part not in value:
-                near = nearest(name, own)
+                near = did_you_mean(name, own)
                 raise ValueError(f"neither an axis nor the file has a setting {name}" + (f"; {near}" if near else ""))
             value = value[part]
         return value
 
     # --- stages
 
-    def _stages(self, section: dict[str, Any]) -> list[DescribedRun]:
-        runs: dict[str, DescribedRun] = {}
+    def _stages(self, section: dict[str, Any]) -> list[CampaignRunDescription]:
+        runs: dict[str, CampaignRunDescription] = {}
         for name, values in section.items():
-            if not re.match(NAME, name):
+            if not re.match(NAME_PATTERN, name):
                 self._refuse(("stages", name), "this is no name", "letters, digits, dots and dashes")
             if values is not None and not isinstance(values, dict):
                 self._refuse(("stages", name), "a stage is a mapping", '{from: "stable:800", decay: 100}')
             runs[name] = self._stage(name, values or {}, runs)
-        if len(runs) > MOST_RUNS:
-            self._refuse(("stages",), f"these are {len(runs):,} stages", f"at most {MOST_RUNS}")
+        if len(runs) > MAX_RUNS:
+            self._refuse(("stages",), f"these are {len(runs):,} stages", f"at most {MAX_RUNS}")
         return list(runs.values())
 
-    def _stage(self, name: str, values: dict[str, Any], before: Mapping[str, DescribedRun]) -> DescribedRun:
+    def _stage(
+        self, name: str, values: dict[str, Any], before: Mapping[str, CampaignRunDescription]
+    ) -> CampaignRunDescription:
         at = ("stages", name)
-        settings = {key: value for key, value in values.items() if key not in STAGE}
+        settings = {key: value for key, value in values.items() if key not in STAGE_KEYS}
         for key in settings:
             if "." not in key:
-                hint = nearest(key, STAGE) or f"write section.setting, or one of {', '.join(STAGE)}"
+                hint = did_you_mean(key, STAGE_KEYS) or f"write section.setting, or one of {', '.join(STAGE_KEYS)}"
                 self._refuse((*at, key), "this is no setting, and nothing that a stage has", hint)
         source, iteration = self._named(values, "from", at, before)
         after, _ = self._named(values, "after", at, before)
@@ -277,7 +289,7 @@ class _Reading:
         if "config" in values:
             path = self._path.parent / str(values["config"])
         load = None
-        if source is not None and compose.trainer_of(path) != "command":  # that has no setting for it
+        if source is not None and compose.read_trainer(path) != "command":  # that has no setting for it
             load = f"{source.config.run_dir}" + ("" if iteration is None else f":{iteration}")
         config, given = self._run(name, own, at, path=path, load=load)
         if evaluated and source is not None:
@@ -291,7 +303,7 @@ class _Reading:
                 words = f"{source.member} stands at iteration {begins} there, and {name} ends at {last}"
                 self._refuse(at, words, "raise training.steps of this stage, or set checkpoint.finetune")
             self._check_data(source, config, (*at, "from"))
-        return DescribedRun(
+        return CampaignRunDescription(
             member=name,
             config=config,
             given=given,
@@ -304,21 +316,21 @@ class _Reading:
         )
 
     def _named(
-        self, values: dict[str, Any], key: str, at: Location, before: Mapping[str, DescribedRun]
-    ) -> tuple[DescribedRun | None, int | None]:
+        self, values: dict[str, Any], key: str, at: Location, before: Mapping[str, CampaignRunDescription]
+    ) -> tuple[CampaignRunDescription | None, int | None]:
         """The earlier stage that `from` or `after` names, and an iteration of it."""
         if key not in values:
             return None, None
         name, colon, number = str(values[key]).partition(":")
         found = before.get(name)
         if found is None:
-            hint = nearest(name, before) or "name a stage that stands above this one"
+            hint = did_you_mean(name, before) or "name a stage that stands above this one"
             self._refuse((*at, key), f"there is no stage {name!r} above this one", hint)
         if colon and (key == "after" or not number.isdecimal() or not int(number)):
             self._refuse((*at, key), f"{values[key]!r} names no stage, and no STAGE:ITERATION", 'from: "stable:800"')
         return found, int(number) if colon else None
 
-    def _begins_at(self, source: DescribedRun, iteration: int | None, at: Location) -> int | None:
+    def _begins_at(self, source: CampaignRunDescription, iteration: int | None, at: Location) -> int | None:
         """The iteration of the checkpoint that a stage begins with; None where only a program knows it."""
         last, config = last_iteration(source.config), source.config
         if iteration is None:
@@ -348,7 +360,7 @@ class _Reading:
             "training.stop_after": None,
         }
 
-    def _check_evaluated(self, source: DescribedRun, iteration: int | None, at: Location) -> None:
+    def _check_evaluated(self, source: CampaignRunDescription, iteration: int | None, at: Location) -> None:
         evaluation = source.config.evaluation
         if evaluation is None:
             self._refuse(at, f"{source.member} has no section `evaluation`", "give it one, or leave this out")
@@ -356,12 +368,12 @@ class _Reading:
             words = f"{source.member} evaluates every {evaluation.interval} iterations, and not {iteration}"
             self._refuse(at, words, "name a multiple of its evaluation.interval")
 
-    def _check_trainers(self, source: DescribedRun, config: CommonConfig, at: Location) -> None:
+    def _check_trainers(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
         if config.trainer not in ("command", source.config.trainer):
             words = f"trainer {config.trainer} does not go on from a checkpoint of trainer {source.config.trainer}"
             self._refuse(at, words, "let both have one trainer")
 
-    def _check_data(self, source: DescribedRun, config: CommonConfig, at: Location) -> None:
+    def _check_data(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
         """Samples of another length are not those that the stage before counted."""
         before = source.config
         if not isinstance(before, RunConfig) or not isinstance(config, RunConfig):
@@ -383,9 +395,9 @@ def last_iteration(config: CommonConfig) -> int | None:
     return config.command.steps if isinstance(config, CommandConfig) else None
 
 
-def in_words(settings: Mapping[str, Any]) -> str:
+def settings_in_words(settings: Mapping[str, Any]) -> str:
     """Settings in a line, for people."""
-    return ", ".join(f"{name}={yamlfile.in_line(value)}" for name, value in settings.items())
+    return ", ".join(f"{name}={yaml_file.value_in_line(value)}" for name, value in settings.items())
 
 
 def _counts_from_zero(source: CommonConfig, config: CommonConfig) -> bool:

@@ -9,16 +9,16 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.compose.common import CommonConfig
-from relayrun.config.sections.section import Line, Output, Positive, Section
+from relayrun.config.sections.base import OutputPath, Positive, Section, SingleLine
 
-UNHEARD = ("SIGKILL", "SIGSTOP")
+UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
 """Signals that no program hears."""
 
 
 def _signal(name: str) -> str:
     if name not in Signals.__members__:
         raise ValueError(f"{name!r} is no signal; write one as SIGUSR1, SIGUSR2 or SIGTERM")
-    if name in UNHEARD:
+    if name in UNCATCHABLE_SIGNALS:
         raise ValueError(f"no program hears {name}; SIGUSR1, SIGUSR2 or SIGTERM can be heard")
     return name
 
@@ -55,15 +55,15 @@ def _below(path: str) -> str:
 SignalName = Annotated[str, AfterValidator(_signal)]
 
 
-class CommandCheckpoint(Section):
+class CommandCheckpointSection(Section):
     """Which entries of the run's folder of checkpoints count. Without `pattern` the program says them by the client."""
 
-    pattern: Annotated[Line, AfterValidator(_pattern)] | None = None
+    pattern: Annotated[SingleLine, AfterValidator(_pattern)] | None = None
     """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`."""
-    whole_when: Annotated[Line, AfterValidator(_below)] | None = None
+    whole_when: Annotated[SingleLine, AfterValidator(_below)] | None = None
     """A file in it that is written last. Without it, and without a tracker, the name itself must come last: write
     elsewhere, then rename."""
-    tracker: Annotated[Line, AfterValidator(_entry)] | None = None
+    tracker: Annotated[SingleLine, AfterValidator(_entry)] | None = None
     """A file beside the checkpoints that names the newest whole one, by its iteration or its name, and is written
     behind it."""
 
@@ -79,29 +79,29 @@ class CommandCheckpoint(Section):
         return self
 
 
-class Command(Section):
+class CommandSection(Section):
     """The program that every rank executes, and how it is followed and asked (docs/command.md)."""
 
-    run: Annotated[list[Line], Field(min_length=1)]
+    run: Annotated[list[SingleLine], Field(min_length=1)]
     """Program and arguments, word by word, without a shell. Filled in: `{python}` (cluster.python, or the Python that
     submits), `{run_dir}`, `{checkpoints}` (the folder for them) and `{iteration}` (to go on from, or 0)."""
-    resume: list[Line] = []
+    resume: list[SingleLine] = []
     """Arguments that are added where there is a checkpoint to go on from; `{checkpoint}` is its path."""
-    checkpoint: CommandCheckpoint = CommandCheckpoint()
+    checkpoint: CommandCheckpointSection = CommandCheckpointSection()
     progress: Annotated[str, AfterValidator(_progress)] | None = None
     """Regular expression of a line that the program prints for an iteration, with a group `iteration`; the numbers of
     other groups are metrics. None: the program says its iterations by the client."""
-    progress_file: Line | None = None
+    progress_file: SingleLine | None = None
     """A file to which it appends a line of JSON for an iteration, with `iteration`, `step` or `global_step` and other
     numbers, which are metrics; below the run's directory, or `{checkpoints}/...`."""
     save_signal: SignalName | None = None
     """Signal on which it saves and goes on; None: it hears of it by the client or `save_file` alone."""
-    save_file: Output | None = None
+    save_file: OutputPath | None = None
     """A file, named like `progress_file`, whose existence asks for a checkpoint; the program removes it."""
     leave_signal: SignalName | None = "SIGUSR2"
     """Signal on which every rank saves and ends with exit code 0; None: it hears of it by the client or `leave_file`
     alone."""
-    leave_file: Output | None = None
+    leave_file: OutputPath | None = None
     """A file, named like `progress_file`, whose existence asks every rank to save and end with exit code 0."""
     steps: Positive | None = None
     """The last iteration. None: it is done when it ends with exit code 0 and nobody has asked it to leave."""
@@ -117,7 +117,7 @@ class CommandConfig(CommonConfig):
     """All settings of a run of trainer `command`."""
 
     trainer: Literal["command"] = "command"
-    command: Command
+    command: CommandSection
 
     @model_validator(mode="after")
     def _without_effect(self) -> Self:

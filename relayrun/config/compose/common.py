@@ -6,11 +6,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.job import Chain, Cluster, Debug, Evaluation, Job, Tracking
-from relayrun.config.sections.notify import Notify
-from relayrun.config.sections.section import NAME, Output, Section
+from relayrun.config.sections.base import NAME_PATTERN, OutputPath, Section
+from relayrun.config.sections.job import (
+    ChainSection,
+    ClusterSection,
+    DebugSection,
+    EvaluationSection,
+    JobSection,
+    TrackingSection,
+)
+from relayrun.config.sections.notify import NotifySection
 
-OF_ONE_TASK = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")
+PER_TASK_OPTIONS = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")
 """Options of Slurm that an agent, the one task of its node, would hold for all of its ranks."""
 
 TrainerName = Literal["native", "megatron-lm", "command"]
@@ -19,22 +26,22 @@ TrainerName = Literal["native", "megatron-lm", "command"]
 class CommonConfig(Section):
     """The settings of a run that do not depend on its trainer. Each trainer has a class of its own below this one."""
 
-    project: Annotated[str, Field(pattern=NAME)]
+    project: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
-    name: Annotated[str, Field(pattern=NAME)]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Name of the run within its project. `{nodes}` in it becomes the number of nodes."""
-    run_dir: Output | None = None
+    run_dir: OutputPath | None = None
     """Directory of the run; default: logs/runs/<project>/<name>."""
     trainer: TrainerName = "native"
     """What the ranks execute. `native`: relayrun's own training program. `megatron-lm`: a checkout of Megatron-LM.
     `command`: a program of your own. It decides which sections a run has."""
-    chain: Chain = Chain()
-    tracking: Tracking = Tracking()
-    debug: Debug = Debug()
-    notify: Notify = Notify()
-    evaluation: Evaluation | None = None
-    job: Job
-    cluster: Cluster
+    chain: ChainSection = ChainSection()
+    tracking: TrackingSection = TrackingSection()
+    debug: DebugSection = DebugSection()
+    notify: NotifySection = NotifySection()
+    evaluation: EvaluationSection | None = None
+    job: JobSection
+    cluster: ClusterSection
 
     @model_validator(mode="after")
     def _recovered(self) -> Self:
@@ -52,7 +59,7 @@ class CommonConfig(Section):
             )
         own = [f"--{name}" for name, value in self.job.sbatch.items() if value is not False]
         for option in [*own, *self.cluster.srun_options]:
-            if (name := option.partition("=")[0].partition(" ")[0]) in OF_ONE_TASK:
+            if (name := option.partition("=")[0].partition(" ")[0]) in PER_TASK_OPTIONS:
                 raise ValueError(
                     f"{name} gives each task its own GPUs or processors, and with chain.recovery=node one task of a "
                     "node, the agent, has them all; set job.gpus_per_node and leave it out, or set chain.recovery=job"

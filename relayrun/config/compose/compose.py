@@ -19,40 +19,40 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from relayrun import places
-from relayrun.config.compose import mixture, sites, yamlfile
+from relayrun.config.compose import mixture_setting, sites, yaml_file
 from relayrun.config.compose.schema import (
-    KINDS,
+    CONFIG_CLASSES,
     CommandConfig,
     CommonConfig,
-    Data,
+    DataSection,
     DataSource,
-    Evaluation,
-    Job,
+    EvaluationSection,
+    JobSection,
     MegatronConfig,
     RunConfig,
     trainers_with,
 )
-from relayrun.config.compose.transformer_refused import refusal
-from relayrun.config.compose.yamlfile import LocatedSettings, Location
-from relayrun.config.sections.notify import may_be_repeated
-from relayrun.config.sections.training import LOSS_MEAN_BEFORE
-from relayrun.errors import INTO_A_FOLDER, ConfigError, nearest, nearest_path, refusal_of_url
+from relayrun.config.compose.unsupported_transformer_fields import reason_unsupported
+from relayrun.config.compose.yaml_file import LocatedSettings, Location
+from relayrun.config.sections.notify import may_be_shown
+from relayrun.config.sections.training import FORMER_LOSS_MEAN
+from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_mean_path, why_url_is_refused
 
-CAMPAIGNS = ("sweep", "stages")
+CAMPAIGN_SECTIONS = ("sweep", "stages")
 """Sections of a config of several runs; see `relayrun.config.compose.campaign`."""
-NODES = "{nodes}"
+NODES_PLACEHOLDER = "{nodes}"
 """What stands in a run's name for the number of nodes of its jobs."""
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
     """Compose and check the run config at `path`; `overrides` are `name.name=value` texts.
 
     Paths in the result are absolute. Raises ConfigError.
     """
-    return validate(read_settings(path, overrides))
+    return validate_settings(read_settings(path, overrides))
 
 
-def native(config: CommonConfig) -> RunConfig:
+def require_native(config: CommonConfig) -> RunConfig:
     """Return the config of a run of the native trainer. Raises ConfigError for another one's."""
     if not isinstance(config, RunConfig):
         raise ConfigError(
@@ -71,80 +71,80 @@ def read_settings(
     `changes`: settings that hold over the file's and the overrides, but for those of the cluster.
     """
     settings = _read_with_includes(path, ())
-    settings.root = root = places.project(path)
-    mixture.insert(settings, root)  # so that overrides may change a part of it
+    settings.root = root = places.project_folder(path)
+    mixture_setting.insert_mixture(settings, root)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
     settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
     for own in changes:
         settings.merge(own)
-    sites.insert(settings, folders=sites.folders(path))
+    sites.insert_site(settings, folders=sites.site_folders(path))
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     sites.refuse_other_cluster(settings, os.environ)
     sites.insert_environment(settings, os.environ)
     sites.insert_job_defaults(settings)
     _insert_notify_defaults(settings)
     _insert_nodes(settings)
-    mixture.insert(settings, root)
+    mixture_setting.insert_mixture(settings, root)
     return settings
 
 
-def validate(settings: LocatedSettings) -> CommonConfig:
+def validate_settings(settings: LocatedSettings) -> CommonConfig:
     """Check composed settings against the schema and make their paths absolute, from `settings.root`.
 
     Raises ConfigError.
     """
-    for several in CAMPAIGNS:
+    for several in CAMPAIGN_SECTIONS:
         if several in settings.values:
             raise ConfigError(
                 "this config is of several runs",
                 where=": ".join(filter(None, (settings.place((several,)), several))),
                 hint=f"`relayrun {several} submit` begins them",
             )
-    kind = _kind(settings)
+    kind = _config_class(settings)
     try:
         config = kind.model_validate(settings.values)
     except ValidationError as error:
-        details = _that_count(error.errors())
+        details = _counting_errors(error.errors())
         lines = [_explain(detail, settings, kind) for detail in details]
         remedies = list(dict.fromkeys(_remedy(detail, settings, kind) for detail in details))
         raise ConfigError("\n       ".join(lines), hint="\n     ".join(remedies)) from None
-    return _with_absolute_paths(config, settings.root or places.project())
+    return _with_absolute_paths(config, settings.root or places.project_folder())
 
 
-def trainer_of(path: Path) -> str:
+def read_trainer(path: Path) -> str:
     """Return the trainer that the run config at `path` names. Raises ConfigError."""
-    return _trainer(_kind(_read_with_includes(path, ())))
+    return _trainer(_config_class(_read_with_includes(path, ())))
 
 
-def _kind(settings: LocatedSettings) -> type[CommonConfig]:
+def _config_class(settings: LocatedSettings) -> type[CommonConfig]:
     """The class of the trainer that settings name. Raises ConfigError for one that there is not."""
     trainer = settings.values.get("trainer", "native")
-    kind = KINDS.get(trainer) if isinstance(trainer, str) else None
+    kind = CONFIG_CLASSES.get(trainer) if isinstance(trainer, str) else None
     if kind is None:
         place = settings.place(("trainer",))
         raise ConfigError(
-            f"there is no trainer {trainer!r}; there are: {', '.join(KINDS)}",
+            f"there is no trainer {trainer!r}; there are: {', '.join(CONFIG_CLASSES)}",
             where=": ".join(filter(None, (place, "trainer"))),
-            hint=nearest(str(trainer), KINDS) or "name one of them",
+            hint=did_you_mean(str(trainer), CONFIG_CLASSES) or "name one of them",
         )
     return kind
 
 
-def dump(config: CommonConfig) -> str:
+def dump_run_config(config: CommonConfig) -> str:
     """A resolved config as YAML text; reading it gives the same config."""
-    return yamlfile.dump(config.model_dump(mode="json"))
+    return yaml_file.dump_yaml(config.model_dump(mode="json"))
 
 
-def read_resolved(path: Path) -> CommonConfig:
+def read_resolved_config(path: Path) -> CommonConfig:
     """Read a config revision that `dump` wrote; what an earlier version did not name is what it did then."""
-    settings = yamlfile.read(path)
+    settings = yaml_file.read_yaml(path)
     if isinstance(training := settings.values.get("training"), dict):
-        training.setdefault("loss_mean", LOSS_MEAN_BEFORE)
-    return validate(settings)
+        training.setdefault("loss_mean", FORMER_LOSS_MEAN)
+    return validate_settings(settings)
 
 
 def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
-    changes: dict[str, Any] = {"run_dir": run_dir(config.run_dir, config.project, config.name, root)}
+    changes: dict[str, Any] = {"run_dir": run_directory(config.run_dir, config.project, config.name, root)}
     if isinstance(config, RunConfig | MegatronConfig) and config.data is not None:
         changes["data"] = _absolute_data(config.data, root)
     if config.evaluation is not None:
@@ -161,17 +161,17 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
     return config.model_copy(update=changes)
 
 
-def run_dir(given: str | None, project: str, name: str, root: Path) -> str:
+def run_directory(given: str | None, project: str, name: str, root: Path) -> str:
     """The absolute directory of a run: the one that is `given`, or its usual place below `root`.
 
     Raises ConfigError for a URL.
     """
-    if given and (refusal := refusal_of_url(given)) is not None:
-        raise ConfigError(refusal, where="run_dir", hint=INTO_A_FOLDER)
+    if given and (refusal := why_url_is_refused(given)) is not None:
+        raise ConfigError(refusal, where="run_dir", hint=URL_WRITE_HINT)
     return _absolute(given or f"logs/runs/{project}/{name}", root)
 
 
-def _absolute_evaluation(own: Evaluation, root: Path) -> Evaluation:
+def _absolute_evaluation(own: EvaluationSection, root: Path) -> EvaluationSection:
     changes: dict[str, Any] = {
         name: [_absolute_file(word, root) for word in getattr(own, name)] for name in ("convert", "command")
     }
@@ -180,7 +180,7 @@ def _absolute_evaluation(own: Evaluation, root: Path) -> Evaluation:
     return own.model_copy(update=changes)
 
 
-def _absolute_data(data: Data, root: Path) -> Data:
+def _absolute_data(data: DataSection, root: Path) -> DataSection:
     return data.model_copy(
         update={
             "tokenizer": _absolute_or_name(data.tokenizer, root),
@@ -226,7 +226,7 @@ def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:
     path = path.resolve()
     if path in chain:
         raise ConfigError("the files include each other: " + " -> ".join(map(str, (*chain, path))), where=path)
-    own = yamlfile.read(path)
+    own = yaml_file.read_yaml(path)
     includes = own.values.pop("include", [])
     if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
         raise ConfigError("include is a list of file names", where=own.place(("include",)))
@@ -234,7 +234,7 @@ def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:
     for name in includes:
         included = path.parent / name
         if not included.is_file():
-            where, hint = own.place(("include",)), nearest_path(included) or "name a file by its path from here"
+            where, hint = own.place(("include",)), did_you_mean_path(included) or "name a file by its path from here"
             raise ConfigError(f"there is no such file to include: {name}", where=where, hint=hint)
         result.merge(_read_with_includes(included, (*chain, path)))
     result.merge(own)
@@ -249,11 +249,11 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
             raise ConfigError(
                 f"{text!r} is no override; write NAME.NAME=VALUE", where="--set", hint="for example training.steps=50"
             )
-        result.merge(located(name, yamlfile.parse_value(value), place=f"--set {text}"))
+        result.merge(located_setting(name, yaml_file.parse_yaml_value(value), place=f"--set {text}"))
     return result
 
 
-def located(name: str, value: Any, *, place: str | None) -> LocatedSettings:
+def located_setting(name: str, value: Any, *, place: str | None) -> LocatedSettings:
     """One setting, named as `section.setting`, that was written in one place."""
     location = tuple(name.split("."))
     places = {(*location, *inner): place for inner in _locations(value)} if place is not None else {}
@@ -293,16 +293,16 @@ def _insert_notify_defaults(settings: LocatedSettings) -> None:
 def _insert_nodes(settings: LocatedSettings) -> None:
     """Put the number of nodes in the place of `{nodes}` in the run's name: another size of the job is another run."""
     name, job = settings.values.get("name"), settings.values.get("job")
-    nodes = job.get("nodes", Job.model_fields["nodes"].default) if isinstance(job, dict) else None
+    nodes = job.get("nodes", JobSection.model_fields["nodes"].default) if isinstance(job, dict) else None
     if isinstance(name, str) and isinstance(nodes, int):
-        settings.values["name"] = name.replace(NODES, str(nodes))
+        settings.values["name"] = name.replace(NODES_PLACEHOLDER, str(nodes))
 
 
 def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
     location: Location = tuple(str(part) for part in detail["loc"])
     name = ".".join(location)
     place = settings.place(location)
-    if not may_be_repeated(location) and place is not None and place.startswith("--set "):
+    if not may_be_shown(location) and place is not None and place.startswith("--set "):
         place = place.partition("=")[0]
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
@@ -310,32 +310,32 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
         if location[:-1] == ("model", "transformer"):
-            message = refusal(location[-1], known=names, settings=_of_other_sections())
-        if others := _of_other_trainers(location):
+            message = reason_unsupported(location[-1], known=names, settings=_fields_of_other_sections())
+        if others := _sections_of_other_trainers(location):
             message = f"only a run of trainer {' or '.join(others)} has this; this one's trainer is {_trainer(kind)}"
     elif detail["type"] == "missing":
         message = "this setting is missing"
-    elif "input" in detail and not isinstance(detail["input"], dict) and may_be_repeated(location):
+    elif "input" in detail and not isinstance(detail["input"], dict) and may_be_shown(location):
         message += f", not {detail['input']!r}"
     prefix = f"{place}: " if place else ""
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
 
 
-def _of_other_sections() -> dict[str, str]:
+def _fields_of_other_sections() -> dict[str, str]:
     """Settings that a field of megatron-core's TransformerConfig may be, by their names without the section."""
     sections = ("training", "parallel", "model")
     return {name: f"{section}.{name}" for section in sections for name in _fields_at((section,), RunConfig)}
 
 
-def _that_count(details: Sequence[Any]) -> list[Any]:
+def _counting_errors(details: Sequence[Any]) -> list[Any]:
     """The errors without sections that are missing, where one of another trainer is there: `trainer` is wrong then."""
     forbidden = (tuple(detail["loc"]) for detail in details if detail["type"] == "extra_forbidden")
-    if not any(_of_other_trainers(location) for location in forbidden):
+    if not any(_sections_of_other_trainers(location) for location in forbidden):
         return list(details)
     return [detail for detail in details if detail["type"] != "missing"]
 
 
-def _of_other_trainers(location: Location) -> list[str]:
+def _sections_of_other_trainers(location: Location) -> list[str]:
     """The trainers whose runs have the section or setting that another one's run has not."""
     return trainers_with(location[0]) if len(location) == 1 else []
 
@@ -352,7 +352,7 @@ def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) ->
     """What to do about an error of the schema."""
     location: Location = tuple(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        if others := _of_other_trainers(location):
+        if others := _sections_of_other_trainers(location):
             return f"leave it out, or set trainer to {' or '.join(others)}"
         return "rename it, or leave it out; `relayrun explain` lists all settings"
     if not location:  # several settings do not fit together

@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from relayrun.config.compose.schema import KINDS, CommonConfig, trainers_with
-from relayrun.config.sections.section import Section
+from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig, trainers_with
+from relayrun.config.sections.base import Section
 from relayrun.errors import ConfigError
 
 
@@ -41,10 +41,10 @@ class Setting:
         return self.type == "section"
 
 
-def settings() -> list[Setting]:
+def describe_settings() -> list[Setting]:
     """Every setting and section of a run config, in the order of the schema; first what runs of all trainers have."""
     found: dict[str, Setting] = {}
-    kinds: list[type[CommonConfig]] = [CommonConfig, *KINDS.values()]
+    kinds: list[type[CommonConfig]] = [CommonConfig, *CONFIG_CLASSES.values()]
     for kind in kinds:
         for setting in _settings(kind, ""):
             found.setdefault(setting.name, setting)
@@ -53,17 +53,17 @@ def settings() -> list[Setting]:
 
 def _with_trainers(setting: Setting) -> Setting:
     trainers = trainers_with(setting.name)
-    if "." in setting.name or len(trainers) == len(KINDS):
+    if "." in setting.name or len(trainers) == len(CONFIG_CLASSES):
         return setting
     return replace(setting, words=f"{setting.words} Of runs with trainer {' or '.join(trainers)}.")
 
 
-def find(name: str) -> list[Setting]:
+def find_setting(name: str) -> list[Setting]:
     """The setting with this name and, where it is a section, all within it.
 
     Raises ConfigError with the nearest name.
     """
-    known = settings()
+    known = describe_settings()
     found = [each for each in known if each.name == name or each.name.startswith(f"{name}.")]
     if found:
         return found
@@ -80,11 +80,11 @@ def json_schema() -> dict[str, Any]:
     A file may leave out what others that it includes give, so nothing is required in it.
     """
     schema = CommonConfig.model_json_schema()
-    for kind in KINDS.values():
+    for kind in CONFIG_CLASSES.values():
         own = kind.model_json_schema()
         schema["$defs"] |= own["$defs"]
         schema["properties"] = own["properties"] | schema["properties"]
-    sections = {section.__name__: section for kind in KINDS.values() for section in _sections(kind)}
+    sections = {section.__name__: section for kind in CONFIG_CLASSES.values() for section in _sections(kind)}
     for name, part in {**schema["$defs"], "CommonConfig": schema}.items():
         part.pop("required", None)
         words = _docstrings(sections.get(name, CommonConfig))
@@ -111,7 +111,7 @@ def json_schema() -> dict[str, Any]:
             "if": {"properties": {"trainer": {"const": trainer}}, "required": ["trainer"]},
             "then": {"properties": {name: False for name in properties if name not in {*kind.model_fields, "include"}}},
         }
-        for trainer, kind in KINDS.items()
+        for trainer, kind in CONFIG_CLASSES.items()
     ]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "relayrun run config"}
 

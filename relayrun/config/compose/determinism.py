@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError
 
-ACCEPTED: dict[str, tuple[str, ...]] = {
+DETERMINISTIC_VALUES: dict[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring",),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
@@ -24,17 +24,17 @@ that are deterministic in the backward pass.
 """
 
 
-def variables(config: RunConfig) -> dict[str, str]:
+def deterministic_variables(config: RunConfig) -> dict[str, str]:
     """Return what every rank of this run needs in its environment; nothing without `training.deterministic`."""
-    return {name: values[0] for name, values in ACCEPTED.items()} if config.training.deterministic else {}
+    return {name: values[0] for name, values in DETERMINISTIC_VALUES.items()} if config.training.deterministic else {}
 
 
-def check_environment(environment: Mapping[str, str], *, where: str) -> None:
+def check_deterministic_environment(environment: Mapping[str, str], *, where: str) -> None:
     """Raise ConfigError for the first variable whose value takes determinism away. Those that are not set are fine.
 
     `where`: whose environment it is, for the error.
     """
-    for name, values in ACCEPTED.items():
+    for name, values in DETERMINISTIC_VALUES.items():
         value = environment.get(name)
         if value is not None and value.lower() not in [accepted.lower() for accepted in values]:
             raise ConfigError(

@@ -7,16 +7,16 @@ from typing import Any, Protocol, Self
 
 from pydantic import ValidationError
 
-from relayrun.config.sections.job import Chain, Job
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.job import ChainSection, JobSection
+from relayrun.config.sections.training import TrainingSection
 
 
-class Config(Protocol):
+class ElasticConfig(Protocol):
     """What is looked at of a run's config; `schema`, which has all of it, imports this module."""
 
-    chain: Chain
-    job: Job
-    training: Training
+    chain: ChainSection
+    job: JobSection
+    training: TrainingSection
 
     @property
     def model_parallel_size(self) -> int:
@@ -30,7 +30,7 @@ class Config(Protocol):
         """Raise ValidationError where the values make no config."""
 
 
-def elastic_nodes(config: Config) -> list[int]:
+def elastic_nodes(config: ElasticConfig) -> list[int]:
     """Numbers of nodes below `job.nodes` with which the run may go on, largest first; none without `elastic`.
 
     They are those with which the same config is accepted: the same parts of the model, whole micro-batches for every
@@ -46,14 +46,14 @@ def elastic_nodes(config: Config) -> list[int]:
     return found
 
 
-def _on_nodes(config: Config, nodes: int) -> None:
+def _on_nodes(config: ElasticConfig, nodes: int) -> None:
     values = config.model_dump()
     values["job"] |= {"nodes": nodes}
     values["training"] |= {"elastic": False}  # or each number would try all below it
     type(config).model_validate(values)
 
 
-def check(config: Config) -> None:
+def check_elastic(config: ElasticConfig) -> None:
     """Raise ValueError where a run cannot go on with fewer nodes as `training.elastic` asks."""
     if not config.training.elastic:
         return

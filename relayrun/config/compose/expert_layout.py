@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from relayrun.config.sections.job import Job
-from relayrun.config.sections.model import Model
-from relayrun.config.sections.parallel import Parallel
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.job import JobSection
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
 
 
-class Config(Protocol):
+class ExpertLayoutConfig(Protocol):
     """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
 
-    job: Job
-    model: Model
-    parallel: Parallel
-    training: Training
+    job: JobSection
+    model: ModelSection
+    parallel: ParallelSection
+    training: TrainingSection
 
     @property
     def data_parallel_size(self) -> int: ...
@@ -29,7 +29,7 @@ class Config(Protocol):
     def expert_replicas(self) -> int: ...
 
 
-def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
+def expert_layer_pattern(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
     """Return, for each layer, whether it has experts: every `pattern`-th from the first on, or those with a 1."""
     if experts is None:
         return [False] * layers
@@ -38,13 +38,13 @@ def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None)
     return [bool(each) for each in pattern]
 
 
-def expert_layers(model: Model) -> list[bool]:
+def expert_layers(model: ModelSection) -> list[bool]:
     """Return, for each layer of a model, whether it has experts."""
     settings = model.transformer
-    return with_experts(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
+    return expert_layer_pattern(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
 
 
-def check(config: Config) -> None:
+def check_expert_layout(config: ExpertLayoutConfig) -> None:
     """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
     experts = config.model.transformer.num_moe_experts
     if experts is None:
@@ -56,13 +56,13 @@ def check(config: Config) -> None:
                 )
     else:
         _check_router(config.model, experts)
-        _check_layout(config, experts)
-        _check_settings(config)
+        _check_expert_parallelism(config, experts)
+        _check_expert_settings(config)
     if config.model.transformer.multi_latent_attention:
         _check_latent_attention(config)
 
 
-def _check_router(model: Model, experts: int) -> None:
+def _check_router(model: ModelSection, experts: int) -> None:
     """What the router can choose."""
     settings = model.transformer
     chosen, groups = settings.moe_router_topk, settings.moe_router_num_groups
@@ -111,7 +111,7 @@ def _check_router(model: Model, experts: int) -> None:
             )
 
 
-def _check_layout(config: Config, experts: int) -> None:
+def _check_expert_parallelism(config: ExpertLayoutConfig, experts: int) -> None:
     """How experts are split over ranks."""
     parallel, settings = config.parallel, config.model.transformer
     size, tensor, own = (
@@ -123,7 +123,7 @@ def _check_layout(config: Config, experts: int) -> None:
         raise ValueError(
             f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
         )
-    _check_ranks(config)
+    _check_expert_ranks(config)
     if tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
             "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
@@ -136,7 +136,7 @@ def _check_layout(config: Config, experts: int) -> None:
             "rank that has a part of an expert, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather, "
             "or parallel.expert_tensor_parallel_size=1"
         )
-    _check_widths(config)
+    _check_expert_widths(config)
     if parallel.separates_experts and (bare := _stages_without_experts(config)):
         setting = "expert_model_parallel_size above 1" if size > 1 else f"expert_tensor_parallel_size {own}"
         raise ValueError(
@@ -145,7 +145,7 @@ def _check_layout(config: Config, experts: int) -> None:
         )
 
 
-def _check_widths(config: Config) -> None:
+def _check_expert_widths(config: ExpertLayoutConfig) -> None:
     """Whether the layers of experts can be split over their ranks."""
     parallel, settings = config.parallel, config.model.transformer
     tensor = ("tensor_model_parallel_size", parallel.tensor_model_parallel_size)
@@ -162,7 +162,7 @@ def _check_widths(config: Config) -> None:
             raise ValueError(f"{name} {channels} is no multiple of parallel.{setting} {parts}")
 
 
-def _check_ranks(config: Config) -> None:
+def _check_expert_ranks(config: ExpertLayoutConfig) -> None:
     """Whether the ranks of a pipeline stage can be divided among the parts of its experts."""
     parallel = config.parallel
     size, tensor, own = (
@@ -185,7 +185,7 @@ def _check_ranks(config: Config) -> None:
         )
 
 
-def _stages_without_experts(config: Config) -> list[int]:
+def _stages_without_experts(config: ExpertLayoutConfig) -> list[int]:
     """Numbers of the pipeline stages that have no layer with experts, counted from 0."""
     stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
     each = len(layers) // (stages * config.virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
@@ -193,7 +193,7 @@ def _stages_without_experts(config: Config) -> list[int]:
     return [stage for stage in range(stages) if stage not in having]
 
 
-def _check_settings(config: Config) -> None:
+def _check_expert_settings(config: ExpertLayoutConfig) -> None:
     """Settings of other sections, and of experts among themselves."""
     settings, training = config.model.transformer, config.training
     split = max(config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_size) > 1
@@ -218,7 +218,7 @@ def _check_settings(config: Config) -> None:
         )
 
 
-def _check_latent_attention(config: Config) -> None:
+def _check_latent_attention(config: ExpertLayoutConfig) -> None:
     model, parallel = config.model, config.parallel
     if model.num_query_groups != model.num_attention_heads:
         raise ValueError(

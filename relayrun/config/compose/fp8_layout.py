@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from relayrun.config.compose.expert_layout import expert_layers
-from relayrun.config.sections.model import Model
-from relayrun.config.sections.parallel import Parallel
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
 
 
-class Config(Protocol):
+class Fp8LayoutConfig(Protocol):
     """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
 
-    model: Model
-    parallel: Parallel
-    training: Training
+    model: ModelSection
+    parallel: ParallelSection
+    training: TrainingSection
 
 
-def check(config: Config) -> None:
+def check_fp8_layout(config: Fp8LayoutConfig) -> None:
     """Raise ValueError if the products of a model cannot be computed in 8 bits, or `fp8` contradicts a setting."""
     settings = config.model.transformer
     if settings.fp8 is None:
@@ -34,10 +34,10 @@ def check(config: Config) -> None:
                     f"model.transformer.{name} {layers} is above the {stage} layers of a pipeline stage, of which "
                     "megatron-core leaves so many in bf16 at most"
                 )
-    _check_sizes(config)
+    _check_fp8_sizes(config)
 
 
-def _check_sizes(config: Config) -> None:
+def _check_fp8_sizes(config: Fp8LayoutConfig) -> None:
     """Refuse matrices that the kernels have no way for: axes are multiples of 16, of a scale's 32 numbers with mxfp8.
 
     TransformerEngine asks for 8 along the axis of tokens. Those of experts are filled up.
@@ -51,7 +51,7 @@ def _check_sizes(config: Config) -> None:
             f"model.transformer.fp8: a micro-batch has {tokens} tokens on a rank (training.micro_batch_size x "
             f"training.seq_length), no multiple of {of_tokens}, as products in 8 bits ({recipe}) need"
         )
-    for what, size in _sizes(config):
+    for what, size in _fp8_axes(config):
         if size % multiple:
             raise ValueError(
                 f"model.transformer.fp8: {what} comes to {size} on a rank, no multiple of {multiple}, as products in 8 "
@@ -59,7 +59,7 @@ def _check_sizes(config: Config) -> None:
             )
 
 
-def _sizes(config: Config) -> Iterator[tuple[str, int]]:
+def _fp8_axes(config: Fp8LayoutConfig) -> Iterator[tuple[str, int]]:
     """Yield the axes of matrices on a rank, each with the setting that it comes from; not those of tokens."""
     model, parallel = config.model, config.parallel
     settings, tensor = model.transformer, parallel.tensor_model_parallel_size

@@ -8,13 +8,13 @@ from typing import Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from relayrun.config.compose.common import CommonConfig
-from relayrun.config.sections.checkpoint import Checkpoint
-from relayrun.config.sections.data import Data
-from relayrun.config.sections.model import Model
-from relayrun.config.sections.optimizer import Optimizer
-from relayrun.config.sections.parallel import Parallel
-from relayrun.config.sections.section import Line, Section, one_line
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.base import Section, SingleLine, one_line
+from relayrun.config.sections.checkpoint import CheckpointSection
+from relayrun.config.sections.data import DataSection
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.optimizer import OptimizerSection
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
 
 FlagValue = bool | int | float | str | list[int | float | str]
 
@@ -22,18 +22,18 @@ FlagValue = bool | int | float | str | list[int | float | str]
 _FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
-class MegatronLM(Section):
+class MegatronLMSection(Section):
     """A checkout of Megatron-LM, and flags besides those that the settings become."""
 
-    dir: Line
+    dir: SingleLine
     """Folder of the checkout."""
-    program: Line = "pretrain_gpt.py"
+    program: SingleLine = "pretrain_gpt.py"
     """Training program, by its path from the checkout's folder."""
     args: dict[str, FlagValue] = {}
     """Any flags of that checkout, without their dashes, as in {qk-layernorm: true, profile-ranks: [0, 4]}. They hold
     over the settings. `true`: the flag alone; `false`: without it; a list: several words behind it; `null`: as if the
     line were not there."""
-    args_file: Line | None = None
+    args_file: SingleLine | None = None
     """A Bash file whose arrays NAME_ARGS=(--flag value ...) are flags, too; no other line of it runs."""
 
     @field_validator("args", mode="before")
@@ -55,13 +55,13 @@ class MegatronConfig(CommonConfig):
     """All settings of a run of trainer `megatron-lm`. What a left-out section would say stands in its flags."""
 
     trainer: Literal["megatron-lm"] = "megatron-lm"
-    megatron_lm: MegatronLM
-    model: Model | None = None
-    data: Data | None = None
-    training: Training | None = None
-    optimizer: Optimizer | None = None
-    checkpoint: Checkpoint | None = None
-    parallel: Parallel | None = None
+    megatron_lm: MegatronLMSection
+    model: ModelSection | None = None
+    data: DataSection | None = None
+    training: TrainingSection | None = None
+    optimizer: OptimizerSection | None = None
+    checkpoint: CheckpointSection | None = None
+    parallel: ParallelSection | None = None
 
     @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:

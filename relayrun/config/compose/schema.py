@@ -18,40 +18,48 @@ from relayrun.config.compose import elastic, expert_layout, fp8_layout
 from relayrun.config.compose.command import CommandConfig
 from relayrun.config.compose.common import CommonConfig
 from relayrun.config.compose.megatron_lm import MegatronConfig
-from relayrun.config.sections.checkpoint import Checkpoint
-from relayrun.config.sections.data import MOCK_ORDER, Data, DataSource
-from relayrun.config.sections.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
-from relayrun.config.sections.model import Model
-from relayrun.config.sections.notify import Notify
-from relayrun.config.sections.optimizer import Optimizer
-from relayrun.config.sections.parallel import Parallel
-from relayrun.config.sections.section import Section
-from relayrun.config.sections.training import Training
+from relayrun.config.sections.base import Section
+from relayrun.config.sections.checkpoint import CheckpointSection
+from relayrun.config.sections.data import MOCK_ORDER, DataSection, DataSource
+from relayrun.config.sections.job import (
+    ChainSection,
+    ClusterSection,
+    DebugSection,
+    EvaluationJob,
+    EvaluationSection,
+    JobSection,
+    TrackingSection,
+)
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.notify import NotifySection
+from relayrun.config.sections.optimizer import OptimizerSection
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
 from relayrun.config.sections.transformer import NEEDS_TRANSFORMER_ENGINE
 
 __all__ = [
-    "KINDS",
+    "CONFIG_CLASSES",
     "MOCK_ORDER",
-    "Chain",
-    "Checkpoint",
-    "Cluster",
+    "ChainSection",
+    "CheckpointSection",
+    "ClusterSection",
     "CommandConfig",
     "CommonConfig",
-    "Data",
+    "DataSection",
     "DataSource",
-    "Debug",
-    "Evaluation",
+    "DebugSection",
+    "EvaluationSection",
     "EvaluationJob",
-    "Job",
+    "JobSection",
     "MegatronConfig",
-    "Model",
-    "Notify",
-    "Optimizer",
-    "Parallel",
+    "ModelSection",
+    "NotifySection",
+    "OptimizerSection",
+    "ParallelSection",
     "RunConfig",
     "Section",
-    "Tracking",
-    "Training",
+    "TrackingSection",
+    "TrainingSection",
 ]
 
 
@@ -62,12 +70,12 @@ class RunConfig(CommonConfig):
     """
 
     trainer: Literal["native"] = "native"
-    model: Model
-    data: Data
-    training: Training
-    optimizer: Optimizer
-    checkpoint: Checkpoint
-    parallel: Parallel = Parallel()
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerSection
+    checkpoint: CheckpointSection
+    parallel: ParallelSection = ParallelSection()
 
     @property
     def virtual_stages(self) -> int:
@@ -284,7 +292,7 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _experts(self) -> Self:
-        expert_layout.check(self)
+        expert_layout.check_expert_layout(self)
         return self
 
     @model_validator(mode="after")
@@ -296,7 +304,7 @@ class RunConfig(CommonConfig):
                 f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
                 "training.transformer_impl=transformer_engine, or leave it out"
             )
-        fp8_layout.check(self)
+        fp8_layout.check_fp8_layout(self)
         return self
 
     @model_validator(mode="after")
@@ -390,11 +398,11 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _elastic(self) -> Self:
-        elastic.check(self)
+        elastic.check_elastic(self)
         return self
 
 
-KINDS: dict[str, type[CommonConfig]] = {
+CONFIG_CLASSES: dict[str, type[CommonConfig]] = {
     "native": RunConfig,
     "megatron-lm": MegatronConfig,
     "command": CommandConfig,
@@ -404,4 +412,4 @@ KINDS: dict[str, type[CommonConfig]] = {
 
 def trainers_with(section: str) -> list[str]:
     """The trainers whose runs have this section, or this setting outside of sections."""
-    return [trainer for trainer, kind in KINDS.items() if section in kind.model_fields]
+    return [trainer for trainer, kind in CONFIG_CLASSES.items() if section in kind.model_fields]

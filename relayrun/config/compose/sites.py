@@ -7,21 +7,21 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from relayrun import places
-from relayrun.config.compose import yamlfile
-from relayrun.config.compose.yamlfile import LocatedSettings
-from relayrun.errors import ConfigError, nearest
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.errors import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)
 
-CLUSTER = "CLUSTER"
+CLUSTER_VARIABLE = "CLUSTER"
 """The variable that names the cluster where no config does."""
 
 
-OF_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
+OPTIONS_FROM_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
 """Options that sbatch takes from variables, SBATCH_ACCOUNT and so on."""
-OF_CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
+OTHER_CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """Variables that send Slurm's commands to other clusters."""
-UNHEEDED = {
+IGNORED_VARIABLES = {
     "SBATCH_TIMELIMIT": "job.time",
     "SBATCH_MEM_PER_NODE": "job.mem",
     "SBATCH_GPUS_PER_NODE": "job.gpus_per_node",
@@ -33,20 +33,24 @@ UNHEEDED = {
 """Variables for sbatch that its jobs here do not get, with the setting in their place."""
 
 
-def folders(config: Path | None = None) -> list[Path]:
+def site_folders(config: Path | None = None) -> list[Path]:
     """The folders of the clusters' files: the nearest above a config file, or the project's, then relayrun's own."""
-    above = config.resolve().parents if config is not None else (places.project() / "configs", places.project())
+    above = (
+        config.resolve().parents
+        if config is not None
+        else (places.project_folder() / "configs", places.project_folder())
+    )
     nearest_folder = next((up / "clusters" for up in above if (up / "clusters").is_dir()), None)
-    own = places.shared("configs/clusters")
+    own = places.shared_file("configs/clusters")
     return [own] if nearest_folder in (None, own) else [nearest_folder, own]
 
 
-def names(folders: Sequence[Path]) -> list[str]:
+def site_names(folders: Sequence[Path]) -> list[str]:
     """Names of the clusters that have a file in one of these folders."""
     return sorted({entry.stem for folder in folders for entry in folder.glob("*.yaml")})
 
 
-def read(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSettings:
+def read_site(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSettings:
     """What the file of cluster `name` says. Raises ConfigError, with `where` the name stands, if there is none.
 
     `name` may be the path of a file, too.
@@ -56,27 +60,27 @@ def read(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSet
         places_of_it = [Path(name)]
     file = next((path for path in places_of_it if path.is_file()), None)
     if file is None:
-        known = names(folders)
+        known = site_names(folders)
         raise ConfigError(
             f"unknown cluster {name!r}; there are: {', '.join(known)}",
             where=where,
-            hint=nearest(name, known) or f"name one of them, or write {places_of_it[0]}",
+            hint=did_you_mean(name, known) or f"name one of them, or write {places_of_it[0]}",
         )
-    return yamlfile.read(file)
+    return yaml_file.read_yaml(file)
 
 
-def insert(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
+def insert_site(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
     """Replace a cluster's name in composed settings by what its file says. Raises ConfigError."""
     name = settings.values.get("cluster")
     if isinstance(name, str):
-        cluster = read(name, folders=folders, where=settings.place(("cluster",)))
+        cluster = read_site(name, folders=folders, where=settings.place(("cluster",)))
         settings.values["cluster"] = cluster.values
         settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
 
 
-def of_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def sbatch_options_from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The options of sbatch that variables of a person's shell give."""
-    found = {name: environment.get(f"SBATCH_{name.upper()}", "").strip() for name in OF_ENVIRONMENT}
+    found = {name: environment.get(f"SBATCH_{name.upper()}", "").strip() for name in OPTIONS_FROM_ENVIRONMENT}
     return {name: value for name, value in found.items() if value}
 
 
@@ -88,14 +92,14 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
     cluster, executor = settings.values.get("cluster"), settings.values.get("executor")
     if executor == "local" or (isinstance(cluster, dict) and cluster.get("scheduler") == "local"):
         return
-    for name in OF_CLUSTERS:
+    for name in OTHER_CLUSTER_VARIABLES:
         if environment.get(name):
             raise ConfigError(
                 f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm",
                 where="environment",
                 hint=f"unset {name}; for another cluster, submit from its login node",
             )
-    for name, setting in UNHEEDED.items():
+    for name, setting in IGNORED_VARIABLES.items():
         if environment.get(name):
             log.warning("%s=%s is not heeded: set %s", name, environment[name], setting)
 
@@ -105,7 +109,7 @@ def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]
 
     They hold over the site's defaults, and `--set` over them. Raises ConfigError where the config says another value.
     """
-    for option, value in of_environment(environment).items():
+    for option, value in sbatch_options_from_environment(environment).items():
         variable, own = f"SBATCH_{option.upper()}", settings.values.setdefault("job", {})
         if not isinstance(own, dict):
             return

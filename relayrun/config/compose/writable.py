@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relayrun.config.compose import sites
-from relayrun.errors import INTO_A_FOLDER, ConfigError, refusal_of_url, run_main
+from relayrun.errors import URL_WRITE_HINT, ConfigError, run_main, why_url_is_refused
 
 AnyPath = str | os.PathLike[str]
 
 
-def protected(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
+def read_only_path_of(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
     """The first of `read_only_paths` that `path` is, or lies below, links followed; None where it may be written.
 
     A URL is no path of this machine, and may be written.
@@ -34,13 +34,13 @@ def protected(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
 
 def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_only_paths: Sequence[str]) -> None:
     """Raise ConfigError for the outputs, by their names, that are URLs, or lie where `cluster` allows no writing."""
-    refusals = {name: refusal_of_url(path) for name, path in outputs.items() if path is not None}
+    refusals = {name: why_url_is_refused(path) for name, path in outputs.items() if path is not None}
     if urls := [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]:
-        raise ConfigError("; ".join(urls), hint=INTO_A_FOLDER)
+        raise ConfigError("; ".join(urls), hint=URL_WRITE_HINT)
     found = [
         f"{name}: {os.fspath(path)} lies below {place}"
         for name, path in outputs.items()
-        if path is not None and (place := protected(path, read_only_paths)) is not None
+        if path is not None and (place := read_only_path_of(path, read_only_paths)) is not None
     ]
     if found:
         raise ConfigError(
@@ -51,12 +51,12 @@ def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_
 
 def check_outputs(outputs: Mapping[str, AnyPath | None], environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError as `check_writable` does, for a tool that was given no config."""
-    folders = sites.folders()
-    name = environment.get(sites.CLUSTER, "")
+    folders = sites.site_folders()
+    name = environment.get(sites.CLUSTER_VARIABLE, "")
     if name:
-        found = {name: sites.read(name, folders=folders, where=f"{sites.CLUSTER}={name}").values}
+        found = {name: sites.read_site(name, folders=folders, where=f"{sites.CLUSTER_VARIABLE}={name}").values}
     else:
-        found = {each: sites.read(each, folders=folders, where=None).values for each in sites.names(folders)}
+        found = {each: sites.read_site(each, folders=folders, where=None).values for each in sites.site_names(folders)}
     for each, values in found.items():
         check_writable(outputs, cluster=each, read_only_paths=_texts(values.get("read_only_paths")))
 
@@ -65,11 +65,11 @@ def _texts(value: Any) -> list[str]:
     return [str(entry) for entry in value] if isinstance(value, list) else []
 
 
-def main(paths: Sequence[str]) -> int:
+def check_arguments(paths: Sequence[str]) -> int:
     """Check the paths of a Bash script, before it submits a job. Raises ConfigError."""
     check_outputs({f"argument {number}": path for number, path in enumerate(paths, start=1)})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(lambda: main(sys.argv[1:])))
+    sys.exit(run_main(lambda: check_arguments(sys.argv[1:])))

@@ -7,13 +7,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from relayrun.config.sections.section import Line, NonNegative, Positive, Section
+from relayrun.config.sections.base import NonNegative, Positive, Section, SingleLine
 
 
-class Mirror(Section):
+class MirrorSection(Section):
     """A second place for copies of checkpoints. Each is read back in full before it counts."""
 
-    path: Line
+    path: SingleLine
     """An absolute folder that is there, on another file system than the run, or a URL that fsspec can write below
     (`s3://bucket/ada`; credentials come from the environment); copies lie in PROJECT/NAME below it."""
     keep_last: Positive = 2
@@ -45,7 +45,7 @@ def _url(value: str) -> str:
     return value.rstrip("/")
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """When the state is made durable. A leave (time, signal, trigger, last step) always saves too."""
 
     interval: Positive
@@ -62,7 +62,7 @@ class Checkpoint(Section):
     fully_parallel_load: bool = True
     """Data-parallel replicas divide what they read and send it to each other, so that a load reads what they have in
     common once, not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads all that it needs."""
-    mirror: Mirror | None = None
+    mirror: MirrorSection | None = None
     """Where committed checkpoints are copied to, beside the jobs and by `relayrun checkpoint mirror`; default: nowhere.
     `relayrun checkpoint restore` brings one back."""
     memory_interval: Literal["auto"] | NonNegative = 0

@@ -11,25 +11,25 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.section import Line, Section
+from relayrun.config.sections.base import Section, SingleLine
 from relayrun.errors import ConfigError
 
-Mount = Annotated[Line, Field(pattern=r"^/[^,:]*(:/[^,:]*(:(ro|rw))?)?$")]
+Mount = Annotated[SingleLine, Field(pattern=r"^/[^,:]*(:/[^,:]*(:(ro|rw))?)?$")]
 
 
-class Container(Section):
+class ContainerSection(Section):
     """The container of the ranks, and of every other program of a job but the batch script and its supervisor."""
 
     runtime: Literal["none", "pyxis", "edf", "apptainer"] = "none"
     """`pyxis`: srun's plugin for enroot. `edf`: srun's `--environment` (CSCS), a file or its name. `apptainer`: a
     command before the program."""
-    image: Line | None = None
+    image: SingleLine | None = None
     """`pyxis`: a squashfs file, or a name as enroot takes it. `edf`: the file, or its name in the search path.
     `apptainer`: a .sif file, a folder, or docker://NAME."""
     mounts: list[Mount] = []
     """Folders of the host in the container: `/path`, `/path:/inside`, `/path:/inside:ro`. With `edf`: in its file.
     The folder of relayrun and the run directory are always mounted; data, tokenizers and Python's packages are not."""
-    workdir: Annotated[Line, Field(pattern=r"^/")] | None = None
+    workdir: Annotated[SingleLine, Field(pattern=r"^/")] | None = None
     """Working directory in the container. With `edf`: in its file."""
     writable: bool = False
     """Programs may write into the image's own folders; what they write there is lost. With `edf`: in its file."""
@@ -37,12 +37,12 @@ class Container(Section):
     """The home directory is the host's. With `edf`: in its file."""
     gpus: Literal["nvidia", "rocm", "none"] = "nvidia"
     """For `apptainer`: whose libraries of the host it brings in (`--nv`, `--rocm`)."""
-    options: list[Line] = []
+    options: list[SingleLine] = []
     """Further options: of srun for `pyxis` and `edf`, of `apptainer exec` for `apptainer`."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        given = {name for name, field in Container.model_fields.items() if getattr(self, name) != field.default}
+        given = {name for name, field in ContainerSection.model_fields.items() if getattr(self, name) != field.default}
         if self.runtime == "none":
             if given:
                 raise ValueError(f"{sorted(given)[0]} belongs to a container; set runtime to pyxis, edf or apptainer")
@@ -65,7 +65,7 @@ class Container(Section):
             return []
         found = [f"--container-image={self.image}"]
         if self.mounts:
-            found.append(f"--container-mounts={','.join(_both_sides(mount) for mount in self.mounts)}")
+            found.append(f"--container-mounts={','.join(_mount_sides(mount) for mount in self.mounts)}")
         if self.workdir is not None:
             found.append(f"--container-workdir={self.workdir}")
         found.append("--container-mount-home" if self.mount_home else "--no-container-mount-home")
@@ -87,18 +87,18 @@ class Container(Section):
         workdir = [] if self.workdir is None else ["--pwd", self.workdir]
         return ["apptainer", "exec", *flags, *binds, *workdir, *self.options, self.image]
 
-    def with_mounts(self, paths: Iterable[str]) -> Container:
+    def with_mounts(self, paths: Iterable[str]) -> ContainerSection:
         """This container with these folders of the host, but for those that lie in one of its mounts already."""
         if self.runtime not in ("pyxis", "apptainer"):
             return self
         mounts = list(self.mounts)
         for path in sorted(set(paths)):
-            if not any(_shows(mount, path) for mount in mounts):
+            if not any(_mount_shows(mount, path) for mount in mounts):
                 mounts.append(_checked_mount(path))
         return self.model_copy(update={"mounts": mounts})
 
 
-def _shows(mount: str, path: str) -> bool:
+def _mount_shows(mount: str, path: str) -> bool:
     """Whether the container has `path` by its own name because of `mount`."""
     source, _, rest = mount.partition(":")
     same = source.rstrip("/") == (rest.partition(":")[0] or source).rstrip("/")
@@ -111,6 +111,6 @@ def _checked_mount(path: str) -> str:
     return path
 
 
-def _both_sides(mount: str) -> str:
+def _mount_sides(mount: str) -> str:
     """As pyxis takes a mount: SOURCE:DESTINATION[:FLAGS]."""
     return mount if ":" in mount else f"{mount}:{mount}"

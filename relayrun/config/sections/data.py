@@ -7,9 +7,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from relayrun.config.sections.document_window import DOCUMENT_WINDOW, DocumentWindow
-from relayrun.config.sections.section import NAME, Fraction, Output, Positive, Section
-from relayrun.config.sections.streams import LANES, TOKENS, Source, Stream
+from relayrun.config.sections.base import NAME_PATTERN, Fraction, OutputPath, Positive, Section
+from relayrun.config.sections.document_window import DOCUMENT_WINDOW, DocumentWindowSection
+from relayrun.config.sections.streams import DEFAULT_LANES, TOKEN_SHARDS, SourceKind, StreamSection
 
 MOCK_ORDER = "mock"
 """Name of the order of the data set that `mock_data` makes."""
@@ -18,7 +18,7 @@ FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
 """Names that configs and checkpoints of earlier versions hold."""
 
 
-def _order_of_today(order: str | None) -> str | None:
+def _current_order_name(order: str | None) -> str | None:
     """An order by the name that it has in this version."""
     return order if order is None else FORMER_ORDERS.get(order, order)
 
@@ -33,22 +33,22 @@ class DataSource(Section):
     """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
     order: str | None = None
     """`window`, `document-window`, `megatron` or `module:callable`; default: data.order."""
-    document_window: DocumentWindow | None = None
+    document_window: DocumentWindowSection | None = None
     """How this data set's documents are cut and packed; default: data.document_window."""
-    source: Source = "tokens"
+    source: SourceKind = "tokens"
     """What the files hold: `tokens`, or text that is tokenized as it is read: `parquet`, `jsonl` (also compressed) or
     `arrow`."""
-    stream: Stream | None = None
+    stream: StreamSection | None = None
     """How the text of another source than `tokens` is read, filtered and shuffled."""
     options: dict[str, Any] = {}
     """Options that are handed to a user's own order, which alone reads them."""
     loss_mask: bool = False
     """A user's own order gives a loss mask with its tokens: `read` returns both, or `row` a
-    `relayrun.tokens.order.rows.Row`. Without this a mask ends the run."""
+    `relayrun.tokens.order.rows.SampleRow`. Without this a mask ends the run."""
     edition: Positive = 1
     """Number of the edition, which rises when the files are replaced by others. Set by submit."""
 
-    _named_as_today = field_validator("order")(_order_of_today)
+    _named_as_today = field_validator("order")(_current_order_name)
 
     def identity(self, name: str) -> str:
         """The name under which the data set called `name` is counted: `name`, or `name@2` from edition 2 on."""
@@ -57,19 +57,19 @@ class DataSource(Section):
     @property
     def is_stream(self) -> bool:
         """Whether the data set is text that is tokenized as it is read."""
-        return self.source != TOKENS
+        return self.source != TOKEN_SHARDS
 
     @property
     def paths(self) -> list[str]:
         return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
 
 
-_NOT_MOCKED = ("datasets", "validation", "split", "document_window", "mask_tokens_except")
+_WITHOUT_EFFECT_ON_MOCK_DATA = ("datasets", "validation", "split", "document_window", "mask_tokens_except")
 """What made-up data take the place of."""
 _ORDER = re.compile(r"window|document-window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class Data(Section):
+class DataSection(Section):
     """Which tokens are read, and in which order. Relative paths start at the folder that holds `launchers/`."""
 
     tokenizer: str
@@ -78,10 +78,10 @@ class Data(Section):
     """Take shards that another tokenizer than `tokenizer` made; ids beyond its vocabulary still end the run."""
     datasets: list[str] = []
     """Folders of .bin/.idx shards; links are followed. Short for a mixture of one data set, `train`."""
-    mixture: dict[Annotated[str, Field(pattern=NAME)], DataSource] = {}
+    mixture: dict[Annotated[str, Field(pattern=NAME_PATTERN)], DataSource] = {}
     """Data sets by name. May be given as the name of a YAML or JSON file that holds this, or as `path*,0.3;path*,0.7`.
     A mixture that is changed on a resume goes on in every data set where it was."""
-    validation: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
+    validation: dict[Annotated[str, Field(pattern=NAME_PATTERN)], list[str]] = {}
     """Held-out sets by name, each a list of folders; never part of training. With `order: document-window` their
     documents are cut and packed as `document_window` says, with every other order they are read as with `window`."""
     split: Fraction = 0.0
@@ -89,16 +89,16 @@ class Data(Section):
     order: str = "window"
     """How a data set's windows are cut and shuffled: `window`, without an index; `document-window`, windows that never
     cross a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""
-    document_window: DocumentWindow | None = None
+    document_window: DocumentWindowSection | None = None
     """How data sets of `order: document-window` are cut and packed, where they do not say it themselves."""
-    data_cache_dir: Output | None = None
+    data_cache_dir: OutputPath | None = None
     """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the number
     of rows of `order: document-window`, which is otherwise kept in the run directory."""
-    shard_cache_dir: Output | None = None
+    shard_cache_dir: OutputPath | None = None
     """Folder of each node's own disk through which token shards below URLs are read, block by block; they need one."""
     shard_cache_gb: Annotated[float, Field(ge=0.01)] = 20.0
     """10^9 bytes of that folder, at most, for all ranks of a node together; what was used longest ago leaves it."""
-    lanes: Positive = LANES
+    lanes: Positive = DEFAULT_LANES
     """Lanes of the data sets that are streams: the number of data-parallel replicas must divide it at every resume. Set
     a number with many divisors: 48 replicas take 192, 512 take 512."""
     num_workers: Annotated[int, Field(ge=0, le=1)] = 1
@@ -121,7 +121,7 @@ class Data(Section):
     mock_vocabulary_size: Positive = 128_256
     """Size of the vocabulary of the made-up tokens; the default is Llama 3's."""
 
-    _named_as_today = field_validator("order")(_order_of_today)
+    _named_as_today = field_validator("order")(_current_order_name)
 
     @model_validator(mode="before")
     @classmethod
@@ -130,7 +130,7 @@ class Data(Section):
             return values
         size = values.get("mock_vocabulary_size", cls.model_fields["mock_vocabulary_size"].default)
         source = {"weight": 1.0, "order": MOCK_ORDER, "options": {"vocabulary_size": size}}
-        rest = {name: value for name, value in values.items() if name not in _NOT_MOCKED}
+        rest = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT_ON_MOCK_DATA}
         return rest | {"mixture": {"mock": source}}
 
     @property
@@ -140,10 +140,10 @@ class Data(Section):
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss or dropped
 
     @property
-    def cut_by_document(self) -> dict[str, DocumentWindow]:
+    def cut_by_document(self) -> dict[str, DocumentWindowSection]:
         """How the data sets of `order: document-window` are cut and packed, by name; none of another order."""
         return {
-            name: source.document_window or self.document_window or DocumentWindow()
+            name: source.document_window or self.document_window or DocumentWindowSection()
             for name, source in self.sources.items()
             if (source.order or self.order) == DOCUMENT_WINDOW
         }
@@ -158,12 +158,12 @@ class Data(Section):
         source = self.sources[name]
         if not source.is_stream:
             return {}
-        return {"source": source.source, "data.lanes": self.lanes, **(source.stream or Stream()).record()}
+        return {"source": source.source, "data.lanes": self.lanes, **(source.stream or StreamSection()).record()}
 
     @property
-    def streams(self) -> dict[str, Stream]:
+    def streams(self) -> dict[str, StreamSection]:
         """How the data sets are read that are text, by name."""
-        return {name: source.stream or Stream() for name, source in self.sources.items() if source.is_stream}
+        return {name: source.stream or StreamSection() for name, source in self.sources.items() if source.is_stream}
 
     @property
     def attends_documents(self) -> bool:
@@ -182,12 +182,12 @@ class Data(Section):
         return self.eod_mask_loss or self.mask_tokens_except is not None or masked or bool(self._cuts)
 
     @property
-    def validation_cut(self) -> DocumentWindow | None:
+    def validation_cut(self) -> DocumentWindowSection | None:
         """How the sets of `validation` are cut and packed; None: as with `order: window`."""
-        return (self.document_window or DocumentWindow()) if self.order == DOCUMENT_WINDOW else None
+        return (self.document_window or DocumentWindowSection()) if self.order == DOCUMENT_WINDOW else None
 
     @property
-    def _cuts(self) -> list[DocumentWindow]:
+    def _cuts(self) -> list[DocumentWindowSection]:
         held_out = [self.validation_cut] if self.validation and self.validation_cut is not None else []
         return [*self.cut_by_document.values(), *held_out]
 
@@ -259,7 +259,9 @@ class Data(Section):
         source = self.sources[name]
         if not source.is_stream:
             if source.stream is not None:
-                raise ValueError(f"mixture.{name}: stream belongs to source: parquet, jsonl or arrow, not {TOKENS}")
+                raise ValueError(
+                    f"mixture.{name}: stream belongs to source: parquet, jsonl or arrow, not {TOKEN_SHARDS}"
+                )
             return
         if order not in ("window", DOCUMENT_WINDOW):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from relayrun.config.sections.section import NonNegative, Positive, Section
+from relayrun.config.sections.base import NonNegative, Positive, Section
 
 DOCUMENT_WINDOW = "document-window"
 """Name of the order."""
@@ -14,7 +14,7 @@ DOCUMENT_WINDOW = "document-window"
 Packing = Literal["none", "pad", "split", "greedy", "first_fit", "best_fit"]
 
 
-class DocumentWindow(Section):
+class DocumentWindowSection(Section):
     """How `order: document-window` cuts documents into windows, and fills rows of training.seq_length tokens."""
 
     window: Positive | None = None

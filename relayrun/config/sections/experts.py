@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from relayrun.config.sections.section import NonNegativeFloat, Positive, Section, SomeOf
+from relayrun.config.sections.base import NonEmptyList, NonNegativeFloat, Positive, Section
 
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
 
@@ -14,7 +14,7 @@ class ExpertFields(Section):
 
     num_moe_experts: Positive | None = None
     """Experts of a layer, over all ranks; None: one feed-forward layer, no router."""
-    moe_layer_freq: Positive | SomeOf[Literal[0, 1]] = 1
+    moe_layer_freq: Positive | NonEmptyList[Literal[0, 1]] = 1
     """N: the first layer and every N-th after it has experts, the others one feed-forward layer. A list of 0 and 1, one
     for each layer: 1 has experts."""
     moe_ffn_hidden_size: Positive | None = None
@@ -25,7 +25,7 @@ class ExpertFields(Section):
     """Weigh the output of the shared experts by a gate with weights of its own."""
     moe_shared_expert_overlap: bool = False
     """Compute the shared experts while tokens travel; with moe_token_dispatcher_type alltoall, on GPUs."""
-    moe_router_load_balancing_type: Balancing | SomeOf[Balancing] = "aux_loss"
+    moe_router_load_balancing_type: Balancing | NonEmptyList[Balancing] = "aux_loss"
     """How the router is led to use all experts alike: by a loss over micro-batch, sequence or global batch, by
     assignment (sinkhorn), or not at all. A list: several losses, with as many moe_aux_loss_coeff."""
     moe_router_topk: Positive = 2
@@ -46,7 +46,7 @@ class ExpertFields(Section):
     """Balance by a bias of each expert that is moved after every step (arXiv 2408.15664); with sigmoid."""
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
     """How far an expert's bias moves in a step."""
-    moe_aux_loss_coeff: NonNegativeFloat | SomeOf[NonNegativeFloat] = 0.0
+    moe_aux_loss_coeff: NonNegativeFloat | NonEmptyList[NonNegativeFloat] = 0.0
     """Factor of the balancing loss in the loss that is trained on; 0.01 is usual. A list: one for each loss."""
     moe_z_loss_coeff: NonNegativeFloat | None = None
     """Factor of the loss that keeps the router's scores small; 0.001 is usual, None: no such loss."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from relayrun.config.sections.section import NonNegative, Positive, Section
+from relayrun.config.sections.base import NonNegative, Positive, Section
 
-READ_BY: dict[str, tuple[str, ...]] = {
+FP8_RECIPES_OF_FIELD: dict[str, tuple[str, ...]] = {
     "fp8_margin": ("delayed",),
     "fp8_amax_history_len": ("delayed",),
     "fp8_amax_compute_algo": ("delayed",),
@@ -51,7 +51,7 @@ class Fp8Fields(Section):
     def check_recipe(self) -> None:
         """Raise ValueError for a field that the chosen recipe would not read, or that needs another one."""
         changed = {name for name, field in Fp8Fields.model_fields.items() if getattr(self, name) != field.default}
-        for name, recipes in READ_BY.items():
+        for name, recipes in FP8_RECIPES_OF_FIELD.items():
             if name in changed and self.fp8_recipe not in recipes:
                 raise ValueError(
                     f"{name} does not go with fp8_recipe {self.fp8_recipe}; set fp8_recipe to {' or '.join(recipes)}, "

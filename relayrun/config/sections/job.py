@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.container import Container
+from relayrun.config.sections.base import NAME_PATTERN, NonNegative, Positive, Section, SingleLine, SlurmTime
+from relayrun.config.sections.container import ContainerSection
 from relayrun.config.sections.node_health import NodeHealthLimits
 from relayrun.config.sections.sbatch import SbatchOptions
-from relayrun.config.sections.section import NAME, Line, NonNegative, Positive, Section, SlurmTime
 
 
-class Chain(Section):
+class ChainSection(Section):
     """How one job follows the other."""
 
     auto_requeue: bool = False
@@ -37,7 +37,7 @@ class Chain(Section):
     cannot train is left out, what is less is told. `exclude`: so is one that is slow or short of something, where
     another takes its place."""
     node_health_limits: NodeHealthLimits = NodeHealthLimits()
-    node_health_command: list[Line] = []
+    node_health_command: list[SingleLine] = []
     """A site's own check of a node (program and arguments, no shell), before the first ranks on each node. Exit status
     0: it is well."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
@@ -56,7 +56,7 @@ class Chain(Section):
     """Name or number of the group that may touch triggers; default: the group of the run directory."""
 
 
-class Tracking(Section):
+class TrackingSection(Section):
     """Where the metrics go besides the run directory. W&B is on where WANDB_API_KEY or WANDB_MODE=offline is in the
     environment, under `project` and `name`."""
 
@@ -77,11 +77,11 @@ class Tracking(Section):
     receive of the pipeline. Times are taken on the device, and no rank waits for another."""
 
 
-NSYS_OPTIONS_OF_RELAYRUN = ("--output", "--capture-range", "--capture-range-end")
+RESERVED_NSYS_OPTIONS = ("--output", "--capture-range", "--capture-range-end")
 """Options of nsys that say where the files go and what is recorded, which other settings decide."""
 
 
-class Debug(Section):
+class DebugSection(Section):
     """What helps to find out what is wrong; files go to debug/<attempt>/ of the run directory."""
 
     log_nccl: bool = False
@@ -94,7 +94,7 @@ class Debug(Section):
     """The last iteration that is profiled."""
     profile_ranks: list[NonNegative] = [0]
     """Ranks that are profiled."""
-    nsys_options: list[Annotated[Line, Field(pattern=r"^--[a-z0-9-]+(=.*)?$")]] = []
+    nsys_options: list[Annotated[SingleLine, Field(pattern=r"^--[a-z0-9-]+(=.*)?$")]] = []
     """Further options of `nsys profile`, each `--NAME=VALUE`; one that relayrun gives itself takes the place of its:
     --trace=nvtx,cudnn,cublas,cuda and --sample=none."""
     backup_codebase: bool = False
@@ -105,7 +105,7 @@ class Debug(Section):
     @model_validator(mode="after")
     def _own_options_of_nsys(self) -> Self:
         for option in self.nsys_options:
-            if (name := option.partition("=")[0]) in NSYS_OPTIONS_OF_RELAYRUN:
+            if (name := option.partition("=")[0]) in RESERVED_NSYS_OPTIONS:
                 raise ValueError(
                     f"nsys_options: {name} is relayrun's own; profile_step_start, profile_step_end and "
                     "profile_ranks say what is recorded"
@@ -121,20 +121,20 @@ class Debug(Section):
         return self
 
 
-class Place(Section):
+class JobPlacement(Section):
     """Where a job may run, and what else it asks of sbatch; names are Slurm's."""
 
-    account: Line | None = None
+    account: SingleLine | None = None
     """Account that the job is charged to."""
-    partition: Line | None = None
+    partition: SingleLine | None = None
     """Partition in which the job waits and runs."""
-    qos: Line | None = None
+    qos: SingleLine | None = None
     """Quality of service, a name of the site."""
-    reservation: Line | None = None
+    reservation: SingleLine | None = None
     """Reservation in which the job runs."""
-    constraint: Line | None = None
+    constraint: SingleLine | None = None
     """Features that its nodes must have."""
-    exclude: Line | None = None
+    exclude: SingleLine | None = None
     """Nodes that are left out, as in n[1-3],n7. Bad nodes are left out besides."""
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
     """Memory of each node, as in 64G."""
@@ -156,7 +156,7 @@ class Place(Section):
         return int(self.mem.rstrip("KMGT")) << unit or None
 
 
-class Job(Place):
+class JobSection(JobPlacement):
     """What one job asks of the scheduler; names are Slurm's."""
 
     time: SlurmTime
@@ -174,12 +174,12 @@ class Job(Place):
     """GPUs of each node; 0: training on CPUs."""
     exclusive: bool = False
     """No other job runs on the nodes."""
-    setup: list[Line] = []
+    setup: list[SingleLine] = []
     """Lines of Bash that run on the job's first node before its programs, behind `cluster.modules`. They see the job's
     environment, and change it for the programs. A line that fails ends the chain: it would fail again."""
 
 
-class EvaluationJob(Place):
+class EvaluationJob(JobPlacement):
     """What the job of an evaluation asks of the scheduler: one node, one task. What is left out is as in `job`."""
 
     time: SlurmTime = "01:00:00"
@@ -190,13 +190,13 @@ class EvaluationJob(Place):
     """GPUs of the evaluation's job; default: one where the run's jobs have GPUs."""
 
 
-PLACEHOLDERS_OF_EVALUATIONS = ("model", "results", "checkpoint", "iteration", "checkpoints", "run_dir", "python")
+EVALUATION_PLACEHOLDERS = ("model", "results", "checkpoint", "iteration", "checkpoints", "run_dir", "python")
 """What an evaluation job fills in where it stands in braces in its commands."""
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_WHAT = {"model": "folder that it makes", "results": "file that it writes"}
+_PLACEHOLDER_PATTERN = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER_MEANING = {"model": "folder that it makes", "results": "file that it writes"}
 
 
-class Evaluation(Section):
+class EvaluationSection(Section):
     """Checkpoints that are exported to Hugging Face's form and evaluated, each in a job of its own beside the chain."""
 
     interval: Positive
@@ -204,11 +204,11 @@ class Evaluation(Section):
     tasks: list[str] = []
     """Tasks of lm-evaluation-harness (extra `evaluation`); none: `command`, or the mean loss on the validation sets,
     which trainer native alone has."""
-    command: list[Line] = []
+    command: list[SingleLine] = []
     """A program of your own in the place of `tasks`, word by word, without a shell: it scores the folder `{model}`, one
     of transformers, and writes a JSON object of numbers by task and metric to `{results}`. Filled in, too:
     `{checkpoint}`, `{iteration}`, `{checkpoints}`, `{run_dir}`, `{python}`."""
-    convert: list[Line] = []
+    convert: list[SingleLine] = []
     """Where the trainer is not native: a program that makes the folder `{model}` of the checkpoint `{checkpoint}`, with
     the same names filled in. Without it the checkpoint is such a folder itself."""
     include_path: str | None = None
@@ -230,22 +230,22 @@ class Evaluation(Section):
         if self.tasks and self.command:
             raise ValueError("tasks and command are two ways to a score; set one of them")
         for name, words, needed in (("convert", self.convert, "model"), ("command", self.command, "results")):
-            found = [each[1] for word in words for each in _PLACEHOLDER.finditer(word)]
+            found = [each[1] for word in words for each in _PLACEHOLDER_PATTERN.finditer(word)]
             if words and needed not in found:
-                raise ValueError(f"{name} needs {{{needed}}}, the {_WHAT[needed]}, among its words")
+                raise ValueError(f"{name} needs {{{needed}}}, the {_PLACEHOLDER_MEANING[needed]}, among its words")
             for each in found:
-                near = difflib.get_close_matches(each, PLACEHOLDERS_OF_EVALUATIONS, n=1, cutoff=0.7)
-                if each not in PLACEHOLDERS_OF_EVALUATIONS and near:
+                near = difflib.get_close_matches(each, EVALUATION_PLACEHOLDERS, n=1, cutoff=0.7)
+                if each not in EVALUATION_PLACEHOLDERS and near:
                     raise ValueError(f"{name}: {{{each}}} is not filled in; did you mean {{{near[0]}}}?")
         return self
 
 
-class Cluster(Section):
+class ClusterSection(Section):
     """What a site needs; a file of configs/clusters/."""
 
-    name: Annotated[str, Field(pattern=NAME)]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Name of the site."""
-    not_checked: list[Line] = []
+    not_checked: list[SingleLine] = []
     """What of its site file could not be read in the site's documentation. `relayrun check` names it."""
     scheduler: Literal["slurm", "local"]
     """`slurm`, or `local` for jobs one after the other on this machine."""
@@ -253,28 +253,28 @@ class Cluster(Section):
     """Defaults of the `job` section at this site (account, partition, ...)."""
     notify: dict[str, Any] = {}
     """Defaults of the `notify` section at this site."""
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Line] = {}
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], SingleLine] = {}
     """Variables of every rank. They override relayrun's own defaults. Never put secrets here."""
-    modules: list[Line] = []
+    modules: list[SingleLine] = []
     """`module load` names, loaded in the batch script."""
-    srun_options: list[Line] = []
+    srun_options: list[SingleLine] = []
     """Options of srun alone, for example `--mpi=none`."""
-    container: Container = Container()
+    container: ContainerSection = ContainerSection()
     """What ranks, evaluations and tokenization run in."""
-    command_prefix: list[Line] = []
+    command_prefix: list[SingleLine] = []
     """Put before the program of every rank, in the container, for example `numactl --membind=0-3`."""
-    python: Line | None = None
+    python: SingleLine | None = None
     """Python of the ranks, in the container; default without a container: the one that submits."""
     transformer_engine: bool = False
     """TransformerEngine is installed where the ranks run (in the container)."""
-    host_python: Line = "python3"
+    host_python: SingleLine = "python3"
     """Python of the batch script, 3.11 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
     """Nothing may be written below these."""
-    purge_days: dict[Line, Annotated[float, Field(gt=0)]] = {}
+    purge_days: dict[SingleLine, Annotated[float, Field(gt=0)]] = {}
     """Folders whose files the site removes, each with the days without use after which it does, for example
     `{/scratch: 30}`. `relayrun check`, `status` and `sentinel` tell before the newest checkpoint or data go."""
-    quota_command: list[Line] = []
+    quota_command: list[SingleLine] = []
     """Program and arguments that say the quota where `lfs quota` and `quota` do not; `{path}` becomes the run's folder
     of checkpoints, `{user}` the user's number. It prints `{"used": BYTES, "limit": BYTES}` (and `used_files`,
     `limit_files`), or a table as `quota` does. `status`, `sentinel` and notices tell before it is full."""
@@ -284,7 +284,7 @@ class Cluster(Section):
     """Model TFLOP/s that a GPU is taken to reach until a run of the same shape has been measured; None: not known."""
     cost_per_node_hour: Annotated[float, Field(gt=0)] | None = None
     """What an hour of one node costs, for `relayrun check`."""
-    currency: Line = ""
+    currency: SingleLine = ""
     """Unit of cost_per_node_hour, for example CHF."""
     node_mtbf_hours: Annotated[float, Field(gt=0)] | None = None
     """Mean hours between failures of one node; a run's own failures count instead, where it has had any."""

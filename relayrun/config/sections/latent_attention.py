@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from relayrun.config.sections.section import Positive, Section
+from relayrun.config.sections.base import Positive, Section
 
 
 class LatentAttentionFields(Section):

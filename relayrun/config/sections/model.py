@@ -6,11 +6,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.section import Fraction, ImportPath, Positive, Section
-from relayrun.config.sections.transformer import Transformer
+from relayrun.config.sections.base import Fraction, ImportPath, Positive, Section
+from relayrun.config.sections.transformer import TransformerSection
 
 
-class Model(Section):
+class ModelSection(Section):
     """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783); and what `transformer`
     makes of it."""
 
@@ -45,7 +45,7 @@ class Model(Section):
     mapping: ImportPath | None = None
     """Import path of a mapping of your own, `package.module:name`: which class of transformers the model is, and what
     its weights are called there, for exports and evaluations (docs/export.md). None: the built-in one that fits."""
-    transformer: Transformer = Transformer()
+    transformer: TransformerSection = TransformerSection()
     spec: ImportPath | None = None
     """`module:function`, a function of your own that gets megatron-core's TransformerConfig and returns the layers
     (ModuleSpec), the block (TransformerBlockSubmodules) or the whole model (a module), see docs/own-code.md."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relayrun.config.sections.section import NonNegative, NonNegativeFloat, Section
+from relayrun.config.sections.base import NonNegative, NonNegativeFloat, Section
 
 
 class NodeHealthLimits(Section):

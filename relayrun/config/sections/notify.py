@@ -7,14 +7,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.section import NAME, Line, NonNegative, Positive, Section
+from relayrun.config.sections.base import NAME_PATTERN, NonNegative, Positive, Section, SingleLine
 
 Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation"]
 EVENTS: tuple[Event, ...] = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
 
-HINT = "secrets come from the environment alone: export it as a variable where you submit, and write ${VARIABLE} for it"
+SECRET_HINT = (
+    "secrets come from the environment alone: export it as a variable where you submit, and write ${VARIABLE} for it"
+)
 
-VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+VARIABLE_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 """What stands in a URL for a variable of the environment; its group is the name."""
 _PUBLIC = ("mailto", "mailtos", "json", "jsons", "http", "https", "ntfy", "ntfys")
 """Schemes of URLs that may have no secret part."""
@@ -33,10 +35,10 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 class NotifyTarget(Section):
     """Somebody who is told: a URL, or a command of your own."""
 
-    url: Line | None = None
+    url: SingleLine | None = None
     """Where to: mailto://SERVER?to=NAME@DOMAIN, json://HOST/PATH, https://... (webhooks), or any that apprise knows.
     ${VARIABLE} stands for what the environment says; nothing secret may stand here."""
-    command: list[Line] = []
+    command: list[SingleLine] = []
     """Your own program and its arguments; it reads subject, an empty line and body. Nothing secret may stand here."""
     events: list[Event] | None = None
     """What this target is told of; default: notify.events."""
@@ -48,16 +50,16 @@ class NotifyTarget(Section):
         what = None if self.url is None else secret_in(self.url)
         what = next(filter(None, map(_secret_argument, self.command)), what)
         if what is not None:
-            raise ValueError(f"holds {what}; {HINT}")
-        if self.url is not None and not VARIABLE.match(self.url) and "://" not in self.url:
+            raise ValueError(f"holds {what}; {SECRET_HINT}")
+        if self.url is not None and not VARIABLE_PATTERN.match(self.url) and "://" not in self.url:
             raise ValueError("is no URL; write SCHEME://..., or ${VARIABLE} for one that the environment holds")
         return self
 
 
-class Notify(Section):
+class NotifySection(Section):
     """Who is told when something happens to the run: one message of a cause an hour."""
 
-    targets: dict[Annotated[str, Field(pattern=NAME)], NotifyTarget] = {}
+    targets: dict[Annotated[str, Field(pattern=NAME_PATTERN)], NotifyTarget] = {}
     """Who is told, by a name of your choice. None: nobody."""
     events: list[Event] = list(EVENTS)
     """What the targets are told of: chain stopped, attempts failed, hang, stalled (no durable progress), anomaly of the
@@ -75,7 +77,7 @@ def secret_in(url: str) -> str | None:
     scheme, _, rest = url.partition("://")
     if _WEBHOOK.match(rest) and "$" not in rest:
         return "the address of a chat's webhook, which is its key"
-    bare = VARIABLE.sub("$", rest)
+    bare = VARIABLE_PATTERN.sub("$", rest)
     if _KNOWN.search(url):
         return "a token"
     address, _, query = bare.partition("?")
@@ -117,6 +119,6 @@ def _is_random(word: str) -> bool:
     return runs >= 5 or (len(word) >= 16 and runs >= 3)
 
 
-def may_be_repeated(location: tuple[str, ...]) -> bool:
+def may_be_shown(location: tuple[str, ...]) -> bool:
     """Whether an error may repeat the value of the setting at `location`, which may be a secret in the wrong place."""
     return "notify" not in location[:2]

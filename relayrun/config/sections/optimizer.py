@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.section import Fraction, ImportPath, NonNegative, Positive, Section
+from relayrun.config.sections.base import Fraction, ImportPath, NonNegative, Positive, Section
 
 StateType = Literal["fp32", "fp16", "bf16", "fp8"]
 
@@ -29,7 +29,7 @@ class OptimizerGroup(Section):
         return self
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """Adam with decoupled weight decay, or another optimizer, and the learning rate's way. Names as in Megatron's
     arguments."""
 

@@ -6,10 +6,10 @@ from typing import Self
 
 from pydantic import model_validator
 
-from relayrun.config.sections.section import NonNegative, Positive, Section
+from relayrun.config.sections.base import NonNegative, Positive, Section
 
 
-class Parallel(Section):
+class ParallelSection(Section):
     """How the model is split over ranks; what is left of the ranks is data-parallel."""
 
     tensor_model_parallel_size: Positive = 1

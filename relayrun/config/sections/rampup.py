@@ -19,7 +19,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class BatchSizeStage:
     """A batch size, from a number of consumed samples on."""
 
     first: int
@@ -30,7 +30,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SameSizeIterations:
     """Iterations of one size, one after the other."""
 
     iteration: int
@@ -49,7 +49,7 @@ class BatchSizes:
     def __init__(self, global_batch_size: int, rampup: Sequence[Any] | None = None) -> None:
         self.global_batch_size = global_batch_size
         self.rampup = rampup
-        self.stages = _stages(global_batch_size, rampup)
+        self.stages = _batch_size_stages(global_batch_size, rampup)
         self._firsts = [stage.first for stage in self.stages]
 
     def __eq__(self, other: object) -> bool:
@@ -62,33 +62,37 @@ class BatchSizes:
         """Samples of the iteration that begins with `consumed_samples` consumed."""
         return self.stages[bisect_right(self._firsts, consumed_samples) - 1].size
 
-    def stages_from(self, consumed_samples: int) -> tuple[Stage, ...]:
+    def stages_from(self, consumed_samples: int) -> tuple[BatchSizeStage, ...]:
         """The stages that an iteration at or after this sample can have."""
         return self.stages[bisect_right(self._firsts, consumed_samples) - 1 :]
 
-    def indivisible(self, by: int, consumed_samples: int = 0) -> Stage | None:
+    def indivisible(self, by: int, consumed_samples: int = 0) -> BatchSizeStage | None:
         """The first stage still to come whose size is no multiple of `by`."""
         return next((stage for stage in self.stages_from(consumed_samples) if stage.size % by), None)
 
-    def runs(self, iteration: int, consumed_samples: int) -> list[Run]:
+    def runs(self, iteration: int, consumed_samples: int) -> list[SameSizeIterations]:
         """All iterations from this one on, by size; the last run has no end. Short stages may be missing."""
         found = []
         for stage, after in pairwise(self.stages):
             if consumed_samples < after.first:
-                found.append(Run(iteration=iteration, consumed_samples=consumed_samples, size=stage.size))
+                found.append(
+                    SameSizeIterations(iteration=iteration, consumed_samples=consumed_samples, size=stage.size)
+                )
                 steps = -((consumed_samples - after.first) // stage.size)
                 iteration += steps
                 consumed_samples += steps * stage.size
-        found.append(Run(iteration=iteration, consumed_samples=consumed_samples, size=self.global_batch_size))
+        found.append(
+            SameSizeIterations(iteration=iteration, consumed_samples=consumed_samples, size=self.global_batch_size)
+        )
         return found
 
     def reaches(self, samples: int) -> int:
         """Iterations done when a run that has these sizes from its beginning has consumed this many samples."""
-        return Leg(0, 0, self).reaches(samples)
+        return IterationRange(0, 0, self).reaches(samples)
 
     def consumed_by(self, iteration: int) -> int:
         """Samples that a run which has these sizes from its beginning has consumed after so many iterations."""
-        return Leg(0, 0, self).consumed(iteration)
+        return IterationRange(0, 0, self).consumed(iteration)
 
     def to_json(self) -> dict[str, Any]:
         return {"global_batch_size": self.global_batch_size, "rampup_batch_size": self.rampup}
@@ -99,7 +103,7 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class Leg:
+class IterationRange:
     """Iterations of one config, without a gap between their samples."""
 
     iteration: int
@@ -109,7 +113,7 @@ class Leg:
     sizes: BatchSizes
 
     @cached_property
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[SameSizeIterations]:
         return self.sizes.runs(self.iteration, self.consumed_samples)
 
     def consumed(self, iteration: int) -> int:
@@ -124,19 +128,21 @@ class Leg:
         return run.iteration + max(0, -((run.consumed_samples - samples) // run.size))
 
 
-def _stages(last: int, rampup: Sequence[Any] | None) -> tuple[Stage, ...]:
+def _batch_size_stages(last: int, rampup: Sequence[Any] | None) -> tuple[BatchSizeStage, ...]:
     if rampup is None:
-        return (Stage(first=0, size=last),)
-    if not _numbers(rampup) and not (rampup and all(_numbers(part) and len(part) == 2 for part in rampup)):
+        return (BatchSizeStage(first=0, size=last),)
+    if not _are_positive_integers(rampup) and not (
+        rampup and all(_are_positive_integers(part) and len(part) == 2 for part in rampup)
+    ):
         raise ValueError(
             f"{rampup!r} is neither [start, increment, samples] nor [[size, samples], ...], all integers above 0"
         )
-    if not _numbers(rampup):
+    if not _are_positive_integers(rampup):
         ends = [samples for _, samples in rampup]
         if any(a >= b for a, b in pairwise(ends)):
             raise ValueError(f"the samples at which its stages end must rise, not be {ends}")
         sizes = [*(size for size, _ in rampup), last]
-        return tuple(Stage(first=first, size=size) for first, size in zip([0, *ends], sizes, strict=True))
+        return tuple(BatchSizeStage(first=first, size=size) for first, size in zip([0, *ends], sizes, strict=True))
     if len(rampup) != 3:
         raise ValueError(f"[start, increment, samples] has 3 numbers, not {len(rampup)}")
     start, increment, samples = rampup
@@ -144,10 +150,10 @@ def _stages(last: int, rampup: Sequence[Any] | None) -> tuple[Stage, ...]:
         raise ValueError(f"start {start} must be below global_batch_size {last} by a multiple of increment {increment}")
     count = (last - start) // increment
     by_first = {-(-number * samples // count): start + number * increment for number in range(count + 1)}
-    return tuple(Stage(first=first, size=size) for first, size in by_first.items())
+    return tuple(BatchSizeStage(first=first, size=size) for first, size in by_first.items())
 
 
-def _numbers(value: object) -> bool:
+def _are_positive_integers(value: object) -> bool:
     return (
         isinstance(value, list | tuple)
         and bool(value)

@@ -12,12 +12,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from relayrun.config.sections.section import one_line
+from relayrun.config.sections.base import one_line
 
-Value = bool | int | str
+SbatchValue = bool | int | str
 """`true`: the option without a value; `false`: not this option, although the site's file gives it."""
 
-INSTEAD = {
+SETTINGS_INSTEAD = {
     "job-name": "it follows from project and name",
     "time": "set job.time",
     "nodes": "set job.nodes",
@@ -62,12 +62,12 @@ INSTEAD = {
 """Options that relayrun sets itself, or cannot hand on, and what to do instead."""
 
 
-def _handed_on(options: dict[str, Value]) -> dict[str, Value]:
+def _checked_sbatch_options(options: dict[str, SbatchValue]) -> dict[str, SbatchValue]:
     for name, value in options.items():
-        if not _NAME.fullmatch(name):
+        if not _SBATCH_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no long name of an option of sbatch, as in mail-type")
-        if name in INSTEAD:
-            raise ValueError(f"{name} is relayrun's own: {INSTEAD[name]}")
+        if name in SETTINGS_INSTEAD:
+            raise ValueError(f"{name} is relayrun's own: {SETTINGS_INSTEAD[name]}")
         if value == "":
             raise ValueError(f"{name} has no value; write `true` for an option without one")
         if isinstance(value, str):
@@ -75,11 +75,11 @@ def _handed_on(options: dict[str, Value]) -> dict[str, Value]:
     return options
 
 
-_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_SBATCH_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
-SbatchOptions = Annotated[dict[str, Value], AfterValidator(_handed_on)]
+SbatchOptions = Annotated[dict[str, SbatchValue], AfterValidator(_checked_sbatch_options)]
 
 
-def script_options(given: Mapping[str, Value]) -> dict[str, str | None]:
+def sbatch_script_options(given: Mapping[str, SbatchValue]) -> dict[str, str | None]:
     """What stands in the job's script: each option with its value, None where it has none."""
     return {name: None if value is True else str(value) for name, value in given.items() if value is not False}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from relayrun.errors import ConfigError
 
 
-def check_setup(lines: Sequence[str], *, where: str) -> None:
+def check_setup_lines(lines: Sequence[str], *, where: str) -> None:
     """Raise ConfigError, with Bash's own words, for lines that are no Bash. Nothing of them runs."""
     if not lines:
         return

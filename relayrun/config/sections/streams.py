@@ -10,26 +10,26 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.sections import row_filter
-from relayrun.config.sections.section import ImportPath, NonNegative, Positive, Section
+from relayrun.config.sections.base import ImportPath, NonNegative, Positive, Section
 
-TOKENS = "tokens"
-Source = Literal["tokens", "parquet", "jsonl", "arrow"]
+TOKEN_SHARDS = "tokens"
+SourceKind = Literal["tokens", "parquet", "jsonl", "arrow"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 
-LANES = 64
+DEFAULT_LANES = 64
 """Lanes of a run, where nothing else is said."""
 
 
-def _condition(text: str) -> str:
-    row_filter.parse(text)
+def _checked_row_filter(text: str) -> str:
+    row_filter.parse_row_condition(text)
     return text
 
 
-Filter = Annotated[str, AfterValidator(_condition)]
+RowFilter = Annotated[str, AfterValidator(_checked_row_filter)]
 """A condition on rows, see `row_filter`."""
 
 
-class Limit(Section):
+class StreamLimit(Section):
     """A part of a data set, for a trial."""
 
     nb_files: Positive | None = None
@@ -49,7 +49,7 @@ class Limit(Section):
         return self
 
 
-class Stream(Section):
+class StreamSection(Section):
     """How a data set of text is read, filtered and shuffled. All but `nb_prefetch` decides the samples."""
 
     column: str = "text"
@@ -66,9 +66,9 @@ class Stream(Section):
     """Seed of all shuffles of the data set; default: training.seed."""
     nb_epochs: Positive | None = None
     """How often the data set is read; a run that asks for more ends with an error. Default: for ever."""
-    partition_filters: Filter | None = None
+    partition_filters: RowFilter | None = None
     """Files that are read: a condition on the parts `name=value` of their paths."""
-    filters: Filter | None = None
+    filters: RowFilter | None = None
     """Rows that are read: a condition on the columns of parquet files, or on the names of lines of JSON (one that a
     line lacks is null), before everything else."""
     on_error: OnError = "fail"
@@ -87,7 +87,7 @@ class Stream(Section):
     """A user's own function of a row, a dict of the column of the text and `extra_columns`: it returns the text to
     train on, or None to leave the row out. It comes behind all filters, runs in the ranks, and must always give the
     same for a row."""
-    limit: Limit | None = None
+    limit: StreamLimit | None = None
     """A part of the files, fragments or rows, for a trial."""
     shuffle_buffer: NonNegative = 10_000
     """Rows among which rows are shuffled, over all lanes; a lane shuffles its share, or 256 rows where that is more, as

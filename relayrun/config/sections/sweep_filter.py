@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+_SWEEP_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -22,14 +22,14 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_CALCULATE: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_SWEEP_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-_USUAL = "write, for example: optimizer.lr * training.global_batch_size <= 0.02"
-_LONGEST = 1000
+_SWEEP_EXAMPLE = "write, for example: optimizer.lr * training.global_batch_size <= 0.02"
+_MAX_FILTER_LENGTH = 1000
 
 
 class SweepFilter:
@@ -41,11 +41,11 @@ class SweepFilter:
 
     def __init__(self, text: str) -> None:
         try:
-            if len(text) > _LONGEST:
+            if len(text) > _MAX_FILTER_LENGTH:
                 raise ValueError
             self._tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise ValueError(f"{text[:80]!r} is no condition; {_USUAL}") from None
+            raise ValueError(f"{text[:80]!r} is no condition; {_SWEEP_EXAMPLE}") from None
         self._check(self._tree)
 
     def holds(self, setting: Callable[[str], Any]) -> bool:
@@ -69,7 +69,7 @@ class SweepFilter:
                     if isinstance(sign, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
                         for each in right.elts:
                             self._check_value(each)
-                    elif type(sign) in _COMPARE:
+                    elif type(sign) in _SWEEP_COMPARISONS:
                         self._check_value(right)
                     else:
                         raise _wrong(right, "is no list of constants")
@@ -78,7 +78,7 @@ class SweepFilter:
 
     def _check_value(self, node: ast.expr) -> None:
         match node:
-            case ast.BinOp(left, sign, right) if type(sign) in _CALCULATE:
+            case ast.BinOp(left, sign, right) if type(sign) in _SWEEP_OPERATORS:
                 self._check_value(left)
                 self._check_value(right)
             case ast.UnaryOp(ast.USub(), inner):
@@ -86,7 +86,7 @@ class SweepFilter:
             case ast.Constant(str() | bool() | int() | float() | None):
                 pass
             case _:
-                _name(node)
+                _setting_name(node)
 
     def _condition(self, node: ast.expr, setting: Callable[[str], Any]) -> bool:
         match node:
@@ -105,7 +105,7 @@ class SweepFilter:
             else:
                 right = self._value(other, setting)
                 try:
-                    held = _COMPARE[type(sign)](left, right)
+                    held = _SWEEP_COMPARISONS[type(sign)](left, right)
                 except TypeError:
                     raise ValueError(f"{left!r} and {right!r} cannot be compared: `{ast.unparse(node)}`") from None
             if not held:
@@ -122,10 +122,10 @@ class SweepFilter:
             case ast.BinOp(left, sign, right):
                 values = self._number(left, setting), self._number(right, setting)
                 try:
-                    return _CALCULATE[type(sign)](*values)
+                    return _SWEEP_OPERATORS[type(sign)](*values)
                 except (ZeroDivisionError, OverflowError) as error:
                     raise ValueError(f"`{ast.unparse(node)}`: {error}") from None
-        return setting(_name(node))
+        return setting(_setting_name(node))
 
     def _number(self, node: ast.expr, setting: Callable[[str], Any]) -> int | float:
         value = self._value(node, setting)
@@ -134,14 +134,14 @@ class SweepFilter:
         return value
 
 
-def _name(node: ast.expr) -> str:
+def _setting_name(node: ast.expr) -> str:
     match node:
         case ast.Name(name):
             return name
         case ast.Attribute(inner, name):
-            return f"{_name(inner)}.{name}"
+            return f"{_setting_name(inner)}.{name}"
     raise _wrong(node, "is no setting and no constant")
 
 
 def _wrong(node: ast.expr, what: str) -> ValueError:
-    return ValueError(f"`{ast.unparse(node)}` {what}; {_USUAL}")
+    return ValueError(f"`{ast.unparse(node)}` {what}; {_SWEEP_EXAMPLE}")

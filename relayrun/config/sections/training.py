@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from relayrun.config.sections.base import ImportPath, NonNegative, Positive, Section
 from relayrun.config.sections.rampup import BatchSizes
-from relayrun.config.sections.section import ImportPath, NonNegative, Positive, Section
 from relayrun.errors import ConfigError
 
 LossMean = Literal["micro_batch", "sample", "token"]
 
-LOSS_MEAN_BEFORE: LossMean = "sample"
+FORMER_LOSS_MEAN: LossMean = "sample"
 """The mean of runs that began before `training.loss_mean` was there: their revisions do not name one."""
 
 
@@ -30,7 +30,7 @@ class HookEntry(Section):
         return {"hook": value} if isinstance(value, str) else value
 
 
-class Training(Section):
+class TrainingSection(Section):
     """How long and in which batches."""
 
     steps: Positive

@@ -11,16 +11,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from relayrun.config.sections.base import NonEmptyList, NonNegative, NonNegativeFloat, Positive, Section
 from relayrun.config.sections.experts import ExpertFields
 from relayrun.config.sections.fp8 import Fp8Fields
 from relayrun.config.sections.latent_attention import LatentAttentionFields
-from relayrun.config.sections.section import NonNegative, NonNegativeFloat, Positive, Section, SomeOf
 
-OF_A_LLAMA = frozenset({"normalization", "gated_linear_unit", "activation_func", "add_bias_linear"})
+LLAMA_DEFAULTS = frozenset({"normalization", "gated_linear_unit", "activation_func", "add_bias_linear"})
 """Fields whose defaults are those of a Llama, where Megatron's are those of a GPT-2."""
 NEEDS_TRANSFORMER_ENGINE = frozenset({"fp8", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"})
 """Fields that only layers of TransformerEngine have."""
-NOT_OF_THE_WEIGHTS = frozenset(
+NOT_SAVED_WITH_WEIGHTS = frozenset(
     {
         "embedding_init_method_std",
         "clone_scatter_output_in_embedding",
@@ -41,7 +41,7 @@ NOT_OF_THE_WEIGHTS = frozenset(
 model with these weights computes depend on them, but how it is trained, or how exactly."""
 
 
-class Transformer(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
+class TransformerSection(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
     """Any other setting of megatron-core's TransformerConfig, by its name there. What is not named is as in a Llama."""
 
     kv_channels: Positive | None = None
@@ -61,10 +61,10 @@ class Transformer(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
     window_size: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = None
     """Sliding window: [N, 0] lets a token see the N tokens before it, and itself; None: all before it. Mistral's and
     Qwen's sliding_window W counts the token itself: [W - 1, 0]."""
-    window_attn_skip_freq: Positive | SomeOf[Literal[0, 1]] | None = None
+    window_attn_skip_freq: Positive | NonEmptyList[Literal[0, 1]] | None = None
     """N: every N-th layer sees all tokens, the others those in window_size. A list of 0 and 1, one for each layer:
     1 has the window. None: all have."""
-    no_rope_freq: Positive | SomeOf[Literal[0, 1]] | None = None
+    no_rope_freq: Positive | NonEmptyList[Literal[0, 1]] | None = None
     """N: every N-th layer goes without rotary positions. A list of 0 and 1, one for each layer: 1 goes without."""
     rotary_interleaved: bool = False
     """Rotate neighbouring channels with each other (RoFormer), not the halves of a head (Llama)."""
@@ -99,7 +99,7 @@ class Transformer(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
     @property
     def of_the_weights(self) -> dict[str, Any]:
         """What the shapes of weights or what is computed with them depends on, where it is not at its default."""
-        return {name: value for name, value in self.model_dump().items() if name not in NOT_OF_THE_WEIGHTS}
+        return {name: value for name, value in self.model_dump().items() if name not in NOT_SAVED_WITH_WEIGHTS}
 
     @model_serializer(mode="wrap")
     def _not_at_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

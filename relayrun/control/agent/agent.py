@@ -19,37 +19,37 @@ from functools import partial
 from pathlib import Path
 
 from relayrun.control.agent import rank_environment, requests, sections
-from relayrun.control.agent.aside import Aside
-from relayrun.control.agent.coordinator import FAILED
-from relayrun.control.agent.heard import BEAT_SECONDS
-from relayrun.control.agent.lines import Lines, Message
-from relayrun.control.agent.memory import PLACE, forget, held, make_folder
-from relayrun.control.agent.node_facts import Facts
-from relayrun.control.agent.own_health import OwnHealth
-from relayrun.control.agent.reception import Reception
-from relayrun.control.agent.server import ForkServer
+from relayrun.control.agent.background_work import BackgroundWork
+from relayrun.control.agent.connections import AgentConnections
+from relayrun.control.agent.coordinator import EXIT_FAILED
+from relayrun.control.agent.heard import AGENT_BEAT_SECONDS
+from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.memory_copies import SHARED_MEMORY, make_memory_folder, read_copies, remove_copies
+from relayrun.control.agent.node_facts import NodeFacts
+from relayrun.control.agent.own_health import LocalNodeHealth
+from relayrun.control.agent.server import RankServerProcess
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.node_health import HealthPlan
-from relayrun.control.rundir.records import Failure
+from relayrun.control.rundir.records import RankFailure
 from relayrun.control.scheduler import leftover
 from relayrun.control.scheduler.tasks import free_port
 from relayrun.files import remove_leftovers
 
-HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """Signals that are for the ranks, whatever the program; its own come to these."""
-MARK = "RELAYRUN_AGENT"
+MARK_VARIABLE = "RELAYRUN_AGENT"
 """Marks what the ranks of one agent start, so that nothing of it lives on beside the next round."""
-ENVIRONMENT = {
+FORK_SERVER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's: the server must have one thread, as a fork has no other
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
     "TORCH_GLOO_LAZY_INIT": "1",  # a group connects the ranks that talk, not all with all: the longest part of a round
 }
 """What a server that forks and its ranks have."""
-WRITE_SECONDS = 10.0
+ERROR_WRITE_SECONDS = 10.0
 """How long the words of a server that could not import may take to be written down."""
 
 
-class Agent:
+class NodeAgent:
     """One node of an attempt.
 
     Args:
@@ -75,11 +75,11 @@ class Agent:
         place: int | None,
         ranks_per_node: int,
         server: Sequence[str],
-        defaults: Mapping[str, str] = ENVIRONMENT,
+        defaults: Mapping[str, str] = FORK_SERVER_ENVIRONMENT,
         arguments: Sequence[str],
-        upward: Lines,
+        upward: MessageSocket,
         keep_address: bool = False,
-        handed_on: Collection[signal.Signals] = HANDED_ON,
+        handed_on: Collection[signal.Signals] = FORWARDED_SIGNALS,
         leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
         health: HealthPlan | None = None,
         last_words: Callable[[int], str] | None = None,
@@ -88,7 +88,7 @@ class Agent:
     ) -> None:
         self._handed_on, self._leave_signals, self._last_words = handed_on, leave_signals, last_words
         self._attempt, self._hello, self._say = attempt, hello, say
-        self._ranks_per_node, self._ranks = ranks_per_node, numbers(place, ranks_per_node)
+        self._ranks_per_node, self._ranks = ranks_per_node, ranks_of_node(place, ranks_per_node)
         self._world_size = 0
         self._keep_address = keep_address
         self.orphaned = False
@@ -100,7 +100,7 @@ class Agent:
         self._mark = f"{os.getpid()}-{time.time_ns()}"
         self._memory: Path | None = None
         """Where the ranks keep copies of their state."""
-        self._server: ForkServer | None = None
+        self._server: RankServerProcess | None = None
         self._unable = ""
         """What the server said of imports that failed."""
         self._import_seconds = import_seconds
@@ -115,15 +115,15 @@ class Agent:
         self._watch = selectors.DefaultSelector()
         self._watch.register(upward, selectors.EVENT_READ, self._from_coordinator)
         self._code: int | None = None
-        self._aside = Aside(self._watch)
-        self._health: OwnHealth | None = None
+        self._aside = BackgroundWork(self._watch)
+        self._health: LocalNodeHealth | None = None
         if health is not None:
-            self._health = OwnHealth(health, [*arguments], attempt.path, aside=self._aside)
-        self._stopped = sections.Stopped()
+            self._health = LocalNodeHealth(health, [*arguments], attempt.path, aside=self._aside)
+        self._stopped = sections.StoppedProcesses()
         self._probed: Message | None = None
         """What was measured on this node; sent when nothing of the measurement runs any more."""
 
-    def run(self, reception: Reception | None = None) -> int:
+    def run(self, reception: AgentConnections | None = None) -> int:
         """Until the coordinator says leave, or is gone; return the exit code of this node.
 
         `reception`: of the coordinator, where it lives in this process.
@@ -136,9 +136,9 @@ class Agent:
         self._watch.register(heard, selectors.EVENT_READ, lambda: self._signalled(os.read(heard, 64)))
         if reception is not None:
             reception.watch(self._watch)
-        remove_leftovers(PLACE, shared=True)  # of an agent that was killed
+        remove_leftovers(SHARED_MEMORY, shared=True)  # of an agent that was killed
         try:
-            self._memory = make_folder()
+            self._memory = make_memory_folder()
         except OSError as error:
             self._say(f"ranks have no room in memory: {error}")
         self._upward.send("hello", **self._hello, port=free_port(""), probe_port=free_port(""))
@@ -146,9 +146,9 @@ class Agent:
         if self._health is not None:
             self._health.look(lambda facts: self._upward.send("health", facts=facts))
         while self._code is None:
-            for key, _ in self._watch.select(BEAT_SECONDS if reception is None else reception.pause):
+            for key, _ in self._watch.select(AGENT_BEAT_SECONDS if reception is None else reception.pause):
                 key.data()
-            if time.monotonic() - self._beat >= BEAT_SECONDS:
+            if time.monotonic() - self._beat >= AGENT_BEAT_SECONDS:
                 self._beat = time.monotonic()
                 self._aside.attend()
                 self._look_at_server()
@@ -167,8 +167,10 @@ class Agent:
 
     def _start_server(self) -> None:
         environment = {name: value for name, value in self._defaults.items() if name not in os.environ}
-        environment[MARK] = self._mark  # of what its ranks fork, too, which keeps the environment of this program
-        self._server = server = ForkServer(self._command, environment, ignored=self._handed_on)
+        environment[MARK_VARIABLE] = (
+            self._mark
+        )  # of what its ranks fork, too, which keeps the environment of this program
+        self._server = server = RankServerProcess(self._command, environment, ignored=self._handed_on)
         self._watch.register(server.lines, selectors.EVENT_READ, partial(self._from_server, server))
         self._watch.register(server.ends, selectors.EVENT_READ, partial(self._server_ended, server))
 
@@ -181,7 +183,7 @@ class Agent:
             self._say(f"{self._hung}; it is killed")
             self._server.kill()
 
-    def _server_ended(self, server: ForkServer) -> None:
+    def _server_ended(self, server: RankServerProcess) -> None:
         """Hear its last words: what its ranks have left may hold its socket open."""
         while self._server is server and select.select([server.lines], [], [], 0)[0]:
             self._from_server(server)
@@ -200,7 +202,7 @@ class Agent:
             messages = self._upward.receive()
         except EOFError:
             self._say("the coordinator is gone; ending the ranks")
-            self._code, self.orphaned = FAILED, True
+            self._code, self.orphaned = EXIT_FAILED, True
             return
         for message in messages:
             if message["kind"] == "start":
@@ -215,7 +217,7 @@ class Agent:
                     self._ended()
             elif message["kind"] == "requests":
                 if self._memory is not None:
-                    requests.tell(self._memory, asked=message["asked"])
+                    requests.tell_ranks(self._memory, asked=message["asked"])
             elif message["kind"] == "stacks":
                 if self._server is not None:
                     self._server.lines.send("signal", number=int(signal.SIGUSR1))
@@ -226,20 +228,20 @@ class Agent:
             elif message["kind"] == "leave":
                 self._code = int(message["code"])
 
-    def _standing(self) -> list[sections.Standing] | None:
+    def _standing(self) -> list[sections.RankActivity] | None:
         """Where the ranks stand, if none of them has come further for a while; None where one has, or not all began."""
         if self._memory is None or len(self._alive) < len(self._ranks):
             return None
-        found = sections.standing(self._memory, self._ranks, self._stopped)
+        found = sections.read_activity(self._memory, self._ranks, self._stopped)
         still = len(found) == len(self._ranks) and all(one.seconds > sections.QUIET_SECONDS for one in found)
         return found if found and still else None
 
     def _start(self, message: Message) -> None:
-        self._ranks = numbers(message["place"], self._ranks_per_node)
+        self._ranks = ranks_of_node(message["place"], self._ranks_per_node)
         world_size, before = message["nodes"] * self._ranks_per_node, self._world_size
         self._world_size = world_size
         if before not in (0, world_size) and self._memory is not None:
-            forget(self._memory)  # copies of another layout
+            remove_copies(self._memory)  # copies of another layout
         self.round, self._told_to_end, self._alive = message["round"], False, set(self._ranks)
         if self._server is None:
             self._start_server()
@@ -249,9 +251,9 @@ class Agent:
             self._probed = None
         if self._health is not None:
             self._health.ranks_start()
-        self._stopped = sections.Stopped()
+        self._stopped = sections.StoppedProcesses()
         if self._memory is not None:
-            sections.forget(self._memory)
+            sections.remove_pages(self._memory)
         arguments = [*self._arguments, f"--base-iteration={message['base_iteration']}"]
         arguments += [] if message["base_path"] is None else [f"--base-path={message['base_path']}"]
         for rank in self._ranks:
@@ -261,7 +263,7 @@ class Agent:
                 rank=rank,
                 arguments=arguments if self.round > 1 else list(self._arguments),
                 environment={
-                    **rank_environment.of_rank(
+                    **rank_environment.rank_environment(
                         rank,
                         message,
                         local=rank - self._ranks[0],
@@ -269,7 +271,7 @@ class Agent:
                         keep_address=self._keep_address,
                         memory=self._memory,
                     ),
-                    MARK: self._mark,
+                    MARK_VARIABLE: self._mark,
                 },
             )
 
@@ -287,7 +289,7 @@ class Agent:
             self._upward.send(**self._probed)
             self._probed = None
 
-    def _from_server(self, server: ForkServer) -> None:
+    def _from_server(self, server: RankServerProcess) -> None:
         if self._server is not server:  # it has gone in this turn
             return
         try:
@@ -324,7 +326,9 @@ class Agent:
         if not error:
             self._say_server_gone(number, code, hung or f"the server that forks ranks ended ({code})")
             return
-        failures = [Failure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks]
+        failures = [
+            RankFailure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks
+        ]
 
         def write() -> None:
             for failure in failures:  # as each of them would have said
@@ -334,7 +338,7 @@ class Agent:
         self._aside.start(
             write,
             lambda _: self._say_server_gone(number, code, error),
-            seconds=WRITE_SECONDS,
+            seconds=ERROR_WRITE_SECONDS,
             otherwise=lambda _: None,
         )
 
@@ -344,7 +348,7 @@ class Agent:
             return
         if self._alive or not number:
             self._alive.clear()
-            self._say_dead(-1, code or FAILED, error=error, told=self._told_to_end)
+            self._say_dead(-1, code or EXIT_FAILED, error=error, told=self._told_to_end)
         self._ended()
 
     def _say_dead(self, rank: int, code: int, *, told: bool, error: str = "") -> None:
@@ -356,9 +360,9 @@ class Agent:
         self._said_ended = self.round
         number, server = self.round, set[int]() if self._server is None else set(self._server.pids)
         again = self._told_to_end or self._server is None  # and no other round must begin beside them
-        patience = math.inf if again else leftover.PATIENCE
+        patience = math.inf if again else leftover.LEFTOVER_PATIENCE_SECONDS
         self._aside.start(
-            lambda: leftover.end({MARK: self._mark}, but=server, patience=patience),
+            lambda: leftover.kill_leftover_processes({MARK_VARIABLE: self._mark}, but=server, patience=patience),
             lambda commands: self._none_left(number, commands),
             seconds=math.inf,  # the coordinator knows when it has waited long enough
             otherwise=lambda _: [],
@@ -379,11 +383,11 @@ class Agent:
         else:
             self._say_ended({})
 
-    def _say_ended(self, facts: Facts) -> None:
-        copies = [] if self._memory is None else held(self._memory)
+    def _say_ended(self, facts: NodeFacts) -> None:
+        copies = [] if self._memory is None else read_copies(self._memory)
         self._upward.send("ended", round=self.round, memory=copies, port=free_port(""), facts=facts)
 
 
-def numbers(place: int | None, ranks_per_node: int) -> range:
+def ranks_of_node(place: int | None, ranks_per_node: int) -> range:
     """The ranks of the agent that has this place; none for a spare one."""
     return range(0) if place is None else range(place * ranks_per_node, (place + 1) * ranks_per_node)

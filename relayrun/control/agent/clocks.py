@@ -13,24 +13,24 @@ import statistics
 import time
 from collections.abc import Collection, Mapping
 
-from relayrun.control.agent.lines import Lines, Message
+from relayrun.control.agent.lines import Message, MessageSocket
 
-QUESTIONS = 5
+CLOCK_QUESTIONS = 5
 """So many are asked at a time."""
 
 
-class Clocks:
+class ClockOffsets:
     """The offsets of the nodes' clocks against this one, by node number."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[float, float]] = {}
         """Half of the time that the fastest answer took, and the offset by it."""
 
-    def ask(self, links: Mapping[int, Lines], nodes: Collection[int]) -> None:
+    def ask(self, links: Mapping[int, MessageSocket], nodes: Collection[int]) -> None:
         """Ask these nodes anew; what was known of them is forgotten."""
         for node in nodes:
             self._found.pop(node, None)
-            for _ in range(QUESTIONS):
+            for _ in range(CLOCK_QUESTIONS):
                 links[node].send("clock", sent=time.time())
 
     def hear(self, node: int, answer: Message) -> None:

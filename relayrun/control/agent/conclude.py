@@ -6,25 +6,25 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from relayrun.control.agent.between import Between
-from relayrun.control.agent.current_round import CurrentRound
-from relayrun.control.agent.memory import newest
-from relayrun.control.agent.places import Places
+from relayrun.control.agent.between import ForeignRestart
+from relayrun.control.agent.current_round import CurrentRestart
+from relayrun.control.agent.memory_copies import newest_complete_copy
+from relayrun.control.agent.places import NodeRanks
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import Durable
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conclusion:
+class RestartConclusion:
     """What is on record of a failed round, and what another one is given; whether there is one says the record."""
 
-    failed: FailedRound
+    failed: FailedRestart
     exit_code: int
     """That of the rank that failed first."""
-    base: Durable
+    base: ResumePoint
     """The newest whole checkpoint."""
     memory: int | None
     """The iteration whose copies in memory are newer than that; None: there are none."""
@@ -36,19 +36,19 @@ class Conclusion:
     """What was moved away for it, in words."""
 
 
-def conclude(
+def conclude_restart(
     run: Run,
     attempt: Attempt,
-    current: CurrentRound,
-    places: Places,
+    current: CurrentRestart,
+    places: NodeRanks,
     *,
     there: Collection[int],
     name: Callable[[int], str],
     ranks_per_node: int,
     asked: str,
     max_failed_rounds: int,
-    between: Between | None,
-) -> Conclusion:
+    between: ForeignRestart | None,
+) -> RestartConclusion:
     """Judge the round, put it on record, and make the records ready for another one. Raises OSError and RelayrunError.
 
     Args:
@@ -57,9 +57,9 @@ def conclude(
         between: the records of a foreign program; None: ranks write them themselves.
     """
     death = current.first_death(attempt)
-    base = rounds.newest_checkpoint(run, attempt)
+    base = rounds.restart_checkpoint(run, attempt)
     ranks = len(places.nodes) * ranks_per_node
-    memory, source = newest(current.copies(there), ranks=ranks, after=base.iteration) or (None, "disk")
+    memory, source = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration) or (None, "disk")
     taken = places.taken(there)
     following = places.following(taken)
     if len(following) != len(places.nodes):
@@ -78,15 +78,15 @@ def conclude(
         max_failed_rounds=max_failed_rounds,
         complete=between is not None and between.complete(base),
     )
-    rounds.append(attempt, failed)
+    rounds.record_failed_restart(attempt, failed)
     moved: list[str] = []
     if failed.again:
         number = current.number + 1
         moved += [] if between is None else between.prepare(base, number=number)
-        moved += rounds.go_back(run, attempt, base, next_round=number, next_iteration=memory)
+        moved += rounds.prepare_restart(run, attempt, base, next_round=number, next_iteration=memory)
         if between is not None:
             between.go_on()
-    return Conclusion(
+    return RestartConclusion(
         failed=failed,
         exit_code=death.exit_code,
         base=base,
@@ -97,16 +97,16 @@ def conclude(
     )
 
 
-def too_few(
-    attempt: Attempt, places: Places, *, there: Collection[int], name: Callable[[int], str], base: Durable
-) -> FailedRound:
+def record_too_few_nodes(
+    attempt: Attempt, places: NodeRanks, *, there: Collection[int], name: Callable[[int], str], base: ResumePoint
+) -> FailedRestart:
     """Put on record that no round can begin, since too few nodes are left, as round 0. Raises OSError.
 
     Nodes that never came count as lost, unless none came at all: then none of them is to blame.
     """
     gone = sorted(places.lost)
     words = {places.lost[node].error for node in gone}
-    failed = FailedRound(
+    failed = FailedRestart(
         round=0,
         time=time.time(),
         rank=None,
@@ -120,5 +120,5 @@ def too_few(
         reason=f"{places.wanted} nodes are to train, and {len(there)} are left",
         lost={name(node): "" for node in gone if there and not places.lost[node].sick},
     )
-    rounds.append(attempt, failed)
+    rounds.record_failed_restart(attempt, failed)
     return failed

@@ -28,28 +28,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from relayrun.control.agent import hangs
-from relayrun.control.agent.between import PAUSE, Between
-from relayrun.control.agent.conclude import conclude, too_few
-from relayrun.control.agent.current_round import CurrentRound
-from relayrun.control.agent.health import Health
-from relayrun.control.agent.heard import BEAT_SECONDS, SILENT_BEATS, Heard
-from relayrun.control.agent.lines import Lines, Message
-from relayrun.control.agent.memory import Held
-from relayrun.control.agent.places import Places
+from relayrun.control.agent.between import RECORD_PAUSE, ForeignRestart
+from relayrun.control.agent.conclude import conclude_restart, record_too_few_nodes
+from relayrun.control.agent.current_round import CurrentRestart
+from relayrun.control.agent.health import JobHealth
+from relayrun.control.agent.heard import AGENT_BEAT_SECONDS, SILENT_BEATS, AgentContacts
+from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.memory_copies import NodeMemoryCopy
+from relayrun.control.agent.places import NodeRanks
 from relayrun.control.agent.requests import Requests
 from relayrun.control.agent_decide import Death
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import Durable
+from relayrun.control.rundir.lineage import ResumePoint
 from relayrun.control.rundir.records import Hang
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError
 
-FAILED = 1
+EXIT_FAILED = 1
 """Exit code of the agents where no rank's own says why the attempt failed."""
 GATHER_SECONDS = 60.0
 """How long the first round waits for the rest, when enough nodes are there. The rest are spare ones when they come."""
-AGENT_SECONDS = 300.0
+LONGEST_GATHER_SECONDS = 300.0
 """How long it waits where they are not enough; then those that have not come are given up."""
 ENDING_SECONDS = 60.0
 """How long the ranks of a node may take to end; then it is given up. One that waits in the kernel does not end."""
@@ -80,27 +80,27 @@ class Coordinator:
         elastic_nodes: Sequence[int] = (),
         ranks_per_node: int,
         names: Mapping[int, str] | None = None,
-        links: dict[int, Lines],
+        links: dict[int, MessageSocket],
         say: Callable[[str], None],
         max_failed_rounds: int,
-        health: Health | None = None,
-        between: Between | None = None,
+        health: JobHealth | None = None,
+        between: ForeignRestart | None = None,
     ) -> None:
         self._between, self._health = between, health
         begin = attempt.read_begin()
         if begin is None:
             raise RunDirError("this attempt has not begun", where=attempt.begin)
         self._run, self._attempt, self._links, self._say = run, attempt, links, say
-        self._places = Places(nodes, spare=spare_nodes, elastic=elastic_nodes)
-        self._heard = Heard(names or {})
+        self._places = NodeRanks(nodes, spare=spare_nodes, elastic=elastic_nodes)
+        self._heard = AgentContacts(names or {})
         self.code: int | None = None
         """The exit code of the attempt, when all agents have been told to leave."""
         self._ranks_per_node, self._max_failed_rounds = ranks_per_node, max_failed_rounds
-        self._base = Durable(iteration=begin.base_iteration, path=begin.base_path)
+        self._base = ResumePoint(iteration=begin.base_iteration, path=begin.base_path)
         self._phase: Literal["gathering", "measuring", "running", "ending", "recording", "leaving"] = "gathering"
-        self._current = CurrentRound(base=self._base.iteration)
+        self._current = CurrentRestart(base=self._base.iteration)
         self._asked = ""
-        self._hangs = hangs.Hangs()
+        self._hangs = hangs.HangDetector()
         self._requests = Requests(run, attempt, of_ranks=between is None, say=say)
 
     def hear(self, node: int, message: Message) -> None:
@@ -124,7 +124,7 @@ class Coordinator:
         elif kind == "ended":
             self._current.ended.add(node)
             self._heard.ports[node] = int(message["port"])
-            self._current.memory[node] = [Held(*copy) for copy in message["memory"]]
+            self._current.memory[node] = [NodeMemoryCopy(*copy) for copy in message["memory"]]
             if self._health is not None:
                 self._health.hear(node, {"kind": "health", "facts": message["facts"]}, name=self._name(node))
             self._look_for_end()
@@ -142,7 +142,7 @@ class Coordinator:
         if self._places.came(node):
             self._say(f"{self._name(node)} came late, and is a spare node")
         if self._phase == "leaving":
-            self._links[node].send("leave", code=FAILED)
+            self._links[node].send("leave", code=EXIT_FAILED)
         elif self._phase == "gathering":
             self._gather()
         elif self._phase == "ending":  # it has no ranks of this round, and was not told to end any
@@ -173,14 +173,14 @@ class Coordinator:
     @property
     def pause(self) -> float:
         """Seconds after which `look` is to be called again."""
-        return PAUSE if self._phase == "recording" else BEAT_SECONDS
+        return RECORD_PAUSE if self._phase == "recording" else AGENT_BEAT_SECONDS
 
     def _look_for_hang(self) -> None:
         found, ask = self._hangs.look(self._places.nodes, ranks=len(self._places.nodes) * self._ranks_per_node)
         for link in self._links.values() if ask else ():
             link.send("stacks")
         if found is not None:
-            hang = hangs.record(found, self._run.stacks(self._attempt.number))
+            hang = hangs.hang_record(found, self._run.stacks(self._attempt.number))
             try:
                 hang.write(self._attempt.hang)  # where the attempt ends with it the supervisor says so
             except OSError as error:
@@ -189,17 +189,17 @@ class Coordinator:
 
     def _hung(self, hang: Hang) -> None:
         if self._phase == "measuring":  # before any rank
-            self._leave(FAILED)
+            self._leave(EXIT_FAILED)
             return
         who = hang.culprit
         node = None if who is None else self._places.at(who // self._ranks_per_node)
         name = "" if node is None else self._name(node)
-        self._dead(Death(rank=-1, node=name, code=FAILED, error=hang.words, late=who))
+        self._dead(Death(rank=-1, node=name, code=EXIT_FAILED, error=hang.words, late=who))
 
     def silent(self) -> list[tuple[int, float]]:
         """Nodes whose agents have said nothing for too long, with the seconds; to be asked for at each beat."""
         silent = [] if self._phase == "leaving" else self._heard.silent(self._links)
-        return [(node, SILENT_BEATS * BEAT_SECONDS) for node in silent]
+        return [(node, SILENT_BEATS * AGENT_BEAT_SECONDS) for node in silent]
 
     def expects(self, node: int) -> bool:
         """Whether the agent of this node may say hello; one that was given up is never taken in again."""
@@ -238,13 +238,13 @@ class Coordinator:
         self._look_for_end()
 
     def _give_up_node(self, node: int, why: str, **kind: bool) -> None:
-        self._places.lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True, **kind)
+        self._places.lost[node] = Death(rank=-1, node=self._name(node), code=EXIT_FAILED, error=why, lost=True, **kind)
 
     def _dismiss(self, node: int, why: str, **kind: bool) -> None:
         """Give up a node whose agent may be there; `kind`: `sick` or `unended`."""
         self._give_up_node(node, why, **kind)
         if (link := self._links.pop(node, None)) is not None:
-            link.send("leave", code=FAILED)
+            link.send("leave", code=EXIT_FAILED)
 
     def _name(self, node: int) -> str:
         return self._heard.name(node)
@@ -256,7 +256,7 @@ class Coordinator:
         enough = waited > GATHER_SECONDS and len(there) >= places.wanted
         if not places.fitting(places.left):
             self._too_few()
-        elif len(there) == places.left or enough or waited > AGENT_SECONDS:
+        elif len(there) == places.left or enough or waited > LONGEST_GATHER_SECONDS:
             for node in sorted(places.missing(there)):
                 words = f"has not said {'how it is' if node in self._links else 'hello'} for {waited:.0f} s"
                 what = "the others begin without it" if enough else "it is given up"
@@ -286,8 +286,8 @@ class Coordinator:
     def _too_few(self) -> None:
         """End the attempt, in which no round can begin."""
         with contextlib.suppress(OSError):
-            too_few(self._attempt, self._places, there=self._there(), name=self._name, base=self._base)
-        self._leave(FAILED)
+            record_too_few_nodes(self._attempt, self._places, there=self._there(), name=self._name, base=self._base)
+        self._leave(EXIT_FAILED)
 
     def _hear_of_health(self, node: int, message: Message) -> None:
         if self._health is None:
@@ -321,7 +321,7 @@ class Coordinator:
         names = {node: self._name(node) for node in self._there()}
         sick, ends = self._health.look(names, self._places, ended_round=self._current.number)
         if ends and not self._current.number:
-            self._leave(FAILED)
+            self._leave(EXIT_FAILED)
             return False
         for node, why in sick.items():
             self._dismiss(node, why, sick=True)
@@ -342,11 +342,11 @@ class Coordinator:
             self._say(f"{self._name(node)}: {self._places.lost[node].error}; it is given up")
         self._look_for_end()
 
-    def _start(self, base: Durable, *, memory: int | None, source: str = "disk") -> None:
+    def _start(self, base: ResumePoint, *, memory: int | None, source: str = "disk") -> None:
         """Give out the next round: from copies in memory of iteration `memory`, or else from `base`."""
         start = base.iteration if memory is None else memory
         self._current = self._current.following(base=start, source=source, given_out=time.time())
-        self._phase, self._hangs = "running", hangs.Hangs()
+        self._phase, self._hangs = "running", hangs.HangDetector()
         places = self._places.nodes
         for node, link in self._links.items():
             link.send(
@@ -392,7 +392,7 @@ class Coordinator:
         if self._between is not None:
             ended = self._current.ended
             nodes = [self._name(node) for node in self._places.nodes if node in ended and node in self._links]
-            code = self._current.deaths[0].exit_code or FAILED
+            code = self._current.deaths[0].exit_code or EXIT_FAILED
             try:
                 if not self._between.recorded(self._current.number, exit_code=code, nodes=nodes):
                     return
@@ -406,14 +406,14 @@ class Coordinator:
         number, deaths = self._current.number, self._current.deaths
         self._say(f"round {number} failed, and no other one can begin: {error}")
         with contextlib.suppress(OSError):
-            rounds.amend(self._attempt, number, again=False, reason=f"no other round can begin: {error}")
-        self._leave(deaths[0].exit_code if deaths else FAILED)
+            rounds.amend_failed_restart(self._attempt, number, again=False, reason=f"no other round can begin: {error}")
+        self._leave(deaths[0].exit_code if deaths else EXIT_FAILED)
 
     def _conclude(self) -> None:
         """No rank lives: begin another round, or end the attempt."""
         try:
             self._leave_out_sick()
-            found = conclude(
+            found = conclude_restart(
                 self._run,
                 self._attempt,
                 self._current,
@@ -434,7 +434,7 @@ class Coordinator:
             self._places.nodes = list(found.nodes)
             self._start(found.base, memory=found.memory, source=found.source)
         else:
-            self._leave(found.exit_code or FAILED)
+            self._leave(found.exit_code or EXIT_FAILED)
 
     def _stepped(self, stepped: float) -> None:
         """The first step of a round is done: add to the record of the one before what getting back took."""
@@ -443,7 +443,7 @@ class Coordinator:
             return
         changes = self._current.first_step(self._attempt, stepped)
         try:
-            rounds.amend(self._attempt, number - 1, **changes)
+            rounds.amend_failed_restart(self._attempt, number - 1, **changes)
         except OSError as error:
             self._say(f"what round {number} took is not on record: {error}")
         self._say(f"round {number}: the first step {changes['seconds']['all']:.1f} s after the failure")

@@ -9,22 +9,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from relayrun.control.agent.heard import BEAT_SECONDS
+from relayrun.control.agent.heard import AGENT_BEAT_SECONDS
 from relayrun.control.agent.lines import Message
-from relayrun.control.agent.memory import Held
-from relayrun.control.agent_decide import Death, RoundFacts, first_death, why_not_again
+from relayrun.control.agent.memory_copies import NodeMemoryCopy
+from relayrun.control.agent_decide import Death, RestartFacts, first_death, why_no_restart
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.records import Failure
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.records import RankFailure
+from relayrun.control.rundir.rounds import FailedRestart
 
-PHASES = ("process", "initialised", "loaded")
+START_PHASES = ("process", "initialised", "loaded")
 """What rank 0 says of its start, as in `rundir.records.Started`: its program began, groups and model are made, the
 checkpoint is in place."""
 
 
 @dataclass(kw_only=True)
-class CurrentRound:
+class CurrentRestart:
     """A round of an attempt; number 0 before the first one. Times are seconds since 1970."""
 
     base: int
@@ -49,12 +49,12 @@ class CurrentRound:
     """Nodes on which none of its ranks is left."""
     over: float = 0.0
     """When that was so of all."""
-    memory: dict[int, list[Held]] = field(default_factory=dict)
+    memory: dict[int, list[NodeMemoryCopy]] = field(default_factory=dict)
     """The copies in the memory of each node."""
 
-    def following(self, *, base: int, source: str, given_out: float) -> CurrentRound:
+    def following(self, *, base: int, source: str, given_out: float) -> CurrentRestart:
         """The next round."""
-        return CurrentRound(
+        return CurrentRestart(
             number=self.number + 1,
             base=base,
             source=source,
@@ -74,18 +74,18 @@ class CurrentRound:
         It comes before what others died of since then: they may say no more than that a connection is closed. A rank
         that died before, or on that node itself, did so by itself.
         """
-        since = last_word - BEAT_SECONDS  # words of different agents are heard in any order
+        since = last_word - AGENT_BEAT_SECONDS  # words of different agents are heard in any order
         before = [known.node == death.node or known.noticed <= since for known in self.deaths]
         at = len(before) - before[::-1].index(True) if any(before) else 0
         self.deaths.insert(at, replace(death, noticed=since))
 
-    def copies(self, nodes: Collection[int]) -> list[Held]:
+    def copies(self, nodes: Collection[int]) -> list[NodeMemoryCopy]:
         """The copies in the memory of these nodes."""
         return [copy for node, copies in self.memory.items() if node in nodes for copy in copies]
 
     def first_death(self, attempt: Attempt) -> Death:
         """Who failed first, with its own last words."""
-        found = [Failure.read(path) for path in attempt.failures.glob("rank-*.json")]
+        found = [RankFailure.read(path) for path in attempt.failures.glob("rank-*.json")]
         failures = {failure.rank: failure for failure in found if failure is not None}
         first = first_death(self.deaths, {rank: failure.time for rank, failure in failures.items()})
         own = failures.get(first.rank)
@@ -105,7 +105,7 @@ class CurrentRound:
         asked: str,
         max_failed_rounds: int,
         complete: bool,
-    ) -> FailedRound:
+    ) -> FailedRestart:
         """The record of this round, which has failed, and whether another one begins.
 
         Args:
@@ -118,9 +118,9 @@ class CurrentRound:
             asked: why the ranks were asked to leave.
             complete: nothing is left to train.
         """
-        iteration = rounds.newest_iteration(attempt)
+        iteration = rounds.newest_recorded_iteration(attempt)
         terminated = "SIGTERM" if death.code == -signal.SIGTERM else ""  # before it could heed it
-        facts = RoundFacts(
+        facts = RestartFacts(
             death=death,
             iteration=iteration,
             next_iteration=start,
@@ -128,13 +128,13 @@ class CurrentRound:
             left=attempt.outcome.exists(),
             asked=asked or ("the stop file" if attempt.stop.exists() else "") or terminated,
             lost=why_none,
-            earlier=rounds.read(attempt),
+            earlier=rounds.read_failed_restarts(attempt),
             max_failed_rounds=max_failed_rounds,
             complete=complete,
         )
-        reason = why_not_again(facts)
+        reason = why_no_restart(facts)
         begin = attempt.read_begin()
-        return FailedRound(
+        return FailedRestart(
             round=self.number,
             time=self.noticed,
             rank=death.rank if death.rank >= 0 else death.late,
@@ -150,7 +150,7 @@ class CurrentRound:
             steps_lost=max(0, iteration - start),
             lost=dict(lost),
             nodes=fewer if reason is None else 0,
-            log_size=_size(None if begin is None else begin.log),
+            log_size=_log_size(None if begin is None else begin.log),
             seconds={"end": self.over - self.noticed},
         )
 
@@ -160,7 +160,9 @@ class CurrentRound:
         That is `seconds`, and what differs where the round did not start from what it was given.
         """
         self.stepped = True
-        parts = [float(self.started[name]) for name in PHASES] if self.started else []  # a foreign program says none
+        parts = (
+            [float(self.started[name]) for name in START_PHASES] if self.started else []
+        )  # a foreign program says none
         times = [self.given_out, *parts, stepped]
         names = ("fork", "groups", "load", "step") if parts else ("step",)
         seconds = {name: later - earlier for name, earlier, later in zip(names, times, times[1:], strict=False)}
@@ -168,12 +170,14 @@ class CurrentRound:
         source, reached = self.started.get("source", "disk"), int(self.started.get("iteration", self.base))
         if (reached, source) == (self.base, self.source):
             return {"seconds": seconds}
-        lost = rounds.read(attempt)[-1].iteration - reached  # copies that were not whole, or a damaged checkpoint
+        lost = (
+            rounds.read_failed_restarts(attempt)[-1].iteration - reached
+        )  # copies that were not whole, or a damaged checkpoint
         self.base, self.source = reached, source
         return {"seconds": seconds, "source": source, "next_iteration": reached, "steps_lost": lost}
 
 
-def _size(log: str | None) -> int:
+def _log_size(log: str | None) -> int:
     try:
         return 0 if log is None else os.path.getsize(log)
     except OSError:

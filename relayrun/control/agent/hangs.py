@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from relayrun.control.agent.sections import BEGINNING, Standing
+from relayrun.control.agent.sections import UNLIMITED_SECTIONS, RankActivity
 from relayrun.control.rundir import stacks as of_ranks
 from relayrun.control.rundir.records import Hang
 
@@ -20,11 +20,11 @@ STACKS_SECONDS = 2.0
 """How long ranks that hang have to write their Python stacks."""
 
 
-class Hangs:
+class HangDetector:
     """What agents say of where their ranks stand, in one round."""
 
     def __init__(self) -> None:
-        self._nodes: dict[int, Sequence[Standing]] = {}
+        self._nodes: dict[int, Sequence[RankActivity]] = {}
         self._asked: float | None = None
         """When ranks that hang were asked for their stacks."""
 
@@ -33,9 +33,9 @@ class Hangs:
         if standing is None:
             self._nodes.pop(node, None)
         else:
-            self._nodes[node] = [Standing(*values) for values in standing]  # type: ignore[arg-type]
+            self._nodes[node] = [RankActivity(*values) for values in standing]  # type: ignore[arg-type]
 
-    def look(self, nodes: Iterable[int], *, ranks: int) -> tuple[Sequence[Standing] | None, bool]:
+    def look(self, nodes: Iterable[int], *, ranks: int) -> tuple[Sequence[RankActivity] | None, bool]:
         """Where ranks stand that hang and have had the time to write their stacks; whether to ask for these now."""
         found = self.judge(nodes, ranks=ranks)
         if found is None:
@@ -47,17 +47,17 @@ class Hangs:
             return found, False
         return None, False
 
-    def judge(self, nodes: Iterable[int], *, ranks: int) -> Sequence[Standing] | None:
+    def judge(self, nodes: Iterable[int], *, ranks: int) -> Sequence[RankActivity] | None:
         """Where all ranks stand if they hang; None where they do not. `nodes`: those that train."""
         found = sorted(standing for node in nodes for standing in self._nodes.get(node, ()))
         if len(found) != ranks:
             return None
-        if any(one.section in BEGINNING and one.state and one.seconds >= one.limit for one in found):
+        if any(one.section in UNLIMITED_SECTIONS and one.state and one.seconds >= one.limit for one in found):
             return found  # the others may wait for it as long as they like
         return found if min(one.seconds for one in found) > max(one.limit for one in found) else None
 
 
-def record(found: Sequence[Standing], stacks: Path) -> Hang:
+def hang_record(found: Sequence[RankActivity], stacks: Path) -> Hang:
     """The record of a hang; `stacks`: what ranks wrote when they were asked for theirs.
 
     Who is late: a rank whose process does nothing at all; else who has entered fewer sections than others; else whose
@@ -66,7 +66,7 @@ def record(found: Sequence[Standing], stacks: Path) -> Hang:
     stopped = {one.rank: f"{one.section}, {one.state}" for one in found if one.state}
     most = max(one.entered for one in found)
     behind = {one.rank: one.section for one in found if one.entered < most}
-    by_stack = of_ranks.late(stacks)
+    by_stack = of_ranks.late_ranks(stacks)
     late: Mapping[int, str] = stopped or {rank: by_stack.get(rank, section) for rank, section in behind.items()}
     late = late or by_stack
     first = next((one for one in found if one.rank in late), found[0])
@@ -74,7 +74,7 @@ def record(found: Sequence[Standing], stacks: Path) -> Hang:
         iteration=max(one.iteration for one in found),
         phase=first.section,
         seconds=min(one.seconds for one in found),
-        silent=sorted({one.rank for one in found} - of_ranks.answered(stacks)),
+        silent=sorted({one.rank for one in found} - of_ranks.ranks_with_stacks(stacks)),
         late={str(rank): place for rank, place in late.items()},
         time=time.time(),
     )

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 from relayrun.control.agent import node_findings
-from relayrun.control.agent.clocks import Clocks
-from relayrun.control.agent.lines import Lines, Message
-from relayrun.control.agent.places import Places
+from relayrun.control.agent.clocks import ClockOffsets
+from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.places import NodeRanks
 from relayrun.control.rundir import node_health
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import Finding, HealthPlan, History
+from relayrun.control.rundir.node_health import HealthFinding, HealthPlan, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 
@@ -30,13 +30,13 @@ PROBE_SECONDS = 60.0
 """How long the measurement may take from when it has begun on every node; imports before that may take long."""
 
 
-def health_of(run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> Health | None:
+def job_health_of(run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> JobHealth | None:
     """Return what sees to the health of this attempt's nodes; None where the plan has nobody look."""
     looked_for = HealthPlan.looked_for(plan.node_health)
-    return None if looked_for is None else Health(run, attempt, looked_for, say=say)
+    return None if looked_for is None else JobHealth(run, attempt, looked_for, say=say)
 
 
-class Health:
+class JobHealth:
     """What is known of the nodes of an attempt.
 
     Args:
@@ -46,8 +46,8 @@ class Health:
 
     def __init__(self, run: Run, attempt: Attempt, plan: HealthPlan, *, say: Callable[[str], None]) -> None:
         self._run, self._attempt, self._plan, self._say = run, attempt, plan, say
-        self._history = History.of(run)
-        self._clocks = Clocks()
+        self._history = NodeHistory.of(run)
+        self._clocks = ClockOffsets()
         self._facts: dict[int, Mapping[str, Any]] = {}
         self._probes: dict[int, Mapping[str, Any]] = {}
         self._asked: set[int] = set()
@@ -70,7 +70,7 @@ class Health:
             self._begun.setdefault(node, time.monotonic())
             self._probes[node] = message
 
-    def ask_for_clocks(self, links: Mapping[int, Lines], nodes: Collection[int]) -> None:
+    def ask_for_clocks(self, links: Mapping[int, MessageSocket], nodes: Collection[int]) -> None:
         """Ask these nodes what time it is; what they say is there soon."""
         self._clocks.ask(links, nodes)
 
@@ -78,7 +78,9 @@ class Health:
         """Whether this node has said how it is."""
         return node in self._facts
 
-    def probe(self, links: Mapping[int, Lines], nodes: Collection[int], *, address: str | None, port: int) -> None:
+    def probe(
+        self, links: Mapping[int, MessageSocket], nodes: Collection[int], *, address: str | None, port: int
+    ) -> None:
         """Have these nodes measured. `address`, `port`: where they meet; None: at MASTER_ADDR."""
         self._asked = set(nodes)
         for place, node in enumerate(sorted(nodes)):
@@ -95,28 +97,28 @@ class Health:
             missing = set()
         return not missing
 
-    def look(self, names: Mapping[int, str], places: Places, *, ended_round: int) -> tuple[dict[int, str], bool]:
+    def look(self, names: Mapping[int, str], places: NodeRanks, *, ended_round: int) -> tuple[dict[int, str], bool]:
         """Judge these nodes by what was heard since the last look, and put on record what is wrong with them.
 
         Returns the nodes that are to be left out, each with the reason, and whether the attempt ends: where a sick one
         cannot be spared. `ended_round`: the one that is over; 0 before the first.
         """
-        found: list[Finding] = []
+        found: list[HealthFinding] = []
         offsets = self._clocks.offsets()
         for node, name in names.items():
             if (facts := self._facts.pop(node, None)) is not None:
-                found += node_findings.of_facts(name, facts, self._plan, self._history)
+                found += node_findings.findings_of_facts(name, facts, self._plan, self._history)
                 if node in offsets:
-                    found += node_findings.of_clock(name, *offsets[node], self._plan)
+                    found += node_findings.findings_of_clock(name, *offsets[node], self._plan)
             if (probe := self._probes.pop(node, None)) is not None:
-                found += node_findings.of_probe(name, probe, self._plan, self._history)
-                values = {key: float(probe[key]) for key in node_findings.MEASURED if probe.get(key) is not None}
+                found += node_findings.findings_of_probe(name, probe, self._plan, self._history)
+                values = {key: float(probe[key]) for key in node_findings.MEASUREMENTS if probe.get(key) is not None}
                 if values:
                     self._remember(name, str(probe.get("on", "")), **values)
         now = time.time()
         found = [replace(each, round=ended_round, time=now) for each in found]
-        found, sick = node_findings.judged(found, nodes=len(names), mode=self._plan.mode)
-        actions = node_findings.decided(sick, left=places.left, fitting=places.fitting)
+        found, sick = node_findings.judge_findings(found, nodes=len(names), mode=self._plan.mode)
+        actions = node_findings.decide_actions(sick, left=places.left, fitting=places.fitting)
         for each in found:
             chosen = sick.get(each.node) is each
             self._record(each.done(*actions[each.node]) if chosen else each)
@@ -127,14 +129,16 @@ class Health:
         }
         return left_out, any(action == "ended" for action, _ in actions.values())
 
-    def _record(self, found: Finding) -> None:
+    def _record(self, found: HealthFinding) -> None:
         """Put a finding on record, and tell people of it."""
         self._say(found.told)
         try:
-            node_health.append(self._attempt, found)
+            node_health.record_finding(self._attempt, found)
         except OSError as error:
             self._say(f"that is not on record: {error}")
 
     def _remember(self, name: str, on: str, **values: float) -> None:
         with contextlib.suppress(OSError):
-            node_health.measured(self._run, attempt=self._attempt.number, time=time.time(), node=name, on=on, **values)
+            node_health.record_measurement(
+                self._run, attempt=self._attempt.number, time=time.time(), node=name, on=on, **values
+            )

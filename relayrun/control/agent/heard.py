@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 
 from relayrun.control.agent.lines import Message
 
-BEAT_SECONDS = 1.0
+AGENT_BEAT_SECONDS = 1.0
 """Between two words of an agent that has nothing to say, and between two looks at who has said none."""
 SILENT_BEATS = 20
 """An agent of which so many looks in a row found no word is given up. Looks are counted and no seconds: the coordinator
 itself may have waited for a file system."""
 
 
-class Heard:
+class AgentContacts:
     """The names and free ports of nodes, and when their agents were last heard.
 
     Args:
@@ -54,7 +54,7 @@ class Heard:
 
     def silent(self, nodes: Iterable[int]) -> list[int]:
         """Those whose agents have said nothing for too long; to be asked for at each beat."""
-        if time.monotonic() - self._looked < BEAT_SECONDS:
+        if time.monotonic() - self._looked < AGENT_BEAT_SECONDS:
             return []
         self._looked = time.monotonic()
         for node in nodes:

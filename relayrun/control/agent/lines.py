@@ -12,14 +12,14 @@ from typing import Any
 
 Message = dict[str, Any]
 
-CHUNK = 1 << 16
+RECEIVE_BYTES = 1 << 16
 SILENCE_SECONDS = 20
 """After so long without an answer the other machine is gone. The kernel asks it: its process may be busy."""
-LONGEST = 1 << 20
+LONGEST_MESSAGE = 1 << 20
 """Bytes of a line: who sends more is none of ours."""
 
 
-class Lines:
+class MessageSocket:
     """A socket that gives and takes messages."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -45,10 +45,10 @@ class Lines:
     def receive(self) -> list[Message]:
         """Return the whole messages that have come. Raises EOFError where the other side is gone, or talks nonsense."""
         try:
-            data = self.connection.recv(CHUNK)
+            data = self.connection.recv(RECEIVE_BYTES)
         except OSError:
             data = b""
-        if not data or len(self._rest) > LONGEST:
+        if not data or len(self._rest) > LONGEST_MESSAGE:
             raise EOFError
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:

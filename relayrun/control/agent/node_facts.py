@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.agent.memory import PLACE
+from relayrun.control.agent.memory_copies import SHARED_MEMORY
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -32,25 +32,25 @@ from relayrun.control.scheduler.tasks import die_with_parent
 from relayrun.errors import run_main
 from relayrun.files import free_space, temporary_prefix
 
-Facts = dict[str, Any]
+NodeFacts = dict[str, Any]
 GPU_SECONDS = 10.0
 """How long NVIDIA's library may take to answer."""
-WORDS = 300
+OUTPUT_CHARACTERS = 300
 """Characters at most of what a program says."""
-LONGEST = 1 << 20
+OUTPUT_BYTES = 1 << 20
 """Bytes at most of what a program prints."""
-PAUSE = 0.02
+PROGRAM_PAUSE = 0.02
 """Seconds between two looks at a program that has not ended."""
 CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 """From so many bytes on a limit of memory is none."""
 
 
-def quick(attempt: Path) -> Facts:
+def quick_facts(attempt: Path) -> NodeFacts:
     """What takes milliseconds. `attempt`: the folder of the attempt, which must be writable."""
     tmp = temporary_folder()
-    unwritable = {name: words for name, path in (("run_dir", attempt), ("tmp", tmp)) if (words := why_not(path))}
-    room = {name: _room(path) for name, path in (("shm", PLACE), ("tmp", tmp))}
+    unwritable = {name: words for name, path in (("run_dir", attempt), ("tmp", tmp)) if (words := write_error(path))}
+    room = {name: _free_space(path) for name, path in (("shm", SHARED_MEMORY), ("tmp", tmp))}
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "memory": available_memory(),
@@ -66,7 +66,7 @@ def temporary_folder() -> Path:
     return Path(named) if os.path.isdir(named) else Path("/tmp")  # that of a login node may be on no other node
 
 
-def why_not(folder: Path) -> str:
+def write_error(folder: Path) -> str:
     """Why nothing can be written into this folder; empty where something can."""
     try:
         fd, name = tempfile.mkstemp(dir=folder, prefix=temporary_prefix())
@@ -80,7 +80,7 @@ def why_not(folder: Path) -> str:
     return ""
 
 
-def _room(folder: Path) -> int | None:
+def _free_space(folder: Path) -> int | None:
     try:
         return free_space(folder)
     except OSError:
@@ -102,14 +102,14 @@ def available_memory(
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                found += _left(groups, path, "memory.max", "memory.current", "inactive_file")
+                found += _left_in_groups(groups, path, "memory.max", "memory.current", "inactive_file")
             elif "memory" in controllers.split(","):
                 names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                found += _left(groups / "memory", path, *names)
+                found += _left_in_groups(groups / "memory", path, *names)
     return min(found, default=None)
 
 
-def _left(top: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
+def _left_in_groups(top: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
     """What is left below the limit of this group and of each that it lies in."""
     found = []
     folder = top / path.lstrip("/")
@@ -124,7 +124,7 @@ def _left(top: Path, path: str, limit_name: str, usage_name: str, cache_name: st
     return found
 
 
-class Program:
+class TimedProgram:
     """A program whose answer is awaited for a time; it starts with this object, in a session of its own."""
 
     def __init__(self, command: Sequence[str], seconds: float) -> None:
@@ -163,7 +163,7 @@ class Program:
         ended = self._process.poll() is not None
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._fd, 1 << 16):
-                self._output = (self._output + data)[-LONGEST:]
+                self._output = (self._output + data)[-OUTPUT_BYTES:]
         if not ended and time.monotonic() - self._began <= self._seconds:
             return None
         self.end()
@@ -177,7 +177,7 @@ class Program:
         output = select.poll()  # `select.select` takes no descriptor above 1023
         while (found := self.answer()) is None:
             output.register(self._fd, select.POLLIN)
-            output.poll(PAUSE * 1000)
+            output.poll(PROGRAM_PAUSE * 1000)
         return found
 
     def end(self) -> None:
@@ -189,50 +189,50 @@ class Program:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PAUSE * 10)
+                self._process.wait(PROGRAM_PAUSE * 10)
 
 
 def _prepare() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-def of_gpus(program: Program) -> Facts:
+def wait_for_gpu_facts(program: TimedProgram) -> NodeFacts:
     """Wait for what `training.node_gpus` finds; `gpu_error` where it finds nothing out."""
     return gpu_facts(*program.wait())
 
 
-def gpu_facts(code: int | None, output: str) -> Facts:
+def gpu_facts(code: int | None, output: str) -> NodeFacts:
     """The same, from its answer."""
     with contextlib.suppress(ValueError):
         found = json.loads(output.splitlines()[-1]) if code == 0 and output else None
         if isinstance(found, dict):
             return found
-    return {"gpu_error": _short(output) or f"exit code {code}"}
+    return {"gpu_error": _shortened(output) or f"exit code {code}"}
 
 
-def of_command(program: Program) -> Facts:
+def wait_for_command_facts(program: TimedProgram) -> NodeFacts:
     """What the site's own check said."""
     code, output = program.wait()
-    return {"command": {"code": code, "words": _short(output)}}
+    return {"command": {"code": code, "words": _shortened(output)}}
 
 
-def gather(health: HealthPlan, attempt: Path) -> Facts:
+def gather_facts(health: HealthPlan, attempt: Path) -> NodeFacts:
     """All that is known of this node before its first ranks."""
     began = time.monotonic()
     programs = []
     if health.gpus and health.gpu_program:
-        programs.append((of_gpus, Program(health.gpu_program, GPU_SECONDS)))
+        programs.append((wait_for_gpu_facts, TimedProgram(health.gpu_program, GPU_SECONDS)))
     if health.command:
-        programs.append((of_command, Program(health.command, health.command_seconds)))
-    found = quick(attempt)
+        programs.append((wait_for_command_facts, TimedProgram(health.command, health.command_seconds)))
+    found = quick_facts(attempt)
     for answer, program in programs:
         found |= answer(program)
     return found | {"seconds": round(time.monotonic() - began, 4)}
 
 
-def _short(words: str) -> str:
+def _shortened(words: str) -> str:
     text = " ".join(words.split())
-    return text if len(text) <= WORDS else text[: WORDS - 3] + "..."
+    return text if len(text) <= OUTPUT_CHARACTERS else text[: OUTPUT_CHARACTERS - 3] + "..."
 
 
 def main() -> int:
@@ -245,7 +245,7 @@ def main() -> int:
     options = parser.parse_args()
     run = Run(options.run_dir.absolute())
     health = HealthPlan.of(Plan.load(run).node_health)
-    print(json.dumps(gather(health, run.attempt(options.attempt).path)))
+    print(json.dumps(gather_facts(health, run.attempt(options.attempt).path)))
     return 0
 
 

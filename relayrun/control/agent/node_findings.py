@@ -11,48 +11,59 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relayrun.control.rundir.node_health import Action, Finding, HealthPlan, History
+from relayrun.control.rundir.node_health import HealthAction, HealthFinding, HealthPlan, NodeHistory
 
-SLOWED = {0x8: "by hardware", 0x40: "by heat (hardware)", 0x80: "by the power brake", 0x20: "by heat (software)"}
+SLOWDOWN_REASONS = {
+    0x8: "by hardware",
+    0x40: "by heat (hardware)",
+    0x80: "by the power brake",
+    0x20: "by heat (software)",
+}
 """Reasons of NVML for a clock that is held down, by their bit, as far as they are none of a usual load."""
 MEMORY_OF_RANKS = "ranks_memory"
 """What the ranks of a node have taken, in the run's history."""
-MEASURED = {"matmul": "a matrix product", "exchange": "an exchange with its neighbours"}
-FEW = 2
+MEASUREMENTS = {"matmul": "a matrix product", "exchange": "an exchange with its neighbours"}
+FEW_NODES = 2
 """From so many nodes on what all of them have is no node's."""
 
 
-def of_facts(node: str, facts: Mapping[str, Any], health: HealthPlan, history: History) -> Iterator[Finding]:
+def findings_of_facts(
+    node: str, facts: Mapping[str, Any], health: HealthPlan, history: NodeHistory
+) -> Iterator[HealthFinding]:
     """What is wrong with a node by its own words (`agent.node_facts`)."""
     if "answer" in facts:
-        yield Finding(node=node, check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
-    yield from _memory(node, facts, health, history)
+        yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
+    yield from _memory_findings(node, facts, health, history)
     unwritable: Mapping[str, str] = facts.get("unwritable") or {}
     for check, why in unwritable.items():
-        yield Finding(node=node, check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
+        yield HealthFinding(node=node, check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
     for check, limit, what in (("shm", health.shm, "/dev/shm"), ("tmp", health.tmp, "the folder for temporary files")):
         room = facts.get(check)
         if room is not None and room < limit and check not in unwritable:
             words = f"{_gb(room)} GB are free in {what}, {_gb(limit)} GB wanted"
-            yield Finding(node=node, check=check, value=room, limit=limit, hard=False, words=words)
+            yield HealthFinding(node=node, check=check, value=room, limit=limit, hard=False, words=words)
     files = facts.get("open_files")
     if files is not None and files < health.open_files:
         words = f"a process may open {files} files, {health.open_files} wanted (`ulimit -Hn`)"
-        yield Finding(node=node, check="open_files", value=files, limit=health.open_files, hard=False, words=words)
+        yield HealthFinding(
+            node=node, check="open_files", value=files, limit=health.open_files, hard=False, words=words
+        )
     if "gpus" in facts:
-        yield from _gpus(node, facts, health.gpus)
+        yield from _gpu_findings(node, facts, health.gpus)
     elif facts.get("gpu_error"):
         words = f"its GPUs are not known: {facts['gpu_error']}"
-        yield Finding(node=node, check="gpus", value=0, limit=health.gpus, hard=False, words=words)
+        yield HealthFinding(node=node, check="gpus", value=0, limit=health.gpus, hard=False, words=words)
     if (own := facts.get("command")) is not None and own["code"] != 0:
         words = f"the site's own check ({health.command[0]}): {own['words'] or 'no words'}"
         words += "" if own["code"] is None else f" (exit status {own['code']})"
         value = -1 if own["code"] is None else own["code"]
         hard = own["code"] is not None  # one that does not answer says nothing of the node
-        yield Finding(node=node, check="command", value=value, limit=0, hard=hard, words=words)
+        yield HealthFinding(node=node, check="command", value=value, limit=0, hard=hard, words=words)
 
 
-def _memory(node: str, facts: Mapping[str, Any], health: HealthPlan, history: History) -> Iterator[Finding]:
+def _memory_findings(
+    node: str, facts: Mapping[str, Any], health: HealthPlan, history: NodeHistory
+) -> Iterator[HealthFinding]:
     free = facts.get("memory")
     taken = history.median(MEMORY_OF_RANKS)
     limit = health.memory if health.memory is not None else taken
@@ -62,89 +73,97 @@ def _memory(node: str, facts: Mapping[str, Any], health: HealthPlan, history: Hi
         f"{_gb(limit)} GB wanted" if health.memory is not None else f"and ranks of this run took {_gb(limit)} GB before"
     )
     hard = health.memory is not None or free < limit / 2
-    yield Finding(node=node, check="memory", value=free, limit=limit, hard=hard, words=words)
+    yield HealthFinding(node=node, check="memory", value=free, limit=limit, hard=hard, words=words)
 
 
-def _gpus(node: str, facts: Mapping[str, Any], wanted: int) -> Iterator[Finding]:
+def _gpu_findings(node: str, facts: Mapping[str, Any], wanted: int) -> Iterator[HealthFinding]:
     gpus: Sequence[Mapping[str, Any]] = facts["gpus"]
     there = [gpu for gpu in gpus if not gpu.get("error")]
     if len(there) < wanted:
         errors = "".join(f"; GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error"))
         words = f"{len(there)} GPUs answer, and the job asks for {wanted}{errors}"
-        yield Finding(node=node, check="gpus", value=len(there), limit=wanted, hard=True, words=words)
+        yield HealthFinding(node=node, check="gpus", value=len(there), limit=wanted, hard=True, words=words)
     for gpu in there:
         name = f"GPU {gpu['index']}"
         if (count := gpu.get("ecc_uncorrected") or 0) > 0:
             words = f"{name}: {count} uncorrected ECC errors since the driver was loaded"
-            yield Finding(node=node, check="gpu_ecc", value=count, limit=0, hard=True, words=words)
+            yield HealthFinding(node=node, check="gpu_ecc", value=count, limit=0, hard=True, words=words)
         if gpu.get("rows_failed"):
             words = f"{name}: a row of its memory could not be remapped"
-            yield Finding(node=node, check="gpu_rows", value=1, limit=0, hard=True, words=words)
+            yield HealthFinding(node=node, check="gpu_rows", value=1, limit=0, hard=True, words=words)
         elif gpu.get("rows_pending"):
             words = f"{name}: rows of its memory wait to be remapped, by a reset"
-            yield Finding(node=node, check="gpu_rows", value=1, limit=0, hard=False, words=words)
-        slowed = [words for bit, words in SLOWED.items() if (gpu.get("slowed") or 0) & bit]
+            yield HealthFinding(node=node, check="gpu_rows", value=1, limit=0, hard=False, words=words)
+        slowed = [words for bit, words in SLOWDOWN_REASONS.items() if (gpu.get("slowed") or 0) & bit]
         if slowed:
             words = f"{name}: its clock is held down {', '.join(slowed)}"
-            yield Finding(node=node, check="gpu_slowed", value=gpu["slowed"], limit=0, hard=False, words=words)
+            yield HealthFinding(node=node, check="gpu_slowed", value=gpu["slowed"], limit=0, hard=False, words=words)
     xids: Sequence[str] = facts.get("xids") or []
     if xids:
         words = f"{len(xids)} Xid errors in the kernel's log; the newest: {xids[-1]}"
-        yield Finding(node=node, check="gpu_xid", value=len(xids), limit=0, hard=False, words=words)
+        yield HealthFinding(node=node, check="gpu_xid", value=len(xids), limit=0, hard=False, words=words)
 
 
-def of_clock(node: str, offset: float, uncertainty: float, health: HealthPlan) -> Iterator[Finding]:
+def findings_of_clock(node: str, offset: float, uncertainty: float, health: HealthPlan) -> Iterator[HealthFinding]:
     """Whether a node's clock is certainly beyond the limit. Seconds against the median of all nodes."""
     if abs(offset) - uncertainty > health.clock_seconds:
         words = f"its clock is {abs(offset):.3g} s {'ahead' if offset > 0 else 'behind'} (± {uncertainty:.2g} s), "
         words += f"{health.clock_seconds:g} s allowed"
-        yield Finding(node=node, check="clock", value=abs(offset), limit=health.clock_seconds, hard=False, words=words)
+        yield HealthFinding(
+            node=node, check="clock", value=abs(offset), limit=health.clock_seconds, hard=False, words=words
+        )
 
 
-def of_probe(node: str, probe: Mapping[str, Any], health: HealthPlan, history: History) -> Iterator[Finding]:
+def findings_of_probe(
+    node: str, probe: Mapping[str, Any], health: HealthPlan, history: NodeHistory
+) -> Iterator[HealthFinding]:
     """What is wrong with a node by what was measured on it (`training.node_probe`)."""
     if (error := probe.get("error")) is not None:
         words = f"it could not be measured: {error}"
-        yield Finding(node=node, check="answer", value=0, limit=1, hard=False, words=words)
+        yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=words)
     if (devices := probe.get("devices")) is not None and devices < health.gpus:
         words = f"torch sees {devices} GPUs, and the job asks for {health.gpus}"
-        yield Finding(node=node, check="gpus", value=devices, limit=health.gpus, hard=True, words=words)
+        yield HealthFinding(node=node, check="gpus", value=devices, limit=health.gpus, hard=True, words=words)
     if (wrong := probe.get("wrong")) is not None:
         words = f"it computes wrong numbers: {wrong}"
-        yield Finding(node=node, check="result", value=1, limit=0, hard=True, words=words)
-    for name, what in MEASURED.items():
+        yield HealthFinding(node=node, check="result", value=1, limit=0, hard=True, words=words)
+    for name, what in MEASUREMENTS.items():
         usual, seconds = history.median(name, on=str(probe.get("on", ""))), probe.get(name)
         if usual and seconds is not None and seconds > health.slower * usual:
             words = f"{what} takes {1000 * seconds:.3g} ms, {seconds / usual:.1f} times this run's median of "
             words += f"{1000 * usual:.3g} ms ({health.slower:g} times allowed)"
             limit = health.slower * usual
-            yield Finding(node=node, check=name, value=seconds, limit=limit, hard=False, words=words)
+            yield HealthFinding(node=node, check=name, value=seconds, limit=limit, hard=False, words=words)
 
 
-def judged(findings: Sequence[Finding], *, nodes: int, mode: str) -> tuple[list[Finding], dict[str, Finding]]:
+def judge_findings(
+    findings: Sequence[HealthFinding], *, nodes: int, mode: str
+) -> tuple[list[HealthFinding], dict[str, HealthFinding]]:
     """What is found on these nodes, and of the sick among them the finding for which each is to be left out.
 
     `nodes`: how many were looked at. With mode `warn` hard findings alone make a node sick, with `exclude` all do. What
     each of several nodes has makes none sick.
     """
     having = Counter(check for _, check in {(found.node, found.check) for found in findings})
-    of_all = {check for check, count in having.items() if nodes >= FEW and count >= nodes}
+    of_all = {check for check, count in having.items() if nodes >= FEW_NODES and count >= nodes}
     seen = [replace(found, reason="every node has it") if found.check in of_all else found for found in findings]
-    sick: dict[str, Finding] = {}
+    sick: dict[str, HealthFinding] = {}
     for found in sorted(seen, key=lambda each: not each.hard):
         if found.check not in of_all and (found.hard or mode == "exclude"):
             sick.setdefault(found.node, found)
     return seen, sick
 
 
-def decided(sick: Mapping[str, Finding], *, left: int, fitting: Callable[[int], int]) -> dict[str, tuple[Action, str]]:
+def decide_actions(
+    sick: Mapping[str, HealthFinding], *, left: int, fitting: Callable[[int], int]
+) -> dict[str, tuple[HealthAction, str]]:
     """What becomes of each sick node, and why it is not left out where it is not.
 
     `left`: nodes of the job that are not given up. `fitting`: with how many of so many training may go on. A node that
     is hard hit is left out where others can go on, and ends the attempt where they cannot; another one is left out only
     where as many train without it.
     """
-    actions: dict[str, tuple[Action, str]] = {}
+    actions: dict[str, tuple[HealthAction, str]] = {}
     for node, found in sick.items():
         without = fitting(left - 1)
         if without == 0 and found.hard:

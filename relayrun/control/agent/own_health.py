@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relayrun.control.agent import node_facts
-from relayrun.control.agent.aside import Aside
-from relayrun.control.agent.node_facts import Facts, Program
+from relayrun.control.agent.background_work import BackgroundWork
+from relayrun.control.agent.node_facts import NodeFacts, TimedProgram
 from relayrun.control.agent.node_findings import MEMORY_OF_RANKS
 from relayrun.control.rundir.node_health import HealthPlan
 
@@ -24,7 +24,7 @@ MARGIN_SECONDS = 2.0
 """How much longer a program is waited for than it has itself."""
 
 
-class OwnHealth:
+class LocalNodeHealth:
     """The health of this node.
 
     Args:
@@ -33,25 +33,25 @@ class OwnHealth:
         aside: where programs and file systems are waited for.
     """
 
-    def __init__(self, plan: HealthPlan, arguments: list[str], attempt: Path, *, aside: Aside) -> None:
+    def __init__(self, plan: HealthPlan, arguments: list[str], attempt: Path, *, aside: BackgroundWork) -> None:
         self._plan, self._arguments, self._attempt, self._aside = plan, arguments, attempt, aside
         self._running = False
         """Whether a program is waited for; and which it is, when it has been started."""
-        self._program: Program | None = None
-        self._then: Callable[[Facts], None] | None = None
+        self._program: TimedProgram | None = None
+        self._then: Callable[[NodeFacts], None] | None = None
         """What is told what is found, once the program has answered."""
-        self._found: Callable[[int | None, str], Facts] = _of_answer
-        self._early: Facts = {}
+        self._found: Callable[[int | None, str], NodeFacts] = _facts_of_answer
+        self._early: NodeFacts = {}
         """What was found before anybody was to be told."""
         self._unknown = False
         """Whether nothing is known of GPUs here; it has been said once."""
         self._most = self._least = 0
         """Free memory when ranks were started, and the least since then."""
 
-    def look(self, then: Callable[[Facts], None]) -> None:
+    def look(self, then: Callable[[NodeFacts], None]) -> None:
         """Look at all, and call `then` with it."""
         command = [sys.executable, "-P", "-m", "relayrun.control.agent.node_facts", *self._arguments]
-        self._found, self._then = _of_answer, then
+        self._found, self._then = _facts_of_answer, then
         self._begin(command, FACTS_SECONDS + self._plan.command_seconds * bool(self._plan.command))
 
     def ranks_start(self) -> None:
@@ -69,14 +69,14 @@ class OwnHealth:
             self._found, self._early = node_facts.gpu_facts, {}
             self._begin(self._plan.gpu_program, BETWEEN_SECONDS)
 
-    def look_between(self, then: Callable[[Facts], None], *, copies: Path | None) -> None:
+    def look_between(self, then: Callable[[NodeFacts], None], *, copies: Path | None) -> None:
         """No rank is left: look at what takes milliseconds, and call `then` with it when GPUs have answered, too.
 
         `copies`: the folder of ranks' copies in memory, which the next ranks take over.
         """
         taken, self._most, self._least = self._most - self._least, 0, 0
 
-        def look(found: Facts) -> None:
+        def look(found: NodeFacts) -> None:
             if found["memory"] is not None and copies is not None:
                 with contextlib.suppress(OSError):
                     found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
@@ -89,7 +89,7 @@ class OwnHealth:
                 then(found | early)
 
         self._aside.start(
-            lambda: node_facts.quick(self._attempt),
+            lambda: node_facts.quick_facts(self._attempt),
             look,
             seconds=FOLDERS_SECONDS,
             otherwise=lambda words: {
@@ -108,7 +108,7 @@ class OwnHealth:
         self._running = True
 
         def run() -> tuple[int | None, str]:
-            self._program = Program(command, seconds)
+            self._program = TimedProgram(command, seconds)
             return self._program.wait()
 
         self._aside.start(run, self._ended, seconds=seconds + MARGIN_SECONDS, otherwise=lambda words: (None, words))
@@ -124,7 +124,7 @@ class OwnHealth:
             then(found)
 
 
-def _of_answer(code: int | None, output: str) -> Facts:
+def _facts_of_answer(code: int | None, output: str) -> NodeFacts:
     """What `agent.node_facts` printed; `answer` in words where it did not."""
     try:
         found = json.loads(output.splitlines()[-1]) if code == 0 else None
@@ -132,5 +132,5 @@ def _of_answer(code: int | None, output: str) -> Facts:
         found = None
     if isinstance(found, dict):
         return found
-    words = " ".join(output.split())[-node_facts.WORDS :]
+    words = " ".join(output.split())[-node_facts.OUTPUT_CHARACTERS :]
     return {"answer": f"its own look did not end well: {words or f'exit code {code}'}"}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from relayrun.control.agent_decide import Death
 
 
-class Places:
+class NodeRanks:
     """The places of the nodes that train, and the nodes that were given up. Nodes are numbers, from 0 on.
 
     Args:

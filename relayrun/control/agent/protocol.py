@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from relayrun.control.agent.lines import Message
-from relayrun.control.agent.memory import Held
-from relayrun.control.agent.sections import Standing
+from relayrun.control.agent.memory_copies import NodeMemoryCopy
+from relayrun.control.agent.sections import RankActivity
 
 NUMBER = (int, float)
-WANTED: Mapping[str, Mapping[str, Any]] = {
+MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "hello": {"node": int, "name": str, "port": int},
     "dead": {"round": int, "rank": int, "code": int, "error": str, "told": bool},
     "ended": {"round": int, "port": int, "memory": list, "facts": dict},
@@ -28,24 +28,24 @@ WANTED: Mapping[str, Mapping[str, Any]] = {
     "probed": {},
 }
 """By kind; every value must be there. What is of no such kind is not heard by the coordinator."""
-ROWS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+MESSAGE_ROWS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ended": {"memory": (int, int, str, bool)},
     "beat": {"standing": (int, int, str, int, NUMBER, NUMBER, str)},
 }
 """Lists of values in the order of `Held` and of `Standing`, or null."""
 PORTS = range(1 << 16)
 
-assert len(ROWS["ended"]["memory"]) == len(Held._fields)
-assert len(ROWS["beat"]["standing"]) == len(Standing._fields)
+assert len(MESSAGE_ROWS["ended"]["memory"]) == len(NodeMemoryCopy._fields)
+assert len(MESSAGE_ROWS["beat"]["standing"]) == len(RankActivity._fields)
 
 
-def why_not(message: Message) -> str:
+def message_error(message: Message) -> str:
     """What is wrong with a message, in a few words; empty where nothing is, or where it is of an unknown kind."""
     kind = message["kind"]
-    for name, wanted in WANTED.get(kind, {}).items():
-        if not _is(message.get(name), wanted):
+    for name, wanted in MESSAGE_FIELDS.get(kind, {}).items():
+        if not _has_type(message.get(name), wanted):
             return f"{kind} without {name}" if name not in message else f"{kind} with {name} {message[name]!r:.40}"
-    for name, columns in ROWS.get(kind, {}).items():
+    for name, columns in MESSAGE_ROWS.get(kind, {}).items():
         rows = message.get(name) or []
         if not isinstance(rows, list) or not all(_is_row(row, columns) for row in rows):
             return f"{kind} with {name} {rows!r:.40}"
@@ -56,8 +56,8 @@ def why_not(message: Message) -> str:
 
 
 def _is_row(row: object, columns: tuple[Any, ...]) -> bool:
-    return isinstance(row, list) and len(row) == len(columns) and all(map(_is, row, columns))
+    return isinstance(row, list) and len(row) == len(columns) and all(map(_has_type, row, columns))
 
 
-def _is(value: object, wanted: Any) -> bool:
+def _has_type(value: object, wanted: Any) -> bool:
     return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))

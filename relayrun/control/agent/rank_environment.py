@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relayrun.control.agent.lines import Message
-from relayrun.control.agent.memory import FOLDER, ITERATION
+from relayrun.control.agent.memory_copies import MEMORY_FOLDER_VARIABLE, MEMORY_ITERATION_VARIABLE
 from relayrun.control.rundir import rounds
 
 
-def of_rank(
+def rank_environment(
     rank: int, start: Message, *, local: int, per_node: int, keep_address: bool, memory: Path | None
 ) -> Mapping[str, str]:
     """Return the variables of this rank.
@@ -32,7 +32,7 @@ def of_rank(
         **({"SLURM_NODEID": str(rank // per_node)} if "SLURM_NODEID" in os.environ else {}),
         **({} if keep else {"MASTER_ADDR": start["address"]}),
         "MASTER_PORT": str(start["port"]),
-        rounds.VARIABLE: str(start["round"]),
-        FOLDER: str(memory or ""),
-        ITERATION: "" if start["memory"] is None else str(start["memory"]),
+        rounds.RESTART_VARIABLE: str(start["round"]),
+        MEMORY_FOLDER_VARIABLE: str(memory or ""),
+        MEMORY_ITERATION_VARIABLE: "" if start["memory"] is None else str(start["memory"]),
     }

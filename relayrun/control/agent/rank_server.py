@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from relayrun.control.agent.lines import Lines, Message
+from relayrun.control.agent.lines import Message, MessageSocket
 from relayrun.control.scheduler.tasks import is_dying
 
 
-class Child(NamedTuple):
+class StartedProcess(NamedTuple):
     """A process that was started for an order."""
 
     pid: int
@@ -29,8 +29,8 @@ class RankServer(ABC):
     """The children that it started, by the descriptor that tells of their end, and the socket of the agent."""
 
     def __init__(self, agent: socket.socket) -> None:
-        self.agent = Lines(agent)
-        self._children: dict[int, tuple[Child, Message]] = {}
+        self.agent = MessageSocket(agent)
+        self._children: dict[int, tuple[StartedProcess, Message]] = {}
         """Each child that has not been waited for, with its order."""
         self._ended: set[int] = set()
         """Those of them that lived when they were to be ended."""
@@ -38,7 +38,7 @@ class RankServer(ABC):
         self._poll.register(self.agent, select.POLLIN)
 
     @abstractmethod
-    def start(self, order: Message) -> Child | None:
+    def start(self, order: Message) -> StartedProcess | None:
         """Start what an order asks for: a rank (`fork`), or the measurements of this node (`probe`).
 
         None: nothing was started, and the agent has been told so.

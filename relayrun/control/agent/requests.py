@@ -24,7 +24,7 @@ from relayrun.errors import RunDirError
 
 LOOK_SECONDS = 1.0
 """Between two looks of one process at the files."""
-HOLDS_SECONDS = 10.0
+MARK_VALID_SECONDS = 10.0
 """After so long a mark says nothing any more: the coordinator may stand still."""
 
 
@@ -61,7 +61,7 @@ class Requests:
         complaint = ""
         try:
             self.asked = self._attempt.stop.exists() or any(
-                triggers.is_touched(self._run, one) for one in triggers.NAMES
+                triggers.is_trigger_touched(self._run, one) for one in triggers.TRIGGER_NAMES
             )
         except OSError as error:  # ranks see for themselves
             self.asked, complaint = True, str(error)
@@ -70,7 +70,7 @@ class Requests:
         self._complaint = complaint
 
 
-def tell(folder: Path, *, asked: bool) -> None:
+def tell_ranks(folder: Path, *, asked: bool) -> None:
     """Tell the ranks of this node whether they are asked for something; `folder`: of its agent."""
     mark = _mark(folder)
     with contextlib.suppress(OSError):  # without a mark ranks look at the files
@@ -85,7 +85,7 @@ def tell(folder: Path, *, asked: bool) -> None:
 def nothing_asked(folder: Path) -> bool:
     """Whether the agent of this node said a moment ago that ranks are asked for nothing."""
     try:
-        return time.monotonic() - os.stat(_mark(folder)).st_mtime < HOLDS_SECONDS
+        return time.monotonic() - os.stat(_mark(folder)).st_mtime < MARK_VALID_SECONDS
     except OSError:
         return False
 

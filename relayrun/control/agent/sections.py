@@ -18,17 +18,17 @@ _RECORD = struct.Struct("<QqddQ24s")
 """Sections entered, iteration, since when (by time.monotonic, which is one clock a node), limit, process, name."""
 QUIET_SECONDS = 2.0
 """An agent says how its ranks stand when none of them has come further for so long."""
-STOPPED = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead"}
+STOPPED_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead"}
 """States of a process in which it does nothing, by the letter of /proc/PID/stat."""
 SET_UP = "set-up"
 """The section of a rank from its fork to the first that it enters itself."""
-BEGINNING = (SET_UP, "start")
+UNLIMITED_SECTIONS = (SET_UP, "start")
 """Sections that may last for as long as they like, as far as the agent knows."""
 STOPPED_SECONDS = 120.0
 """A rank that does nothing at all in one of these for so long hangs: its process neither runs nor takes CPU time."""
 
 
-class Standing(NamedTuple):
+class RankActivity(NamedTuple):
     """Where a rank is."""
 
     rank: int
@@ -45,12 +45,12 @@ class Standing(NamedTuple):
     """How its process does nothing (`STOPPED`); empty where it may do something."""
 
 
-class Page:
+class ActivityPage:
     """A rank's page."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Make it, or go on with that which this process has made. Raises OSError."""
-        fd = os.open(_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(_page_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(fd, 0, mmap.PAGESIZE)
             self._map = mmap.mmap(fd, mmap.PAGESIZE)
@@ -72,13 +72,13 @@ class Page:
         _RECORD.pack_into(self._map, 0, self._entered, iteration, time.monotonic(), limit, self._pid, name)
 
 
-def forget(folder: Path) -> None:
+def remove_pages(folder: Path) -> None:
     """Remove the pages of a round that is over."""
     for path in folder.glob("section-*"):
         path.unlink(missing_ok=True)
 
 
-class Stopped:
+class StoppedProcesses:
     """For how long ranks do nothing at all; asked now and then, in one round."""
 
     def __init__(self) -> None:
@@ -94,34 +94,34 @@ class Stopped:
         return time.monotonic() - since
 
 
-def standing(folder: Path, ranks: Iterable[int], stopped: Stopped | None = None) -> list[Standing]:
+def read_activity(folder: Path, ranks: Iterable[int], stopped: StoppedProcesses | None = None) -> list[RankActivity]:
     """Where these ranks of this node are; without those that have no page yet."""
     found = []
     for rank in ranks:
         try:
-            data = _path(folder, rank).read_bytes()[: _RECORD.size]
+            data = _page_path(folder, rank).read_bytes()[: _RECORD.size]
         except OSError:
             continue
         if len(data) < _RECORD.size or not any(data):
             continue
         entered, iteration, since, limit, pid, name = _RECORD.unpack(data)
         section = name.rstrip(b"\0").decode(errors="replace")
-        state, ticks = _doing(pid)
+        state, ticks = _process_state(pid)
         still = 0.0 if stopped is None else stopped.seconds(pid, state, ticks)
-        if still >= STOPPED_SECONDS and section in BEGINNING:
+        if still >= STOPPED_SECONDS and section in UNLIMITED_SECTIONS:
             limit = STOPPED_SECONDS
-        found.append(Standing(rank, entered, section, iteration, time.monotonic() - since, limit, state))
+        found.append(RankActivity(rank, entered, section, iteration, time.monotonic() - since, limit, state))
     return found
 
 
-def _doing(pid: int) -> tuple[str, int]:
+def _process_state(pid: int) -> tuple[str, int]:
     """How a process does nothing, and the CPU time of its threads in ticks."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return STOPPED["Z"], 0
-    return STOPPED.get(fields[0], ""), int(fields[11]) + int(fields[12])
+        return STOPPED_STATES["Z"], 0
+    return STOPPED_STATES.get(fields[0], ""), int(fields[11]) + int(fields[12])
 
 
-def _path(folder: Path, rank: int) -> Path:
+def _page_path(folder: Path, rank: int) -> Path:
     return folder / f"section-{rank:04}"

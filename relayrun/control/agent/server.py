@@ -21,25 +21,25 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from relayrun.control.agent.lines import Lines
+from relayrun.control.agent.lines import MessageSocket
 from relayrun.control.scheduler.tasks import die_with_parent
 
-IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 """Signals that are for the ranks; some sites' Slurm sends them to every process of a step."""
 
-OBEY_SECONDS = 30.0
+SERVER_OBEY_SECONDS = 30.0
 """How long a server may take to end its ranks; then it is killed. It may be stopped, or still import."""
-GONE_SECONDS = 2.0
+SERVER_GONE_SECONDS = 2.0
 """How long a server may take to end when its socket is closed; then it is killed, and waited for once more."""
 
 
-def _prepare(ignored: Collection[signal.Signals]) -> None:
+def _prepare_server(ignored: Collection[signal.Signals]) -> None:
     die_with_parent(signal.SIGKILL)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
 
 
-class ForkServer:
+class RankServerProcess:
     """One server; it starts with this object."""
 
     def __init__(
@@ -55,9 +55,9 @@ class ForkServer:
                 command,
                 stdin=theirs.fileno(),
                 env={**os.environ, **environment},
-                preexec_fn=partial(_prepare, {*IGNORED, *ignored}),
+                preexec_fn=partial(_prepare_server, {*RANK_SIGNALS, *ignored}),
             )
-        self.lines, self.pids = Lines(ours), {self._process.pid}
+        self.lines, self.pids = MessageSocket(ours), {self._process.pid}
         """Processes of the server: what was started, and what says that it serves."""
         self.serving = False
         """Whether its imports are done."""
@@ -85,11 +85,11 @@ class ForkServer:
         now = time.monotonic()
         if not self.serving and now - self._began > import_seconds:
             return f"the server that forks ranks has not done its imports within {import_seconds:g} s"
-        if self._told_to_end is None or now - self._told_to_end <= OBEY_SECONDS:
+        if self._told_to_end is None or now - self._told_to_end <= SERVER_OBEY_SECONDS:
             return ""
         if not self.serving:
             return f"the server that forks ranks was still in its imports after {now - self._began:.0f} s"
-        return f"the server that forks ranks did not end them within {OBEY_SECONDS:g} s"
+        return f"the server that forks ranks did not end them within {SERVER_OBEY_SECONDS:g} s"
 
     def kill(self) -> None:
         """Kill it, and with it its ranks; `ends` tells when it is gone."""
@@ -106,7 +106,7 @@ class ForkServer:
         os.close(self.ends)
         for last in (False, True):
             try:
-                return self._process.wait(GONE_SECONDS)
+                return self._process.wait(SERVER_GONE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 if last:

@@ -35,19 +35,19 @@ def main() -> int:
     options = parser.parse_args()
     run = Run(options.run_dir)
     if options.command == "begin":
-        return supervisor.begin(run)
+        return supervisor.begin_attempt(run)
     if options.command == "watch":
-        return supervisor.watch(run, options.attempt, batch_pid=options.batch_pid)
+        return supervisor.watch_attempt(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "guard":
-        return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
+        return guard.run_guard(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "orphaned":
-        return orphaned.orphaned(run, options.attempt, node=options.node, number_of_round=options.round)
+        return orphaned.close_orphaned_attempt(run, options.attempt, node=options.node, number_of_round=options.round)
     if options.command == "fallback":
-        return fallback_job.look(run)
+        return fallback_job.run_fallback_job(run)
     if options.command == "tell":
-        messenger.tell(run, Plan.load(run))
+        messenger.send_notices(run, Plan.load(run))
         return 0
-    return supervisor.end(run, options.attempt, options.exit_code)
+    return supervisor.end_attempt(run, options.attempt, options.exit_code)
 
 
 if __name__ == "__main__":

@@ -7,29 +7,29 @@ import os
 import signal
 import subprocess
 
-from relayrun.control.chain.render import search_path
+from relayrun.control.chain.job_script import python_path
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler.base import user_python_path
 
-LEAVE_SECONDS = 1.0
+TERMINATE_SECONDS = 1.0
 """From SIGTERM to SIGKILL: such a process says what it was at, and may be killed at any point."""
 
 
-def environment(plan: Plan) -> dict[str, str]:
+def background_environment(plan: Plan) -> dict[str, str]:
     """The environment of such a process, in which it finds relayrun and what a site's jobs are given: a proxy, say."""
     return {
         **os.environ,
         **plan.environment,
-        "PYTHONPATH": ":".join([*search_path(plan), *user_python_path(os.environ)]),
+        "PYTHONPATH": ":".join([*python_path(plan), *user_python_path(os.environ)]),
         "PYTHONSAFEPATH": "1",
     }
 
 
-def end(process: subprocess.Popen[bytes], *, patience: float = 0.0) -> None:
+def end_process_group(process: subprocess.Popen[bytes], *, patience: float = 0.0) -> None:
     """Wait `patience` seconds for a process that leads a session, then end it and what it started."""
     steps: tuple[tuple[signal.Signals | None, float | None], ...] = (
         (None, patience),
-        (signal.SIGTERM, LEAVE_SECONDS),
+        (signal.SIGTERM, TERMINATE_SECONDS),
         (signal.SIGKILL, None),
     )
     for number, seconds in steps:

@@ -19,28 +19,27 @@ from pathlib import Path
 
 from relayrun.control import chain_decide
 from relayrun.control.chain import successor
-from relayrun.control.chain.evaluations import attend_awaited
-from relayrun.control.chain.evaluations import job_name as evaluation_job_name
-from relayrun.control.log import log
+from relayrun.control.chain.evaluation_jobs import evaluation_job_name, submit_awaited_evaluation
+from relayrun.control.log import log_line
 from relayrun.control.rundir import campaign, evaluations, lineage
-from relayrun.control.rundir.campaign import Begun, Campaign, Member, Refused
-from relayrun.control.rundir.evaluations import EvaluationDir, Result
-from relayrun.control.rundir.lineage import BEGINNING, Durable
-from relayrun.control.rundir.plan import Plan, fallback_name, job_name
-from relayrun.control.rundir.run import Run, is_own
+from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRefused, MemberStarted
+from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult
+from relayrun.control.rundir.lineage import BEGINNING, ResumePoint
+from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
+from relayrun.control.rundir.run import Run, is_owned_by_this_user
 from relayrun.control.rundir.stop import is_stopped, stop_reason
 from relayrun.control.scheduler import history, together
 from relayrun.control.scheduler.base import Job, Scheduler
-from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_command import NoAnswerError, NotInstalledError, TooManyJobsError
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 
 PATIENCE = 5.0
 """Seconds for which a controller that does not answer is asked again."""
-REFUSED_SECONDS = 30.0
+REFUSED_RETRY_SECONDS = 30.0
 """So long after Slurm has refused a member it is tried again, and twice as long each time: a refusal may pass by, as
 where nodes are not back yet behind a restart of the controller."""
-REFUSED_CEILING = 600.0
+REFUSED_RETRY_CEILING = 600.0
 
 _REFUSED = "its first job is refused"
 _FOR_NOW = (NoAnswerError, NotInstalledError, TooManyJobsError)
@@ -49,7 +48,7 @@ _UNREADABLE = (RelayrunError, OSError, KeyError, TypeError, ValueError, Attribut
 """What records raise that are missing, torn, or were edited."""
 
 
-class CannotBeginError(RelayrunError):
+class CannotStartError(RelayrunError):
     """One member cannot begin; others may."""
 
 
@@ -57,7 +56,7 @@ class CannotBeginError(RelayrunError):
 class Readiness:
     """Whether a member that has not begun may begin."""
 
-    base: Durable | None
+    base: ResumePoint | None
     """The checkpoint to begin with; None: it waits, or never begins."""
     why: str = ""
     """What it waits for."""
@@ -72,7 +71,7 @@ class Readiness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class CampaignPass:
     """What one look at a campaign has begun, and who is stuck."""
 
     begun: list[str] = field(default_factory=list)
@@ -81,7 +80,7 @@ class Look:
     """By member, why it does not begin unless a person changes something; by `""` what holds up all of them."""
 
 
-def attend(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> None:
+def start_due_members_of(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> None:
     """Begin what may begin now of the campaign that a run belongs to, if to any. What fails is left for later.
 
     `leaves`: this is the last job of the run's chain, also where no STOP says it. `patience`: seconds for which a
@@ -90,32 +89,32 @@ def attend(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> Non
     with contextlib.suppress(OSError):
         leaves = leaves or is_stopped(run)
     leaving = run if leaves else None
-    mend(campaign.folders_of([run]), leaving=leaving, patience=patience)
+    start_due_members(campaign.campaign_folders([run]), leaving=leaving, patience=patience)
 
 
-def mend(
+def start_due_members(
     folders: Iterable[Path],
     *,
     leaving: Run | None = None,
     patience: float = PATIENCE,
-    say: Callable[[str], None] = log,
-) -> dict[Path, Look]:
+    say: Callable[[str], None] = log_line,
+) -> dict[Path, CampaignPass]:
     """The same for campaigns, by their folders; return what each look saw."""
-    looks: dict[Path, Look] = {}
+    looks: dict[Path, CampaignPass] = {}
     for folder in folders:
         try:
-            looks[folder] = begin_due(folder, leaving=leaving, patience=patience)
+            looks[folder] = start_due_in_campaign(folder, leaving=leaving, patience=patience)
             for words in looks[folder].begun:
                 say(words)
         except _UNREADABLE as error:
-            looks[folder] = Look(stuck={} if isinstance(error, _FOR_NOW) else {"": _words(error)})
-            say(f"the next run of {folder} is left for later: {_words(error)}")
+            looks[folder] = CampaignPass(stuck={} if isinstance(error, _FOR_NOW) else {"": _error_line(error)})
+            say(f"the next run of {folder} is left for later: {_error_line(error)}")
     return looks
 
 
-def begin_due(
+def start_due_in_campaign(
     folder: Path, *, from_terminal: bool = False, leaving: Run | None = None, patience: float = PATIENCE
-) -> Look:
+) -> CampaignPass:
     """Begin every member that may begin; return what was done, and who is stuck.
 
     `from_terminal`: this process runs the jobs of this machine, without whom nobody would. `leaving`: the run whose
@@ -123,36 +122,38 @@ def begin_due(
     SchedulerError and OSError; what was begun before is on record.
     """
     if not campaign.is_campaign(folder):  # its submit was killed, or is under way
-        return Look(stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"})
+        return CampaignPass(stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"})
     whole = Campaign.load(folder)
-    waiting = [member for member in whole.members if not campaign.begun_path(folder, member.name).exists()]
-    if not waiting or campaign.stop_reason(folder) is not None:
-        return Look()
+    waiting = [member for member in whole.members if not campaign.member_started_path(folder, member.name).exists()]
+    if not waiting or campaign.campaign_stop_reason(folder) is not None:
+        return CampaignPass()
     if whole.owner != os.geteuid() or (whole.scheduler == "local" and not from_terminal):
-        return Look(stuck=_stuck(_judged(folder, whole, waiting)))
-    with campaign.alone(folder, patience=patience) as mine:
+        return CampaignPass(stuck=_stuck(_judged(folder, whole, waiting)))
+    with campaign.campaign_lock(folder, patience=patience) as mine:
         judged = _judged(folder, whole, waiting)
-        if not mine or campaign.stop_reason(folder) is not None:
-            return Look(stuck=_stuck(judged))
+        if not mine or campaign.campaign_stop_reason(folder) is not None:
+            return CampaignPass(stuck=_stuck(judged))
         return _begin_due(folder, whole, judged, leaving, patience)
 
 
-_Judged = list[tuple[Member, Readiness]]
+_JudgedMembers = list[tuple[CampaignMember, Readiness]]
 
 
-def _judged(folder: Path, whole: Campaign, members: Sequence[Member]) -> _Judged:
-    return [(member, ready) for member in members if (ready := judge(folder, whole, member)) is not None]
+def _judged(folder: Path, whole: Campaign, members: Sequence[CampaignMember]) -> _JudgedMembers:
+    return [(member, ready) for member in members if (ready := member_readiness(folder, whole, member)) is not None]
 
 
-def _stuck(judged: _Judged) -> dict[str, str]:
+def _stuck(judged: _JudgedMembers) -> dict[str, str]:
     return {member.name: ready.why for member, ready in judged if ready.stuck}
 
 
-def _begin_due(folder: Path, whole: Campaign, judged: _Judged, leaving: Run | None, patience: float) -> Look:
+def _begin_due(
+    folder: Path, whole: Campaign, judged: _JudgedMembers, leaving: Run | None, patience: float
+) -> CampaignPass:
     begun: list[str] = []
     stuck = _stuck(judged)
     for run, evaluation in {ready.awaited[1].path: ready.awaited for _, ready in judged if ready.awaited}.values():
-        attend_awaited(run, evaluation)
+        submit_awaited_evaluation(run, evaluation)
     stuck |= _never_evaluated(whole, judged)
     now = time.time()
     able = [(member, ready) for member, ready in judged if ready.base is not None]
@@ -164,21 +165,21 @@ def _begin_due(folder: Path, whole: Campaign, judged: _Judged, leaving: Run | No
         if len(begun) >= room:
             break
         try:
-            begun.append(_begin(folder, member, ready.base or BEGINNING, patience))
+            begun.append(_start_member(folder, member, ready.base or BEGINNING, patience))
             stuck.pop(member.name, None)
-        except CannotBeginError as error:
+        except CannotStartError as error:
             stuck[member.name] = error.message
-    return Look(begun=begun, stuck=stuck)
+    return CampaignPass(begun=begun, stuck=stuck)
 
 
-def _never_evaluated(whole: Campaign, judged: _Judged) -> dict[str, str]:
+def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
     """By member, that the job of the evaluation it waits for never starts unless a person changes something."""
     awaited = {member.name: ready.awaited for member, ready in judged if ready.awaited is not None}
     if whole.scheduler == "local":
         return {}
     try:
         names = {name: evaluation_job_name(Plan.load(run), folder) for name, (run, folder) in awaited.items()}
-        jobs = together.jobs_of(list(names.values()), patience=0)
+        jobs = together.jobs_by_name(list(names.values()), patience=0)
     except _UNREADABLE:  # it is seen with the next look
         return {}
     return {
@@ -186,36 +187,36 @@ def _never_evaluated(whole: Campaign, judged: _Judged) -> dict[str, str]:
         for member, ready in judged
         if member.name in names
         for each in jobs[names[member.name]]
-        if history.for_ever(each.reason)
+        if history.never_starts(each.reason)
     }
 
 
-def _begin(folder: Path, member: Member, base: Durable, patience: float) -> str:
+def _start_member(folder: Path, member: CampaignMember, base: ResumePoint, patience: float) -> str:
     """Queue the first job of a member, unless one is there. Raises CannotBeginError, SchedulerError and OSError."""
     run = member.run
     try:
-        plan, own = Plan.load(run), is_own(run)
+        plan, own = Plan.load(run), is_owned_by_this_user(run)
         newest = run.newest_begun()
         begun = None if newest is None else newest.read_begin()
     except _UNREADABLE as error:
-        raise CannotBeginError(f"the plan of {member.name} cannot be read: {_words(error)}") from None
+        raise CannotStartError(f"the plan of {member.name} cannot be read: {_error_line(error)}") from None
     if not own:
         words = f"{member.name} cannot begin: its directory or its plan belongs to another user ({run.path})"
-        raise CannotBeginError(words)
-    record = campaign.begun_path(folder, member.name)
+        raise CannotStartError(words)
+    record = campaign.member_started_path(folder, member.name)
     record.parent.mkdir(parents=True, exist_ok=True)
-    scheduler = for_plan(plan, run, patience=patience)
+    scheduler = scheduler_for_plan(plan, run, patience=patience)
     if begun is not None:  # its record was lost with who queued it, or a person submitted it
         job_id, how = begun.job_id, "had begun"
     elif found := scheduler.jobs(plan):
         job_id, how = found[0].id, "was queued"
     else:
         job_id, how = _queue(folder, member, plan, base, scheduler), "is queued"
-    Begun(job_id=job_id, time=time.time()).write(record)
+    MemberStarted(job_id=job_id, time=time.time()).write(record)
     return f"{plan.run} {how}, job {job_id}" + (f", from {base.path}" if base.path else "")
 
 
-def _queue(folder: Path, member: Member, plan: Plan, base: Durable, scheduler: Scheduler) -> str:
+def _queue(folder: Path, member: CampaignMember, plan: Plan, base: ResumePoint, scheduler: Scheduler) -> str:
     """Queue the first job; return its id. Raises CannotBeginError and SchedulerError."""
     run = member.run
     if base.path is not None:
@@ -223,56 +224,58 @@ def _queue(folder: Path, member: Member, plan: Plan, base: Durable, scheduler: S
         try:
             plan.write(run.plan)
         except OSError as error:
-            raise CannotBeginError(f"the plan of {member.name} cannot be written: {_words(error)}") from None
+            raise CannotStartError(f"the plan of {member.name} cannot be written: {_error_line(error)}") from None
     try:
-        return successor.queue_first(run, plan, scheduler)
+        return successor.queue_first_job(run, plan, scheduler)
     except _FOR_NOW:
         raise
     except (SchedulerError, OSError) as error:
         if found := scheduler.jobs(plan):
             return found[0].id
         if not isinstance(error, SchedulerError):
-            raise CannotBeginError(f"{member.name} cannot begin: {_words(error)}") from None
-        path = campaign.refused_path(folder, member.name)
-        before = Refused.read(path)
+            raise CannotStartError(f"{member.name} cannot begin: {_error_line(error)}") from None
+        path = campaign.member_refused_path(folder, member.name)
+        before = MemberRefused.read(path)
         tries = 1 if before is None else before.tries + 1
-        Refused(reason=error.message, time=time.time(), tries=tries).write(path)
-        raise CannotBeginError(f"{_REFUSED}: {error.message}") from None
+        MemberRefused(reason=error.message, time=time.time(), tries=tries).write(path)
+        raise CannotStartError(f"{_REFUSED}: {error.message}") from None
 
 
-def judge(folder: Path, whole: Campaign, member: Member) -> Readiness | None:
+def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> Readiness | None:
     """Whether a member may begin; None where it has begun, or a person stopped it before it could.
 
     One that Slurm has refused is stuck, and has the checkpoint to begin with all the same.
     """
     try:
-        if campaign.begun_path(folder, member.name).exists():
+        if campaign.member_started_path(folder, member.name).exists():
             return None
         if stop_reason(member.run) is not None and member.run.newest_begun() is None:
             return None
-        refused = Refused.read(campaign.refused_path(folder, member.name))
+        refused = MemberRefused.read(campaign.member_refused_path(folder, member.name))
     except _UNREADABLE as error:
-        return Readiness(base=None, why=f"the records of {member.name} cannot be read: {_words(error)}", stuck=True)
-    ready = readiness(whole, member)
+        return Readiness(
+            base=None, why=f"the records of {member.name} cannot be read: {_error_line(error)}", stuck=True
+        )
+    ready = condition_readiness(whole, member)
     if ready.base is None or refused is None:
         return ready
-    again = refused.time + min(REFUSED_CEILING, REFUSED_SECONDS * 2 ** min(refused.tries - 1, 10))
+    again = refused.time + min(REFUSED_RETRY_CEILING, REFUSED_RETRY_SECONDS * 2 ** min(refused.tries - 1, 10))
     return replace(ready, why=f"{_REFUSED}: {refused.reason}", stuck=True, again=again)
 
 
-def readiness(whole: Campaign, member: Member) -> Readiness:
+def condition_readiness(whole: Campaign, member: CampaignMember) -> Readiness:
     """Whether the condition of a member holds, and with which checkpoint it begins."""
     before = member.source or member.after
     if before is None:
         return Readiness(base=BEGINNING)
     try:
-        return _behind(before, whole.member(before).run, member)
+        return _readiness_after_run(before, whole.member(before).run, member)
     except _UNREADABLE as error:
-        words = f"waits for {before}, whose records cannot be read: {_words(error)}"
+        words = f"waits for {before}, whose records cannot be read: {_error_line(error)}"
         return Readiness(base=None, why=words, stuck=True)
 
 
-def _behind(before: str, run: Run, member: Member) -> Readiness:
+def _readiness_after_run(before: str, run: Run, member: CampaignMember) -> Readiness:
     """The same of a member that waits for another one. Raises what records raise that cannot be read."""
     if not run.plan.exists():
         return Readiness(base=None, why=f"waits for {before}, which is not at {run.path} any more", stuck=True)
@@ -281,32 +284,32 @@ def _behind(before: str, run: Run, member: Member) -> Readiness:
     if member.iteration is None:
         if ended is None:
             return Readiness(base=None, why=f"waits for the end of {before}")
-        if not chain_decide.is_done(ended):
+        if not chain_decide.is_done_reason(ended):
             return Readiness(base=None, why=f"waits for {before}{how}", stuck=True)
-        base = lineage.durable(run) if member.source else BEGINNING
+        base = lineage.resume_point(run) if member.source else BEGINNING
         if member.source and base.path is None:
             return Readiness(base=None, why=f"waits for a checkpoint of {before}, which has none", stuck=True)
     else:
         commits = (each.commit for each in lineage.Lineage(run).backwards())
         commit = next((each for each in commits if each.iteration == member.iteration), None)
-        fault = None if commit is None else lineage.fault(commit)
+        fault = None if commit is None else lineage.checkpoint_fault(commit)
         if commit is None or fault is not None:
             why = f"waits for iteration {member.iteration} of {before}" + (f" ({fault})" if fault else "") + how
             return Readiness(base=None, why=why, stuck=ended is not None)
-        base = Durable(iteration=commit.iteration, path=commit.path)
-    return _evaluated(before, run, base) if member.evaluated else Readiness(base=base)
+        base = ResumePoint(iteration=commit.iteration, path=commit.path)
+    return _readiness_after_evaluation(before, run, base) if member.evaluated else Readiness(base=base)
 
 
-def _evaluated(before: str, run: Run, base: Durable) -> Readiness:
+def _readiness_after_evaluation(before: str, run: Run, base: ResumePoint) -> Readiness:
     """The same of a member that waits for the evaluation of its checkpoint besides."""
     what = f"waits for the evaluation of {before}:{base.iteration}"
-    folder = None if base.path is None else evaluations.of_checkpoint(run, base.path)
+    folder = None if base.path is None else evaluations.evaluation_of_checkpoint(run, base.path)
     if folder is None:
         return Readiness(base=None, why=f"{what}, which is another run's checkpoint", stuck=True)
-    result = Result.read(folder.result)
+    result = EvaluationResult.read(folder.result)
     if result is not None and result.status == "done":
         return Readiness(base=base)
-    if result is not None and not evaluations.may_try_again(folder, result):
+    if result is not None and not evaluations.may_retry(folder, result):
         error = f": {result.error.partition(chr(10))[0]}" if result.error else ""
         why = f"{what}, which failed{error}; to have it tried again, remove {folder.path}"
         return Readiness(base=None, why=why, stuck=True)
@@ -321,11 +324,11 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
     Where the scheduler does not answer, or STOP cannot be read, any that has begun may live.
     """
     unknown = 0
-    runs: list[tuple[Member, Run]] = []
+    runs: list[tuple[CampaignMember, Run]] = []
     for member in whole.members:
         try:
             run = member.run
-            if run != leaving and _has_begun(folder, member) and run.plan.exists() and stop_reason(run) is None:
+            if run != leaving and _has_started(folder, member) and run.plan.exists() and stop_reason(run) is None:
                 runs.append((member, run))
         except _UNREADABLE:
             unknown += 1
@@ -333,36 +336,36 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
         if whole.scheduler == "local":
             return unknown + sum(bool(_jobs_here(run)) for _, run in runs)
         names = [_job_names(whole, member, run) for member, run in runs]
-        jobs = together.jobs_of([name for pair in names for name in pair], patience=patience)
+        jobs = together.jobs_by_name([name for pair in names for name in pair], patience=patience)
         return unknown + sum(any(jobs[name] for name in pair) for pair in names)
     except SchedulerError:
         return unknown + len(runs)
 
 
-def _has_begun(folder: Path, member: Member) -> bool:
+def _has_started(folder: Path, member: CampaignMember) -> bool:
     """Whether a member has begun, or has records of it that cannot be read. Raises OSError."""
     try:
-        return campaign.has_begun(folder, member)
+        return campaign.has_member_started(folder, member)
     except RunDirError:
         return True
 
 
-def write_down(folder: Path, whole: Campaign, *, patience: float) -> None:
+def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> None:
     """Write down the first jobs that were queued by who was killed before that. Raises SchedulerError and OSError.
 
     Called under the campaign's lock: nobody is about to write them.
     """
-    waiting = [member for member in whole.members if not _has_begun(folder, member) and member.run.plan.exists()]
+    waiting = [member for member in whole.members if not _has_started(folder, member) and member.run.plan.exists()]
     if whole.scheduler == "local":
         found = {member.name: _jobs_here(member.run) for member in waiting}
     else:
         names = {member.name: _job_names(whole, member, member.run)[0] for member in waiting}
-        jobs = together.jobs_of(list(names.values()), patience=patience)
+        jobs = together.jobs_by_name(list(names.values()), patience=patience)
         found = {name: [each.job for each in jobs[own]] for name, own in names.items()}
     for name, queued in found.items():
         if queued:
-            campaign.begun_path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-            Begun(job_id=queued[0].id, time=time.time()).write(campaign.begun_path(folder, name))
+            campaign.member_started_path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            MemberStarted(job_id=queued[0].id, time=time.time()).write(campaign.member_started_path(folder, name))
 
 
 def _jobs_here(run: Run) -> list[Job]:
@@ -373,18 +376,18 @@ def _jobs_here(run: Run) -> list[Job]:
     return scheduler.live(scheduler.every_job())
 
 
-def _job_names(whole: Campaign, member: Member, run: Run) -> tuple[str, str]:
+def _job_names(whole: Campaign, member: CampaignMember, run: Run) -> tuple[str, str]:
     """Slurm's names for the jobs of a chain; also where its plan cannot be read."""
     try:
         plan = Plan.load(run)
         return plan.job_name, plan.fallback_job_name
     except _UNREADABLE:
         project, _, name = whole.name.partition("/")
-        own = job_name(project, f"{name}-{member.name}", run.path)
-        return own, fallback_name(own)
+        own = chain_job_name(project, f"{name}-{member.name}", run.path)
+        return own, fallback_job_name(own)
 
 
-def in_words(stuck: Mapping[str, str]) -> list[str]:
+def stuck_lines(stuck: Mapping[str, str]) -> list[str]:
     """What is stuck, a line for each trouble: members with the same one are named together."""
     groups: dict[str, list[str]] = {}
     for name, why in stuck.items():
@@ -395,7 +398,7 @@ def in_words(stuck: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _words(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, RelayrunError):
         return str(RelayrunError(error.message, where=error.where))

@@ -15,10 +15,10 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason, write_stop
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.trainers.choose import trainer_of
-from relayrun.errors import RunDirError, SchedulerError, whose
+from relayrun.errors import RunDirError, SchedulerError, describe_owner
 
 
-def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
+def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     """End the chain and cancel its jobs, without waiting for a checkpoint; return what was done, in words.
 
     Raises RunDirError where this user may not write STOP or this is no run, SchedulerError where a job stays.
@@ -28,12 +28,12 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
         write_stop(run, f"cancelled by {user}")
     except PermissionError:
         hint = "`relayrun stop` asks the job that runs to save and leave"
-        raise RunDirError(f"you may not write here: {whose(run.path)}", where=run.stop, hint=hint) from None
+        raise RunDirError(f"you may not write here: {describe_owner(run.path)}", where=run.stop, hint=hint) from None
     except OSError as error:
-        unwritten = note_in_jobs(run, plan, scheduler, error, user=user)
+        unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
     withdrawn: list[str] = []
     with contextlib.suppress(SchedulerError):  # it finds STOP; it may be a former owner's
-        withdrawn = fallback.withdraw(plan, scheduler, anyone=True)
+        withdrawn = fallback.cancel_fallback_jobs(plan, scheduler, anyone=True)
     jobs = scheduler.jobs(plan, anyone=True)
     for job in sorted(jobs, key=lambda job: not job.waits):  # or one that waits would start
         scheduler.cancel(job.id)
@@ -47,15 +47,15 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
     return f"the chain has ended: {reason}; {said}; {saved}"
 
 
-def stop_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
+def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
     """End a chain whose run directory takes neither trigger nor STOP; return what was done, in words.
 
     What waits is cancelled, and the ranks of the job that runs are asked by a signal to save and leave. Raises
     SchedulerError where a job stays that waits.
     """
-    unwritten = note_in_jobs(run, plan, scheduler, error, user=user)
+    unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
     with contextlib.suppress(SchedulerError):
-        fallback.withdraw(plan, scheduler, anyone=True)
+        fallback.cancel_fallback_jobs(plan, scheduler, anyone=True)
     told = []
     leave = trainer_of(plan, run).leave_signal
     for job in sorted(scheduler.jobs(plan, anyone=True), key=lambda job: not job.waits):
@@ -79,7 +79,7 @@ def stop_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSErro
     return f"the chain ends: {reason}; {', '.join(told) or 'no job was there'}"
 
 
-def note_in_jobs(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
+def note_stop_in_jobs(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
     """Write into the jobs of a chain that it has ended; return what is to be said of that. Raises SchedulerError."""
     for job in scheduler.jobs(plan, anyone=True):
         with contextlib.suppress(SchedulerError):  # a site may let nobody change a job; it is cancelled all the same

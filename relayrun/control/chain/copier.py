@@ -15,11 +15,11 @@ from relayrun.control.rundir.mirror import MirrorPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 
-AGAIN_SECONDS = 900.0
+COPY_AGAIN_SECONDS = 900.0
 """Between two passes, where no checkpoint was saved meanwhile: what failed may work now."""
 
 
-class Copier:
+class CheckpointCopier:
     """Has the checkpoints of a run copied, where its config asks for it."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
@@ -36,16 +36,16 @@ class Copier:
             return
         if saved == self._seen and time.monotonic() < self._next:
             return
-        self._seen, self._next = saved, time.monotonic() + AGAIN_SECONDS
-        policy = MirrorPolicy.read_own(mirror.policy_path(self._run))
+        self._seen, self._next = saved, time.monotonic() + COPY_AGAIN_SECONDS
+        policy = MirrorPolicy.read_own(mirror.mirror_policy_path(self._run))
         if policy is not None:
             self._process = self._start(policy.program)
 
     def _start(self, program: list[str]) -> subprocess.Popen[bytes]:
-        with open(mirror.folder(self._run) / "log", "ab") as log:
+        with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
             return subprocess.Popen(
                 ["nice", "-n", "19", *program, str(self._run.path)],
-                env=background.environment(self._plan),
+                env=background.background_environment(self._plan),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -55,4 +55,4 @@ class Copier:
     def finish(self) -> None:
         """End the pass that is under way: the job ends."""
         if self._process is not None:
-            background.end(self._process)
+            background.end_process_group(self._process)

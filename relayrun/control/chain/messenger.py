@@ -10,20 +10,20 @@ import subprocess
 import time
 
 from relayrun.control.chain import background
-from relayrun.control.log import log
+from relayrun.control.log import log_line
 from relayrun.control.notify import notices
-from relayrun.control.notify.chain_notices import note
+from relayrun.control.notify.events import write_due_notices
 from relayrun.control.notify.notices import NoticePolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 
-END_SECONDS = 10.0
+NOTICES_END_SECONDS = 10.0
 """For so long at most the end of a job waits until its notices are sent; the next command sends what is left."""
-LOOK_SECONDS = 60.0
+NOTICES_LOOK_SECONDS = 60.0
 """Between two looks of a job for what is to be told."""
 
 
-class Messenger:
+class NoticeSender:
     """Writes the notices of a chain and has them sent. No error of it reaches its user."""
 
     def __init__(self, run: Run, plan: Plan, *, at_work: bool = True) -> None:
@@ -37,7 +37,7 @@ class Messenger:
     def look(self) -> None:
         """Write what is to be told, and have it sent, once a minute."""
         if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + LOOK_SECONDS
+            self._next_look = time.monotonic() + NOTICES_LOOK_SECONDS
             self.attend()
 
     def attend(self) -> None:
@@ -48,11 +48,11 @@ class Messenger:
             self._complain([f"{type(error).__name__}: {error}"])
 
     def _attend(self) -> None:
-        policy = notices.read_own_policy(self._run)
+        policy = notices.read_trusted_notice_policy(self._run)
         if policy is None:
             return
         now = time.time()
-        self._complain(note(self._run, self._plan, policy, now=now, at_work=self._at_work))
+        self._complain(write_due_notices(self._run, self._plan, policy, now=now, at_work=self._at_work))
         if self._process is not None and self._process.poll() is None:
             return
         if notices.is_time_to_send(self._run, policy, now=now, again_and_again=True):
@@ -60,40 +60,40 @@ class Messenger:
 
     def _start(self, policy: NoticePolicy) -> subprocess.Popen[bytes]:
         """Start the process; in a container's place the host's Python does it."""
-        environment = background.environment(self._plan)
+        environment = background.background_environment(self._plan)
         arguments = [*policy.program[1:], str(self._run.path), "--job"]
         try:
-            return _process([policy.program[0], *arguments], environment)
+            return _start_sender([policy.program[0], *arguments], environment)
         except OSError:
-            return _process([self._plan.host_python, *arguments], environment)
+            return _start_sender([self._plan.host_python, *arguments], environment)
 
     def finish(self, seconds: float = 0.0) -> None:
         """Wait so long for the process that sends, then end it."""
         if self._process is None:
             return
         try:
-            background.end(self._process, patience=seconds)
+            background.end_process_group(self._process, patience=seconds)
         except Exception as error:
             self._complain([f"{type(error).__name__}: {error}"])
 
     def _complain(self, complaints: list[str]) -> None:
         for words in complaints:
             if words not in self._complaints:
-                log(f"notices: left for later: {words}")
+                log_line(f"notices: left for later: {words}")
         self._complaints = complaints
 
 
-def tell(run: Run, plan: Plan, *, at_work: bool = True) -> None:
+def send_notices(run: Run, plan: Plan, *, at_work: bool = True) -> None:
     """Write what is to be told where a job ends, and have it sent, for a few seconds. No error comes out of it.
 
     `at_work`: it is a job of the chain, and no evaluation beside it.
     """
-    messenger = Messenger(run, plan, at_work=at_work)
+    messenger = NoticeSender(run, plan, at_work=at_work)
     messenger.attend()
-    messenger.finish(END_SECONDS)
+    messenger.finish(NOTICES_END_SECONDS)
 
 
-def _process(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start_sender(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         env=environment,

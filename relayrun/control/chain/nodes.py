@@ -13,17 +13,17 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from relayrun.control.rundir.records import Failure, Record
+from relayrun.control.rundir.records import RankFailure, Record
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines
 
-STRIKES = 2
-EXPIRE_SECONDS = 24 * 3600.0
-SHARE = 0.05
+FAILURES_TO_EXCLUDE = 2
+FAILURE_EXPIRE_SECONDS = 24 * 3600.0
+EXCLUDED_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strike(Record):
+class NodeFailureRecord(Record):
     """A line of nodes.jsonl."""
 
     node: str
@@ -34,9 +34,9 @@ class Strike(Record):
     """The node itself was looked at, and ranks cannot train there: it counts as many."""
 
 
-_TASK = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
-_LOST = re.compile(r"^(?:.*[ \t])?(?:(?:srun|slurmstepd\S*): .*[Nn]|error: N)ode failure on (\S+)", re.M)
-_LAUNCH = re.compile(r"^(?:.*[ \t])?srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
+_TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
+_NODE_FAILURE = re.compile(r"^(?:.*[ \t])?(?:(?:srun|slurmstepd\S*): .*[Nn]|error: N)ode failure on (\S+)", re.M)
+_LAUNCH_FAILURE = re.compile(r"^(?:.*[ \t])?srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
 _TERMINATING = re.compile(r"^(?:.*\s)?(?:srun: .*\bTerminating Step|error: \*\*\* (?:STEP|JOB) )")
 """Here and above a line may begin with anything: slurmstepd puts a time there, its name, or a label."""
 _SECONDARY = re.compile(
@@ -45,7 +45,7 @@ _SECONDARY = re.compile(
     r"|wait timeout|terminated|SIGTERM|^KeyboardInterrupt|^SystemExit|ChildFailedError|CalledProcessError",
     re.I,
 )
-_OF_NO_NODE = re.compile(
+_NOT_NODE_RELATED = re.compile(
     r"EADDRINUSE|address already in use|\bport \S+ is already in use|another process is utilizing it|gai ?error"
     r"|name or service not known|failure in name resolution|no address associated with|could not resolve host"
     r"|python\S*: (?:can't open file .*\[Errno 20?\]|can't find '__main__'|(?:Error while finding .*)?No module named)"
@@ -53,7 +53,7 @@ _OF_NO_NODE = re.compile(
     re.I,
 )
 """A port that another program holds, a name that does not resolve, a script that is not there."""
-_OF_HARDWARE = re.compile(r"CUDA error|uncorrectable|\bXid\b|Input/output error|Stale file handle", re.I)
+_HARDWARE_ERROR = re.compile(r"CUDA error|uncorrectable|\bXid\b|Input/output error|Stale file handle", re.I)
 """Words of a sick node: beside them nothing else in a log is the cause."""
 _LAST_WORDS = re.compile(
     r"^(?:\s*(?:\[[^\]]*\](?:<\w+>)?:?|\d+:))*\s*"
@@ -79,27 +79,27 @@ class TaskEnd:
         return not self.what.startswith("Exited")
 
 
-def is_secondary(error: str) -> bool:
+def is_secondary_error(error: str) -> bool:
     """Whether a rank's last words only say that another one is gone, or that it was told to end."""
-    return _SECONDARY.search(error) is not None and not is_of_no_node(error)
+    return _SECONDARY.search(error) is not None and not is_not_node_related(error)
 
 
-def is_of_no_node(words: str) -> bool:
+def is_not_node_related(words: str) -> bool:
     """Whether an attempt failed for something that lies in no node, by the words of its cause."""
-    return _OF_NO_NODE.search(words) is not None
+    return _NOT_NODE_RELATED.search(words) is not None
 
 
-def cause_of_no_node(log: str, first: TaskEnd | Failure | None) -> str:
+def cause_outside_nodes(log: str, first: TaskEnd | RankFailure | None) -> str:
     """The words of such a cause; empty where there is another one. `first`: who failed first.
 
     What a rank put on record counts; else the last words in the log, unless a task was ended by a signal of its own.
     """
-    if isinstance(first, Failure):
-        return first.error if is_of_no_node(first.error) else ""
-    if (first is not None and first.signalled and not first.ended) or _OF_HARDWARE.search(log):
+    if isinstance(first, RankFailure):
+        return first.error if is_not_node_related(first.error) else ""
+    if (first is not None and first.signalled and not first.ended) or _HARDWARE_ERROR.search(log):
         return ""
-    said = [line.strip() for line in log.splitlines() if _LAST_WORDS.match(line) and not is_secondary(line)]
-    return said[-1] if said and is_of_no_node(said[-1]) else ""
+    said = [line.strip() for line in log.splitlines() if _LAST_WORDS.match(line) and not is_secondary_error(line)]
+    return said[-1] if said and is_not_node_related(said[-1]) else ""
 
 
 def task_ends(log: str) -> list[TaskEnd]:
@@ -107,19 +107,24 @@ def task_ends(log: str) -> list[TaskEnd]:
     found, ended = [], False
     for line in log.splitlines():
         ended = ended or _TERMINATING.match(line) is not None
-        if task := _TASK.match(line):
+        if task := _TASK_END.match(line):
             found.append(
-                TaskEnd(nodes=expand(task[1]), tasks=set(map(int, expand(task[2]))), what=task[3].strip(), ended=ended)
+                TaskEnd(
+                    nodes=expand_nodelist(task[1]),
+                    tasks=set(map(int, expand_nodelist(task[2]))),
+                    what=task[3].strip(),
+                    ended=ended,
+                )
             )
     return found
 
 
 def without_task_ends(log: str) -> str:
     """A job's standard error without what srun said of the ends of tasks."""
-    return "\n".join(line for line in log.splitlines() if not _TASK.match(line))
+    return "\n".join(line for line in log.splitlines() if not _TASK_END.match(line))
 
 
-def expand(text: str) -> list[str]:
+def expand_nodelist(text: str) -> list[str]:
     """Write out a compressed list: `n[1-3],m` is n1, n2, n3, m, and `0-2` is 0, 1, 2. Other text stays as it is."""
     found = []
     for name, ranges in re.findall(r"([^,\[\]]*)(?:\[([^\]]*)\])?,?", text.rstrip(":.")):
@@ -134,7 +139,7 @@ def expand(text: str) -> list[str]:
     return found
 
 
-def first_failure(log: str, failures: Sequence[Failure]) -> TaskEnd | Failure | None:
+def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFailure | None:
     """The end of the task that failed first by itself: its rank's words or, where it left none, srun's line.
 
     srun ends the other tasks, and theirs see a connection closed: neither is evidence. So srun's order counts, but
@@ -142,7 +147,7 @@ def first_failure(log: str, failures: Sequence[Failure]) -> TaskEnd | Failure | 
     noticed. None where nobody can be named.
     """
     ends = task_ends(log)
-    primary = sorted((entry for entry in failures if not is_secondary(entry.error)), key=lambda entry: entry.time)
+    primary = sorted((entry for entry in failures if not is_secondary_error(entry.error)), key=lambda entry: entry.time)
     for end in ends:
         if end.ended or end.what.startswith("Terminated"):
             continue
@@ -171,7 +176,7 @@ def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
     return killed[0] if len(killed) == 1 else None
 
 
-def blamed(log: str, failures: Sequence[Failure], *, ntasks: int) -> dict[str, str]:
+def blamed_nodes(log: str, failures: Sequence[RankFailure], *, ntasks: int) -> dict[str, str]:
     """Nodes to blame for a failed attempt, with the reason in words.
 
     `log` is the standard error of its job. A node failure that Slurm reports always counts. Otherwise it is the
@@ -179,52 +184,52 @@ def blamed(log: str, failures: Sequence[Failure], *, ntasks: int) -> dict[str, s
     the same way, where several nodes had the same error, where the cause lies in no node (`cause_of_no_node`), and
     where nobody can be named, nobody is blamed.
     """
-    if lost := [node for nodes in _LOST.findall(log) for node in expand(nodes.strip(":,."))]:
+    if lost := [node for nodes in _NODE_FAILURE.findall(log) for node in expand_nodelist(nodes.strip(":,."))]:
         return dict.fromkeys(lost, "node failure")
-    unstarted = {node: what for nodes, what in _LAUNCH.findall(log) for node in expand(nodes)}
+    unstarted = {node: what for nodes, what in _LAUNCH_FAILURE.findall(log) for node in expand_nodelist(nodes)}
     if unstarted:
         return unstarted if len(unstarted) == 1 else {}
     if len(failures) >= ntasks > 1 and len({failure.error for failure in failures}) == 1:
         return {}
     first = first_failure(log, failures)
-    if cause_of_no_node(log, first):
+    if cause_outside_nodes(log, first):
         return {}
-    if isinstance(first, Failure):
-        primary = [failure for failure in failures if not is_secondary(failure.error)]
+    if isinstance(first, RankFailure):
+        primary = [failure for failure in failures if not is_secondary_error(failure.error)]
         alike = {failure.node for failure in primary if failure.error == first.error}
         several = {failure.node for failure in primary} if not task_ends(log) else alike  # their clocks may differ
         return {first.node: first.error} if len(alike | several) == 1 else {}
-    if first is None or len(first.nodes) != 1 or _all_alike(log, first, ntasks):
+    if first is None or len(first.nodes) != 1 or _all_tasks_alike(log, first, ntasks):
         return {}
     return {first.nodes[0]: first.what}
 
 
-def _all_alike(log: str, first: TaskEnd, ntasks: int) -> bool:
+def _all_tasks_alike(log: str, first: TaskEnd, ntasks: int) -> bool:
     """Whether every task of the step ended by itself as the first one did."""
     alike = [end for end in task_ends(log) if end.what == first.what and not (end.ended and end.signalled)]
     return len({task for end in alike for task in end.tasks}) >= ntasks > 1
 
 
-def strike(run: Run, attempt: int, blame: dict[str, str], *, now: float, sick: bool = False) -> None:
+def record_node_failures(run: Run, attempt: int, blame: dict[str, str], *, now: float, sick: bool = False) -> None:
     """Record strikes, each once: an end that was killed is written again."""
-    known = {entry.node for entry in read_strikes(run) if entry.attempt == attempt}
+    known = {entry.node for entry in read_node_failures(run) if entry.attempt == attempt}
     for node, reason in blame.items():
         if node in known:
             continue
-        entry = Strike(node=node, attempt=attempt, reason=reason[:200], time=now, sick=sick)
+        entry = NodeFailureRecord(node=node, attempt=attempt, reason=reason[:200], time=now, sick=sick)
         append_line(run.strikes, asdict(entry))
 
 
-def excluded(strikes: Iterable[Strike], *, nodes: int, now: float) -> list[str]:
+def worst_nodes(strikes: Iterable[NodeFailureRecord], *, nodes: int, now: float) -> list[str]:
     """Nodes that the next jobs leave out, the worst first; `nodes` is how many a job has."""
     counts: dict[str, list[float]] = {}
     for entry in strikes:
-        if now - entry.time < EXPIRE_SECONDS:
-            counts.setdefault(entry.node, []).extend([entry.time] * (STRIKES if entry.sick else 1))
-    bad = [node for node, times in counts.items() if len(times) >= STRIKES]
+        if now - entry.time < FAILURE_EXPIRE_SECONDS:
+            counts.setdefault(entry.node, []).extend([entry.time] * (FAILURES_TO_EXCLUDE if entry.sick else 1))
+    bad = [node for node, times in counts.items() if len(times) >= FAILURES_TO_EXCLUDE]
     bad.sort(key=lambda node: (-len(counts[node]), -max(counts[node]), node))
-    return bad[: max(1, int(nodes * SHARE))]
+    return bad[: max(1, int(nodes * EXCLUDED_SHARE))]
 
 
-def read_strikes(run: Run) -> list[Strike]:
-    return [Strike.of(entry) for entry in read_lines(run.strikes)]
+def read_node_failures(run: Run) -> list[NodeFailureRecord]:
+    return [NodeFailureRecord.of(entry) for entry in read_lines(run.strikes)]

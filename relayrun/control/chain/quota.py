@@ -17,23 +17,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayrun.control.chain.quota_table import limits, parse
+from relayrun.control.chain.quota_table import make_limits, parse_quota_output
 from relayrun.control.rundir import quota
 from relayrun.control.rundir.lineage import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.quota import FILE_SYSTEM, Limit, Point
+from relayrun.control.rundir.quota import FILE_SYSTEM, QuotaLimit, UsageSample
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 
-SECONDS = 10.0
+QUOTA_QUESTION_SECONDS = 10.0
 """How long a question for a quota may take."""
-EVERY_SECONDS = 3600.0
+MEASURE_SECONDS = 3600.0
 """Between two measures."""
-SAVED_SECONDS = 600.0
+MEASURE_AFTER_SAVE_SECONDS = 600.0
 """And between two that follow a save."""
 
 
-class QuotaWatch:
+class QuotaMonitor:
     """Measures now and then, while a job runs."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
@@ -52,7 +52,7 @@ class QuotaWatch:
             self._error = None
             raise error
         since = time.monotonic() - self._time
-        if since < (EVERY_SECONDS if saved == self._saved else SAVED_SECONDS):
+        if since < (MEASURE_SECONDS if saved == self._saved else MEASURE_AFTER_SAVE_SECONDS):
             return
         self._saved, self._time = saved, time.monotonic()
         self._thread = threading.Thread(target=self._measure, daemon=True)
@@ -60,28 +60,28 @@ class QuotaWatch:
 
     def _measure(self) -> None:
         try:
-            measure(self._run, self._plan, now=time.time())
+            measure_quotas(self._run, self._plan, now=time.time())
         except Exception as error:
             self._error = error
 
 
-def is_due(run: Run, *, now: float) -> bool:
+def is_measurement_due(run: Run, *, now: float) -> bool:
     """Whether nobody has measured for longer than a job would let pass."""
     try:
-        return now - quota.path(run).stat().st_mtime > 1.5 * EVERY_SECONDS
+        return now - quota.usage_path(run).stat().st_mtime > 1.5 * MEASURE_SECONDS
     except FileNotFoundError:
         return True
 
 
-def measure(run: Run, plan: Plan, *, now: float) -> None:
+def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
     """Put down how full everything is. Raises OSError where that cannot be written, RunDirError for damaged records."""
     place = run.checkpoints if run.checkpoints.is_dir() else run.path
     complaint = None
     try:
-        found = quotas(place, plan.quota_command)
+        found = read_quotas(place, plan.quota_command)
     except RelayrunError as error:
         found, complaint = [], str(error)
-    found += of_file_system(place)
+    found += file_system_limit(place)
     there = {entry.name for entry in os.scandir(run.checkpoints)} if run.checkpoints.is_dir() else set()
     line = [counted.commit for counted in Lineage(run).backwards() if counted.published]
     own = [commit for commit in line if os.path.basename(commit.path) in there]
@@ -91,7 +91,7 @@ def measure(run: Run, plan: Plan, *, now: float) -> None:
         sizes = [sum(commit.files.values()) if each.kind == "bytes" else len(commit.files) for commit in own]
         one, rolling = (sizes[0], sum(sizes[:kept])) if sizes else (0, 0)
         points.append(
-            Point(
+            UsageSample(
                 time=now,
                 source=each.source,
                 kind=each.kind,
@@ -104,10 +104,10 @@ def measure(run: Run, plan: Plan, *, now: float) -> None:
                 saves=len(line),
             )
         )
-    quota.add(run, points, complaint=complaint, now=now)
+    quota.record_usage(run, points, complaint=complaint, now=now)
 
 
-def quotas(place: Path, command: Sequence[str] = ()) -> list[Limit]:
+def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:
     """Return the quotas that hold for what this user writes at a path: the user's, a group's and a project's.
 
     `command`: the site's own, instead of `lfs quota` and `quota`; `{path}` and `{user}` in it are filled in. Where
@@ -117,21 +117,27 @@ def quotas(place: Path, command: Sequence[str] = ()) -> list[Limit]:
     user = str(os.getuid())  # it may have no name here
     if command:
         filled = [word.replace("{path}", str(place)).replace("{user}", user) for word in command]
-        return _of_site(filled)
-    found: list[Limit] = []
+        return _site_quotas(filled)
+    found: list[QuotaLimit] = []
     if shutil.which("lfs") is not None:
-        asked = [("", "-u", user), (" of group ", "-g", _group(place)), (" of project ", "-p", _project(place))]
+        asked = [
+            ("", "-u", user),
+            (" of group ", "-g", _group_of_folder(place)),
+            (" of project ", "-p", _project_of_folder(place)),
+        ]
         for of, option, who in asked:
             if who:
                 source = f"lfs quota{of}{who}" if of else "lfs quota"
-                found += parse(source, _answer(["lfs", "quota", "-q", option, who, str(place)])) or []
+                found += (
+                    parse_quota_output(source, _program_answer(["lfs", "quota", "-q", option, who, str(place)])) or []
+                )
     if shutil.which("quota") is not None:
         command = ["quota", "--no-wrap", "--raw-grace", "--nfs-all", "-f", str(_mount_point(place))]
-        found += parse("quota", _answer(command)) or []
+        found += parse_quota_output("quota", _program_answer(command)) or []
     return found
 
 
-def _group(place: Path) -> str:
+def _group_of_folder(place: Path) -> str:
     """The group of files that this user makes at a path."""
     with contextlib.suppress(OSError):
         info = place.stat()
@@ -140,9 +146,9 @@ def _group(place: Path) -> str:
     return str(os.getgid())
 
 
-def _project(place: Path) -> str:
+def _project_of_folder(place: Path) -> str:
     """The project of files that are made at a path, as Lustre says: `1042 P /lustre/ada`; empty where there is none."""
-    found = re.match(r"\s*(\d+)", _answer(["lfs", "project", "-d", str(place)]))
+    found = re.match(r"\s*(\d+)", _program_answer(["lfs", "project", "-d", str(place)]))
     return "" if found is None or int(found[1]) == 0 else found[1]
 
 
@@ -152,48 +158,50 @@ def _mount_point(place: Path) -> Path:
     return next(folder for folder in (real, *real.parents) if os.path.ismount(folder))
 
 
-def _of_site(command: list[str]) -> list[Limit]:
+def _site_quotas(command: list[str]) -> list[QuotaLimit]:
     source = os.path.basename(command[0])
     hint = 'cluster.quota_command prints {"used": BYTES, "limit": BYTES} or a table as `quota` does'
     try:
-        text = _output(command)
+        text = _program_output(command)
     except subprocess.TimeoutExpired:
-        raise RelayrunError(f"it did not answer within {SECONDS:.0f} s", where=command[0], hint=hint) from None
+        raise RelayrunError(
+            f"it did not answer within {QUOTA_QUESTION_SECONDS:.0f} s", where=command[0], hint=hint
+        ) from None
     except OSError as error:
         raise RelayrunError(f"it cannot be run: {error.strerror}", where=command[0], hint=hint) from None
-    found = parse(source, text)
+    found = parse_quota_output(source, text)
     if found is None:
         line = (text.splitlines() or ["nothing"])[0]
         raise RelayrunError(f"it says no quota: {line}", where=command[0], hint=hint)
     return found
 
 
-def _answer(command: list[str]) -> str:
+def _program_answer(command: list[str]) -> str:
     """What a usual program says; nothing where it hangs or cannot be run."""
     try:
-        return _output(command)
+        return _program_output(command)
     except (subprocess.TimeoutExpired, OSError):
         return ""
 
 
-def _output(command: list[str]) -> str:
+def _program_output(command: list[str]) -> str:
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=SECONDS,
+        timeout=QUOTA_QUESTION_SECONDS,
         check=False,
         stdin=subprocess.DEVNULL,
         env=os.environ | {"LC_ALL": "C"},
     ).stdout
 
 
-def of_file_system(place: Path) -> list[Limit]:
+def file_system_limit(place: Path) -> list[QuotaLimit]:
     """Return what `df` says, of what this user may write: blocks that are kept for root count as none."""
     found = os.statvfs(place)
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
-    return limits(
+    return make_limits(
         FILE_SYSTEM,
         used,
         used + found.f_bavail * found.f_frsize,

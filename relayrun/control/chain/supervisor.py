@@ -18,37 +18,46 @@ from dataclasses import replace
 from itertools import islice
 
 from relayrun.control import chain_decide, job_times, take_over
-from relayrun.control.chain import campaign, evaluations, evidence, fallback, messenger, nodes, render, successor
+from relayrun.control.chain import (
+    campaign,
+    evaluation_jobs,
+    failure_reason,
+    fallback,
+    job_script,
+    messenger,
+    nodes,
+    successor,
+)
 from relayrun.control.chain.watch import Watch
-from relayrun.control.failed_attempts import failed_attempts
-from relayrun.control.log import log
-from relayrun.control.logs import output_beside
-from relayrun.control.rundir import hand_over, lead, lineage, node_health, rounds, start_time, triggers, views
+from relayrun.control.failed_attempts import count_failed_attempts
+from relayrun.control.log import log_line
+from relayrun.control.logs import stdout_beside
+from relayrun.control.rundir import hand_over, lead, lineage, merged_metrics, node_health, rounds, start_time, triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.lineage import Lineage
-from relayrun.control.rundir.plan import FORMAT, Plan
-from relayrun.control.rundir.records import AttemptStart, End, Hang, Outcome
+from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
+from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, Hang
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason, write_stop
-from relayrun.control.scheduler.base import PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
-from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.trainers.base import Trainer
 from relayrun.control.trainers.choose import trainer_of
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
 
-CHAIN_ENDS = 10
+EXIT_CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""
 
-FAILED = 12
+EXIT_ATTEMPT_FAILED = 12
 """Exit code of `end` when the attempt failed and all is done that follows from it."""
 
 
-USEFUL_SECONDS = 60.0
+USEFUL_RESERVATION_SECONDS = 60.0
 """With less time than this, and the lead, before the end of its reservation no other job begins."""
 
 
-def begin(run: Run) -> int:
+def begin_attempt(run: Run) -> int:
     """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh.
 
     Raises SchedulerError and OSError, which another try may not meet; RunDirError with STOP written.
@@ -59,48 +68,48 @@ def begin(run: Run) -> int:
         if run.plan.exists():  # it is a run, but none that this version can go on with
             write_stop(run, f"this job could not begin: {error.message}")
         raise
-    scheduler = for_plan(plan, run)
+    scheduler = scheduler_for_plan(plan, run)
     job_id = scheduler.current_job_id()
-    if take_over.happened(plan, job_id):
-        return CHAIN_ENDS
+    if take_over.is_taken_over(plan, job_id):
+        return EXIT_CHAIN_ENDS
     try:
-        return _begin(run, plan, scheduler, job_id)
+        return _decide_and_open(run, plan, scheduler, job_id)
     except SchedulerError:
         raise
     except RelayrunError as error:
         stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
-        messenger.tell(run, plan)
-        campaign.attend(run)
+        messenger.send_notices(run, plan)
+        campaign.start_due_members_of(run)
         raise
 
 
-def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
+def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
     if (name := job.options.get("reservation")) is not None and (over := scheduler.reservation_end(name)) is not None:
         job = replace(job, end_time=over if job.end_time is None else min(job.end_time, over))
     scheduler.adopt(job, plan)
-    if plan.format != FORMAT:
-        log(f"the run directory is brought from format {plan.format} to {FORMAT}")
+    if plan.format != PLAN_FORMAT:
+        log_line(f"the run directory is brought from format {plan.format} to {PLAN_FORMAT}")
         plan = plan.migrate(run)
     cancelled, verdict = _close_predecessor(run, plan, scheduler)
     line = Lineage(run)
     chosen = line.chosen_by_hand()
     base = chosen or line.durable()
-    if not lineage.is_own(run, base):
-        base = lineage.Durable(iteration=plan.load_iteration, path=plan.load_path)
-    trigger = triggers.look(run, "exit")
-    decision = chain_decide.at_begin(
-        chain_decide.BeginFacts(
-            stopped=stop_reason(run) or successor.stopped_words(job),
+    if not lineage.is_checkpoint_of(run, base):
+        base = lineage.ResumePoint(iteration=plan.load_iteration, path=plan.load_path)
+    trigger = triggers.read_trigger(run, "exit")
+    decision = chain_decide.decide_at_start(
+        chain_decide.StartFacts(
+            stopped=stop_reason(run) or successor.stop_reason_of_job(job),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
             stop_after=plan.stop_after,
             exit_trigger=None if trigger is None else trigger.user,
             predecessor_cancelled=cancelled,
             verdict=verdict,
-            failed_attempts=failed_attempts(run, plan),
+            failed_attempts=count_failed_attempts(run, plan),
             max_failed_attempts=plan.max_failed_attempts,
         )
     )
@@ -109,85 +118,89 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         if trigger is not None:  # behind STOP: what is acknowledged has come
             _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
-        messenger.tell(run, plan)
-        campaign.attend(run)
-        return CHAIN_ENDS
-    options = successor.own_options(job, scheduler)
+        messenger.send_notices(run, plan)
+        campaign.start_due_members_of(run)
+        return EXIT_CHAIN_ENDS
+    options = successor.successor_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
-    if take_over.happened_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
+    if take_over.is_taken_over_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
         attempt.begin.unlink()
-        return CHAIN_ENDS
+        return EXIT_CHAIN_ENDS
     chained = plan.auto_requeue and plan.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, options)
     # a job that outlives a node must be allowed to come back: once it has lost one, Slurm may take no change of it
     _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
-    evaluations.attend(run, plan, for_plan(plan, run, patience=0))
-    campaign.attend(run)
-    log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
+    evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
+    campaign.start_due_members_of(run)
+    log_line(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
     print(attempt.path)
     return 0
 
 
-def watch(run: Run, number: int, *, batch_pid: int) -> int:
+def watch_attempt(run: Run, number: int, *, batch_pid: int) -> int:
     """Beside the ranks, until SIGTERM or as long as the batch script lives; see `chain.watch`."""
     Watch(run, number).loop(batch_pid)
     return 0
 
 
-def end(run: Run, number: int, exit_code: int) -> int:
+def end_attempt(run: Run, number: int, exit_code: int) -> int:
     """Close the attempt: record how it ended and what becomes of the chain.
 
     It may be called again: what has been recorded holds, and what follows from it is done once.
     """
     plan = Plan.load(run)
     attempt = run.attempt(number)
-    started = _began(attempt)
+    started = _attempt_start(attempt)
     newest = run.newest_begun()
     if newest is not None and newest.number != number:
-        log(f"attempt {number} has been overtaken; its end changes nothing")
+        log_line(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
-    patience = PATIENCE
+    patience = CONTROLLER_PATIENCE
     if plan.mode == "requeue" and started.job_end_time is not None:  # nobody else would queue this job again
         patience = max(patience, started.job_end_time - time.time())
-    scheduler = for_plan(plan, run, patience=patience)
+    scheduler = scheduler_for_plan(plan, run, patience=patience)
     own = scheduler.current_job_id()
     record = attempt.read_end()
     if record is None:
         cancelled = _cancelled(attempt, started, scheduler)
         reservation = _reservation_over(run, plan, started, scheduler, own)
         record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
-    log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
+    log_line(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     reason = record.verdict
     if reason is None and record.action in ("continue", "retry"):
-        reason = successor.go_on(run, plan, scheduler, attempt, own=own, delay=record.delay)
+        reason = successor.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if reason is not None:
-        words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
+        words = failure_reason.log_excerpt(_attempt_log(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
         stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
-    evaluations.attend(run, plan, for_plan(plan, run, patience=0))
+    evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
         _update_views(run)  # last: whatever becomes of it, the chain has been seen to
-        messenger.tell(run, plan)
+        messenger.send_notices(run, plan)
     over = record.action == "end" or stop_reason(run) is not None  # then perhaps nobody else begins the next run
-    campaign.attend(run, leaves=record.action == "end", patience=PATIENCE if over else campaign.PATIENCE)
-    return 0 if record.cause in ("done", "saved", "exit") else FAILED
+    campaign.start_due_members_of(
+        run, leaves=record.action == "end", patience=CONTROLLER_PATIENCE if over else campaign.PATIENCE
+    )
+    return 0 if record.cause in ("done", "saved", "exit") else EXIT_ATTEMPT_FAILED
 
 
 def _update_views(run: Run) -> None:
     """Bring the merged views up to date. What fails is left for the next job's `watch`."""
     try:
-        views.Views(run).update()
+        merged_metrics.MergedViews(run).update()
     except (OSError, RelayrunError) as error:
-        log(f"the merged views are left for later: {error}")
+        log_line(f"the merged views are left for later: {error}")
 
 
 def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
     """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
-    newest = islice(views.newest_lines(run), 2 * lead.STEPS)  # an iteration has two lines where it was evaluated
+    newest = islice(
+        merged_metrics.newest_valid_lines(run), 2 * lead.GRACE_STEPS
+    )  # an iteration has two lines where it was evaluated
     steps = [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1]
-    evaluations = views.evaluation_seconds(run, lead.SAVES)
-    measured = lead.measured_lead(
+    evaluations = merged_metrics.evaluation_seconds(run, lead.GRACE_SAVES)
+    measured = lead.measured_grace_period(
         steps,
-        line.newest_saves(lead.SAVES),
+        line.newest_saves(lead.GRACE_SAVES),
         floor=plan.lead_floor,
         ceiling=plan.lead_ceiling,
         evaluation_seconds=evaluations,
@@ -202,13 +215,13 @@ def _time_limit(plan: Plan, job: Job) -> float:
     return job.end_time - job.start_time
 
 
-def _in_the_time_there_is(plan: Plan, job: Job) -> Plan:
+def _plan_for_time_limit(plan: Plan, job: Job) -> Plan:
     """The plan with the leads of the time limit that Slurm gave the job, where that is less than the plan asks for."""
     limit = _time_limit(plan, job)
     if limit >= plan.time_limit:
         return plan
     ceiling = min(plan.lead_ceiling, limit / 2)
-    first = ceiling if plan.lead_floor == plan.lead_ceiling else lead.first_lead(limit)
+    first = ceiling if plan.lead_floor == plan.lead_ceiling else lead.first_grace_period(limit)
     return replace(plan, lead=min(plan.lead, first), lead_floor=min(plan.lead_floor, ceiling), lead_ceiling=ceiling)
 
 
@@ -218,7 +231,7 @@ def _open_attempt(
     scheduler: Scheduler,
     job: Job,
     line: Lineage,
-    base: lineage.Durable,
+    base: lineage.ResumePoint,
     *,
     options: dict[str, str],
     rewound: bool,
@@ -231,11 +244,11 @@ def _open_attempt(
     attempt = run.attempt(number)
     attempt.path.mkdir()
     fsync_directory(run.attempts)
-    plan = _in_the_time_there_is(plan, job)
+    plan = _plan_for_time_limit(plan, job)
     leave_before, evaluation = measured_lead(run, plan, line)
     for text in line.quarantine(base, attempt=number):
-        log(text)
-    stderr = evidence.own_log()
+        log_line(text)
+    stderr = failure_reason.stderr_file()
     trainer = trainer_of(plan, run)
     begin = AttemptStart(
         attempt=number,
@@ -251,15 +264,15 @@ def _open_attempt(
         job_submit_time=job.submit_time,
         job_eligible_time=job.eligible_time,
         job_start_time=job.start_time,
-        script_time=job_times.script_time(),
-        previous_job_end=None if previous is None else job_times.end_of(previous, scheduler, own=job.id),
+        script_time=job_times.job_script_time(),
+        previous_job_end=None if previous is None else job_times.previous_job_end(previous, scheduler, own=job.id),
         lead=leave_before,
         evaluation_seconds=evaluation,
         lead_floor=plan.lead_floor,
         lead_ceiling=plan.lead_ceiling,
         log=stderr,
-        log_offset=evidence.size(stderr),
-        output_offset=evidence.size(output_beside(stderr)),
+        log_offset=failure_reason.log_size(stderr),
+        output_offset=failure_reason.log_size(stdout_beside(stderr)),
         options=options,
         previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
     )
@@ -267,9 +280,9 @@ def _open_attempt(
     for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
         folder.mkdir(parents=True, exist_ok=True)
     if plan.setup:
-        write_atomic(attempt.setup, render.setup_script(plan.setup, report=str(attempt.setup_failed)))
+        write_atomic(attempt.setup, job_script.setup_script(plan.setup, report=str(attempt.setup_failed)))
     for text in trainer.prepare(base, attempt=number):
-        log(text)
+        log_line(text)
     write_atomic(attempt.path / "job.env", _environment(run, plan, scheduler, job, trainer, attempt, begin))
     return attempt
 
@@ -279,29 +292,29 @@ def _queue_successor(
 ) -> bool:
     """Queue the next job with these options; where that fails, `watch` tries again. Returns whether one waits."""
     try:
-        successor.ensure(run, plan, scheduler, attempt, own=own, options=options)
+        successor.ensure_successor(run, plan, scheduler, attempt, own=own, options=options)
     except SchedulerError as error:
         attempt.retry_successor.touch()
-        log(f"no successor yet: {error.message}")
+        log_line(f"no successor yet: {error.message}")
         return False
     return True
 
 
 def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
     try:
-        scheduler.settle(job, followed=followed, log=evidence.own_log())
+        scheduler.settle(job, followed=followed, log=failure_reason.stderr_file())
     except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
-        log(f"job {job.id} stays as it is: {error.message}")
+        log_line(f"job {job.id} stays as it is: {error.message}")
 
 
 def _acknowledge(run: Run, trigger: triggers.Trigger, iteration: int, result: str) -> None:
     try:
-        triggers.acknowledge(run, trigger, iteration=iteration, result=result)
+        triggers.acknowledge_trigger(run, trigger, iteration=iteration, result=result)
     except OSError as error:
-        log(f"trigger {trigger.name} not acknowledged: {error}")
+        log_line(f"trigger {trigger.name} not acknowledged: {error}")
 
 
-def _began(attempt: Attempt) -> AttemptStart:
+def _attempt_start(attempt: Attempt) -> AttemptStart:
     started = attempt.read_begin()
     if started is None:
         raise RunDirError("this attempt never began", where=attempt.path)
@@ -319,10 +332,10 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
         return ""
     end = scheduler.reservation_end(name, for_good=True)
     if end == math.inf or (
-        "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_SECONDS)
+        "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_RESERVATION_SECONDS)
     ):
         return ""
-    for job in map(scheduler.query, [job.id for job in successor.waiting(plan, scheduler, own=own)]):
+    for job in map(scheduler.query, [job.id for job in successor.pending_jobs(plan, scheduler, own=own)]):
         if job is not None and job.state != RESERVATION_GONE and job.options.get("reservation") != name:
             return ""  # a person has moved it to another one
     ended = end is None or time.time() >= end
@@ -331,13 +344,15 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
     return f"reservation {name} {when}; to go on without it: {command}"
 
 
-def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = "") -> End:
+def _close(
+    run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = ""
+) -> AttemptEnd:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
-    started = _began(attempt)
+    started = _attempt_start(attempt)
     _conclude(run, plan, attempt, started, exit_code)
-    outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
+    outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
     failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
-    now = lineage.durable(run)
+    now = lineage.resume_point(run)
     facts = chain_decide.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
         outcome_reason=fatal or (_with_shortage(plan, attempt, outcome) if outcome else ""),
@@ -349,15 +364,15 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
         stop_after=plan.stop_after,
-        failed_attempts=failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
+        failed_attempts=count_failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
         max_failed_attempts=plan.max_failed_attempts,
         auto_requeue=plan.auto_requeue,
         reservation=reservation,
     )
-    decision = chain_decide.at_end(facts)
-    record = End(
+    decision = chain_decide.decide_at_end(facts)
+    record = AttemptEnd(
         attempt=attempt.number,
-        cause=chain_decide.cause(facts),
+        cause=chain_decide.end_cause(facts),
         reason=decision.reason,
         exit_code=exit_code,
         durable_iteration=now.iteration,
@@ -366,35 +381,37 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         action=decision.action,
         delay=decision.delay,
     )
-    nodes.strike(run, attempt.number, node_health.sick(attempt), now=record.end_time, sick=True)
+    nodes.record_node_failures(run, attempt.number, node_health.sick_nodes(attempt), now=record.end_time, sick=True)
     if record.cause in ("failed", "unknown"):
-        blame = nodes.blamed(_of_starter(plan, attempt), evidence.failures(attempt), ntasks=_ranks(plan, started))
-        nodes.strike(run, attempt.number, blame, now=record.end_time)
+        blame = nodes.blamed_nodes(
+            _first_failure_log(plan, attempt), failure_reason.read_failures(attempt), ntasks=_rank_count(plan, started)
+        )
+        nodes.record_node_failures(run, attempt.number, blame, now=record.end_time)
         for node, reason in blame.items():
-            log(f"a strike for node {node}: {reason}")
-    gone = {node: each.words for each in rounds.read(attempt) for node in each.lost}
-    nodes.strike(run, attempt.number, gone, now=record.end_time)
+            log_line(f"a strike for node {node}: {reason}")
+    gone = {node: each.words for each in rounds.read_failed_restarts(attempt) for node in each.lost}
+    nodes.record_node_failures(run, attempt.number, gone, now=record.end_time)
     record.write(attempt.end)
     return record
 
 
 def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> None:
     """Have the records completed that a foreign program does not write. Nobody is asked for anything any more."""
-    newest = hand_over.begin_of_round(attempt, started)
+    newest = hand_over.attempt_start_of_restart(attempt, started)
     observer = trainer_of(plan, run).follow(newest, signal_ranks=lambda _number: None)
     if observer is not None:
-        observer.conclude(None if exit_code == chain_decide.UNKNOWN else exit_code)
+        observer.conclude(None if exit_code == chain_decide.UNKNOWN_EXIT_CODE else exit_code)
 
 
-def _with_shortage(plan: Plan, attempt: Attempt, outcome: Outcome) -> str:
+def _with_shortage(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
     """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
     if outcome.outcome != "saved":
         return outcome.reason
-    short = start_time.shortage(attempt, now=outcome.time, asked=plan.time_limit)
+    short = start_time.why_time_was_short(attempt, now=outcome.time, asked=plan.time_limit)
     return "; ".join(filter(None, [outcome.reason, short]))
 
 
-def _ranks(plan: Plan, started: AttemptStart) -> int:
+def _rank_count(plan: Plan, started: AttemptStart) -> int:
     return plan.training_nodes(int(started.options.get("nodes", plan.nodes))) * plan.ntasks_per_node
 
 
@@ -403,27 +420,33 @@ def _why_failed(
 ) -> tuple[str, str | None]:
     """Who failed first, and why every other attempt would fail too; in words, for an attempt without outcome."""
     if attempt.not_started.exists():
-        return evidence.not_started_words(attempt), None
-    if failed_line := evidence.setup_words(attempt, exit_code=exit_code):
+        return failure_reason.not_started_text(attempt), None
+    if failed_line := failure_reason.setup_failure_text(attempt, exit_code=exit_code):
         return failed_line, failed_line
-    log_text, failures = _of_starter(plan, attempt), evidence.failures(attempt)
+    log_text, failures = _first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
     earlier = range(plan.submitted_after_attempt + 1, attempt.number)
-    fatal = evidence.fatal_reason(
+    fatal = failure_reason.fatal_reason(
         log_text,
         failures,
         exit_code=exit_code,
-        ntasks=_ranks(plan, started),
-        began=_moved(plan, attempt),
+        ntasks=_rank_count(plan, started),
+        began=_any_rank_was_alive(plan, attempt),
         worked_before=any(run.attempt(number).started.exists() for number in earlier),
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
-    who = _last_round(attempt) or node_health.why_ended(attempt) or evidence.failure_words(log_text, failures)
-    if attempt.started.exists() or nodes.is_of_no_node(who):  # it was no lack of time
+    who = (
+        _why_no_restart(attempt)
+        or node_health.why_health_ended_attempt(attempt)
+        or failure_reason.first_failure_text(log_text, failures)
+    )
+    if attempt.started.exists() or nodes.is_not_node_related(who):  # it was no lack of time
         return who, fatal
-    return "; ".join(filter(None, [who, start_time.shortage(attempt, now=time.time(), asked=plan.time_limit)])), fatal
+    return "; ".join(
+        filter(None, [who, start_time.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)])
+    ), fatal
 
 
-def _moved(plan: Plan, attempt: Attempt) -> bool:
+def _any_rank_was_alive(plan: Plan, attempt: Attempt) -> bool:
     """Whether a rank has given a sign of life. An observer's heartbeat is there whether its program is or not."""
     return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
 
@@ -437,10 +460,10 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     attempt = run.newest_begun()
     if attempt is None or attempt.number <= plan.submitted_after_attempt:
         return False, None
-    started = _began(attempt)
+    started = _attempt_start(attempt)
     cancelled = _cancelled(attempt, started, scheduler)
-    record = attempt.read_end() or _close(run, plan, attempt, chain_decide.UNKNOWN, cancelled=cancelled)
-    return cancelled, record.verdict or successor.cancelled_words(attempt, scheduler)
+    record = attempt.read_end() or _close(run, plan, attempt, chain_decide.UNKNOWN_EXIT_CODE, cancelled=cancelled)
+    return cancelled, record.verdict or successor.cancelled_successor_reason(attempt, scheduler)
 
 
 def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:
@@ -448,21 +471,21 @@ def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) ->
     return scheduler.cancelled(started.job_id, nodes=started.nodes) and not attempt.made_place.exists()
 
 
-def _log_of(attempt: Attempt) -> str:
+def _attempt_log(attempt: Attempt) -> str:
     """What the attempt's job wrote to its standard error since the attempt, or its last round, began."""
     started = attempt.read_begin()
-    since = max((failed.log_size for failed in rounds.read(attempt) if failed.again), default=0)
-    return "" if started is None else evidence.tail(started.log, since=max(since, started.log_offset))
+    since = max((failed.log_size for failed in rounds.read_failed_restarts(attempt) if failed.again), default=0)
+    return "" if started is None else failure_reason.log_tail(started.log, since=max(since, started.log_offset))
 
 
-def _of_starter(plan: Plan, attempt: Attempt) -> str:
+def _first_failure_log(plan: Plan, attempt: Attempt) -> str:
     """The same, for who failed first; without srun's words on tasks that are agents, as these all end with one rank."""
-    return _log_of(attempt) if plan.recovery == "job" else nodes.without_task_ends(_log_of(attempt))
+    return _attempt_log(attempt) if plan.recovery == "job" else nodes.without_task_ends(_attempt_log(attempt))
 
 
-def _last_round(attempt: Attempt) -> str:
+def _why_no_restart(attempt: Attempt) -> str:
     """Why the ranks were not started again inside the job, in words; empty where nobody judged it."""
-    failed = rounds.read(attempt)[-1:]
+    failed = rounds.read_failed_restarts(attempt)[-1:]
     return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
 
 
@@ -474,21 +497,21 @@ def _environment(
     launch = scheduler.rank_launch(plan, job, leave_signal=leave)
     where = [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
     own = trainer.environment(begin)
-    path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *render.search_path(plan)]
+    path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *job_script.python_path(plan)]
     environment = {
-        **render.rank_defaults(job.options.get("cpus-per-task", str(plan.cpus_per_task))),
+        **job_script.rank_defaults(job.options.get("cpus-per-task", str(plan.cpus_per_task))),
         **launch.environment,
         **own,
         **plan.environment,
         "PYTHONPATH": ":".join(dict.fromkeys([*path, *user_python_path(os.environ)])),
     }
-    return render.attempt_environment(
+    return job_script.attempt_environment(
         environment=environment,
         modules=plan.modules,
-        task_command=render.task_command(
+        task_command=job_script.task_command(
             plan,
             launch.command,
-            render.program(plan, trainer.command(begin), where=where),
+            job_script.rank_program(plan, trainer.command(begin), where=where),
             setup=attempt.setup,
             nodes=launch.nodes,
         ),
@@ -507,10 +530,10 @@ def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_j
     Raises OSError where STOP cannot be written: then nothing is cancelled, and the next job decides the same.
     """
     write_stop(run, reason, words=words)
-    log(f"the chain ends: {reason}")
+    log_line(f"the chain ends: {reason}")
     try:
-        fallback.withdraw(plan, scheduler)
-        for job in successor.waiting(plan, scheduler, own=own_job):
-            successor.cancel(scheduler, job)
+        fallback.cancel_fallback_jobs(plan, scheduler)
+        for job in successor.pending_jobs(plan, scheduler, own=own_job):
+            successor.cancel_job(scheduler, job)
     except SchedulerError as error:  # whatever starts will find STOP
-        log(f"queued jobs not cancelled: {error.message}")
+        log_line(f"queued jobs not cancelled: {error.message}")

@@ -18,22 +18,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from relayrun.control.chain import campaign, evaluations, evidence, successor
-from relayrun.control.chain.copier import Copier
-from relayrun.control.chain.guard import alive
-from relayrun.control.chain.messenger import Messenger
-from relayrun.control.chain.quota import QuotaWatch
-from relayrun.control.log import log
+from relayrun.control.chain import campaign, evaluation_jobs, failure_reason, successor
+from relayrun.control.chain.copier import CheckpointCopier
+from relayrun.control.chain.guard import is_process_alive
+from relayrun.control.chain.messenger import NoticeSender
+from relayrun.control.chain.quota import QuotaMonitor
+from relayrun.control.log import log_line
+from relayrun.control.rundir.merged_metrics import MergedViews
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Hang, Heartbeat
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stacks import answered, late
-from relayrun.control.rundir.views import Views
+from relayrun.control.rundir.stacks import late_ranks, ranks_with_stacks
 from relayrun.control.scheduler.base import Scheduler
-from relayrun.control.scheduler.choose import for_plan
-from relayrun.control.signs import silence
-from relayrun.control.trainers.base import Observing
-from relayrun.control.trainers.by_rounds import ByRounds
+from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.control.signs import longest_heartbeat_interval
+from relayrun.control.trainers.base import AttemptObserver
+from relayrun.control.trainers.by_rounds import RestartObserver
 from relayrun.control.trainers.choose import trainer_of
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import write_atomic
@@ -46,28 +46,28 @@ ANSWER_SECONDS = 5.0
 RETRY_SECONDS = 60.0
 RETRY_CEILING = 1800.0
 """Between two tries to queue a successor; each failed one doubles it."""
-AGENTS_FIRST = 30.0
+AGENTS_FIRST_SECONDS = 30.0
 """Where agents look for hangs, too, and know more, they have so many seconds more than the supervisor's limit."""
 AGENT_SECONDS = 60.0
 """How long agents have to end ranks that hang, before the whole step is ended."""
 PATIENCE = 10.0
 """Seconds for which a controller that does not answer is asked again."""
-UNWRITABLE = 5
+UNWRITABLE_FACTOR = 5
 """Ranks whose signs of life cannot be written, for a full disk, may be silent for this many times as long."""
 RESERVATION_SECONDS = 15.0
 """Between two questions when the reservation ends; a person may move that."""
-LOOKS = 10
+RARE_HEARTBEAT_LOOKS = 10
 """Looks for another heartbeat between two that are rare: there is a file for each node."""
-USUAL = 10
+USUAL_STEPS = 10
 """A step that takes this many times the usual one hangs."""
 
 
 def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
     """Seconds without a change after which an attempt with these heartbeats stands still."""
-    rare = silence(beats)
+    rare = longest_heartbeat_interval(beats)
     if not beats or all(beat.phase == "start" for beat in beats):
         return max(start_timeout, hang_timeout) + rare
-    return max([hang_timeout, *(USUAL * beat.usual for beat in beats)]) + rare
+    return max([hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
 
 
 class Watch:
@@ -78,13 +78,13 @@ class Watch:
         self.plan = Plan.load(run)
         self.attempt = run.attempt(number)
         self.begin = self.attempt.read_begin()
-        self.scheduler: Scheduler = for_plan(self.plan, run, patience=PATIENCE)
+        self.scheduler: Scheduler = scheduler_for_plan(self.plan, run, patience=PATIENCE)
         self._trainer = trainer_of(self.plan, run)
         self._observer = self._observing()
-        self._views = Views(run)
-        self._messenger = Messenger(run, self.plan)
-        self._copier = Copier(run, self.plan)
-        self._quota = QuotaWatch(run, self.plan)
+        self._views = MergedViews(run)
+        self._messenger = NoticeSender(run, self.plan)
+        self._copier = CheckpointCopier(run, self.plan)
+        self._quota = QuotaMonitor(run, self.plan)
         self._complaints: dict[str, str] = {}
         """What was last said about each duty that fails."""
         self._seen: list[Heartbeat] = []
@@ -109,7 +109,7 @@ class Watch:
         signal.set_wakeup_fd(told)  # a sleep would go on after the signal, and the end of the job with it
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a mask is handed down, and the job waits for it
-        while alive(batch_pid):
+        while is_process_alive(batch_pid):
             self.look(batch_pid)
             if select.select([leaving], [], [], POLL_SECONDS)[0] and signal.SIGTERM in os.read(leaving, 1024):
                 break  # another signal is a duty's own
@@ -127,12 +127,12 @@ class Watch:
         self._try("the end of the reservation", lambda: self._look_at_reservation(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations, and the runs behind this one", self._look_at_saves)
-        saved = evidence.size(str(self.attempt.commits))
+        saved = failure_reason.log_size(str(self.attempt.commits))
         self._try("the copies of checkpoints", lambda: self._copier.look(saved))
         self._try("how full the disk is", lambda: self._quota.look(saved))
         self._messenger.look()
 
-    def _observing(self) -> Observing | None:
+    def _observing(self) -> AttemptObserver | None:
         """Who writes the records of a foreign program; None where it writes them itself."""
         if self.begin is None:
             return None
@@ -142,7 +142,7 @@ class Watch:
 
         follow = partial(self._trainer.follow, signal_ranks=signal_ranks)
         if self.plan.recovery == "node" and self.plan.trainer != "native":
-            return ByRounds(self.attempt, self.begin, follow=follow)
+            return RestartObserver(self.attempt, self.begin, follow=follow)
         return follow(self.begin)
 
     def _try(self, what: str, duty: Callable[[], None]) -> None:
@@ -152,7 +152,7 @@ class Watch:
         except Exception as error:  # a defect in one duty must not end the others either
             words = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
             if self._complaints.get(what) != words:
-                log(f"{what}: left for later: {words}")
+                log_line(f"{what}: left for later: {words}")
             self._complaints[what] = words
         else:
             self._complaints.pop(what, None)
@@ -177,14 +177,14 @@ class Watch:
         if time.monotonic() < self._next_beats:
             return
         beats = self.attempt.read_heartbeats()
-        self._next_beats = time.monotonic() + silence(beats) / LOOKS
+        self._next_beats = time.monotonic() + longest_heartbeat_interval(beats) / RARE_HEARTBEAT_LOOKS
         if beats != self._seen:
             self._seen, self._changed = beats, time.monotonic()
             return
         still = time.monotonic() - self._changed
         limit = stall_limit(beats, hang_timeout=self.plan.hang_timeout, start_timeout=self.plan.start_timeout)
-        limit += AGENTS_FIRST if self.plan.recovery == "node" else 0.0
-        if still > limit and (self._writable() or still > UNWRITABLE * limit):
+        limit += AGENTS_FIRST_SECONDS if self.plan.recovery == "node" else 0.0
+        if still > limit and (self._writable() or still > UNWRITABLE_FACTOR * limit):
             self._end_hang(beats, still)
 
     def _look_for_agents(self, since: float) -> None:
@@ -209,7 +209,7 @@ class Watch:
         now = time.monotonic()
         self._left = self._left or now
         if now - self._left > max(self.plan.hang_timeout, LEAVE_SECONDS):
-            log(f"the ranks left {now - self._left:.0f} s ago and are still there; ending them")
+            log_line(f"the ranks left {now - self._left:.0f} s ago and are still there; ending them")
             self._end_step()
 
     def _end_hang(self, beats: Sequence[Heartbeat], seconds: float) -> None:
@@ -223,23 +223,23 @@ class Watch:
                     self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
                     time.sleep(ANSWER_SECONDS)
             except SchedulerError as error:
-                log(f"the ranks could not be asked for their stacks: {error.message}")
+                log_line(f"the ranks could not be asked for their stacks: {error.message}")
             if self._goes_on(beats):
                 return
             hang = Hang(
                 iteration=max((beat.iteration for beat in beats), default=0),
                 phase=beats[0].phase if beats else "start",
                 seconds=seconds,
-                silent=sorted(set(range(self._ranks())) - answered(stacks)) if asked else [],
+                silent=sorted(set(range(self._ranks())) - ranks_with_stacks(stacks)) if asked else [],
                 asked=asked,
-                late={str(rank): place for rank, place in late(stacks).items()} if asked else {},
+                late={str(rank): place for rank, place in late_ranks(stacks).items()} if asked else {},
                 time=time.time(),
             )
-            log(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")
+            log_line(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")
             try:
                 hang.write(self.attempt.hang)
             except OSError as error:  # its words stand in the log
-                log(f"{self.attempt.hang.name} not written: {error}")
+                log_line(f"{self.attempt.hang.name} not written: {error}")
         if self.plan.recovery == "node" and self.attempt.hang.exists():
             self._handed_over = time.monotonic()
         else:
@@ -293,7 +293,9 @@ class Watch:
         if end is None or (known is not None and end > known - 1):  # the ranks know of it
             return
         if time.time() + RESERVATION_SECONDS >= end - self.begin.lead:
-            log(f"reservation {self.begin.options['reservation']} ends in {end - time.time():.0f} s: the ranks leave")
+            log_line(
+                f"reservation {self.begin.options['reservation']} ends in {end - time.time():.0f} s: the ranks leave"
+            )
             write_atomic(self.attempt.stop, "the reservation ends\n")
             os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
 
@@ -303,12 +305,12 @@ class Watch:
 
     def _look_at_saves(self) -> None:
         """Submit the evaluation of a new checkpoint, begin runs that waited for it; also without one, now and then."""
-        size = evidence.size(str(self.attempt.commits))
+        size = failure_reason.log_size(str(self.attempt.commits))
         if size == self._commits and time.monotonic() < self._next_look:
             return
         self._commits, self._next_look = size, time.monotonic() + RETRY_SECONDS
-        evaluations.attend(self.run, self.plan, for_plan(self.plan, self.run, patience=0))
-        campaign.attend(self.run)
+        evaluation_jobs.submit_due_evaluations(self.run, self.plan, scheduler_for_plan(self.plan, self.run, patience=0))
+        campaign.start_due_members_of(self.run)
 
     def _look_after_successor(self) -> None:
         """Queue the successor that could not be queued when the attempt began; note it when somebody cancels it."""
@@ -316,15 +318,15 @@ class Watch:
             return
         self._next_try = time.monotonic() + self._pause
         if not self.attempt.retry_successor.exists():
-            successor.note_cancelled(self.attempt, self.scheduler)
+            successor.record_cancelled_successor(self.attempt, self.scheduler)
             return
         self._pause = min(2 * self._pause, RETRY_CEILING)
         own = self.scheduler.current_job_id()
-        if successor.stopped_words(self.scheduler.query(own)) is not None:
+        if successor.stop_reason_of_job(self.scheduler.query(own)) is not None:
             return
         options = self.begin.options if self.begin else {}
-        successor.ensure(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
+        successor.ensure_successor(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
         self._pause = RETRY_SECONDS
         job = self.scheduler.query(own)
         if job is not None:
-            self.scheduler.settle(job, followed=not self.plan.outlives_nodes, log=evidence.own_log())
+            self.scheduler.settle(job, followed=not self.plan.outlives_nodes, log=failure_reason.stderr_file())

@@ -24,27 +24,27 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 
-EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
+NOTICE_EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
 """What a notice can be about."""
 
-POLICY = "notices/policy.json"
+NOTICE_POLICY_NAME = "notices/policy.json"
 
 QUIET_SECONDS = 3600.0
 """A target is told of one cause at most once in so many seconds; what comes meanwhile is counted."""
 KEEP_SECONDS = 7 * 86400.0
 """A notice that could not be sent for so long is given up."""
-MOST = 500
+MAX_NOTICES = 500
 """Notices of a run at most; what comes on top waits until some are told."""
-KEPT = 200
+MAX_SENT_NOTICES = 200
 """Notices that stay, the newest, once they are told."""
-WORDS = 3000
+MAX_WORDS = 3000
 """Characters at most of any text in a notice."""
-TURN_SECONDS = 180.0
+SENDER_LOCK_SECONDS = 180.0
 """After so long a process that sends has certainly gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target(Record):
+class NoticeTarget(Record):
     """Who is told."""
 
     name: str
@@ -75,9 +75,9 @@ class NoticePolicy(Record):
     program: list[str]
     """What sends the notices of the run directory that is named behind it."""
 
-    def every_target(self) -> list[Target]:
+    def every_target(self) -> list[NoticeTarget]:
         """The targets. Raises TypeError where one is none."""
-        return [Target.of(entry) for entry in self.targets]
+        return [NoticeTarget.of(entry) for entry in self.targets]
 
     def wants(self, event: str) -> bool:
         """Whether anybody is told of such an event."""
@@ -113,19 +113,19 @@ class Notice(Record):
     """How often it happened."""
 
 
-Told = Literal["waits", "sent", "counted", "old"]
+DeliveryState = Literal["waits", "sent", "counted", "old"]
 """What became of a notice at one target: not yet sent; sent; told as a number in a later one; given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivery(Record):
+class NoticeDelivery(Record):
     """`ID.tried` and `ID.told`: what became of a notice."""
 
     cause: str
     targets: dict[str, dict[str, object]] = field(default_factory=dict)
     """By target: state (`Told`), time of the last try, number of tries, and why it failed."""
 
-    def state(self, target: str) -> Told:
+    def state(self, target: str) -> DeliveryState:
         return self.targets.get(target, {}).get("state", "waits")  # type: ignore[return-value]
 
     def last(self, target: str) -> float:
@@ -139,17 +139,17 @@ class Delivery(Record):
         """Why the last try failed; empty where it did not, or there was none."""
         return str(self.targets.get(target, {}).get("reason", ""))
 
-    def note(self, target: str, state: Told, *, now: float, reason: str = "", tried: bool = False) -> None:
+    def note(self, target: str, state: DeliveryState, *, now: float, reason: str = "", tried: bool = False) -> None:
         """Change what became of it at one target. `tried`: this begins another try."""
         tries = self.tries(target) + tried
-        self.targets[target] = {"state": state, "time": now, "tries": tries, "reason": reason[:WORDS]}
+        self.targets[target] = {"state": state, "time": now, "tries": tries, "reason": reason[:MAX_WORDS]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class NoticeMessage:
     """What one target is to be told now."""
 
-    target: Target
+    target: NoticeTarget
     notice: Notice
     """The newest one of its cause."""
     settles: list[str]
@@ -160,89 +160,91 @@ class Message:
     """When it happened first, of these."""
 
 
-def folder(run: Run) -> Path:
+def notices_folder(run: Run) -> Path:
     return run.path / "notices"
 
 
-def read_policy(run: Run) -> NoticePolicy | None:
+def read_notice_policy(run: Run) -> NoticePolicy | None:
     """Who is told of what; None where nobody is. Raises RunDirError where the record is damaged."""
-    return NoticePolicy.read(f"{run.path}/{POLICY}")
+    return NoticePolicy.read(f"{run.path}/{NOTICE_POLICY_NAME}")
 
 
-def read_own_policy(run: Run) -> NoticePolicy | None:
+def read_trusted_notice_policy(run: Run) -> NoticePolicy | None:
     """Read the policy in order to send by it. Raises RunDirError where it is damaged or another user's file."""
-    return NoticePolicy.read_own(policy_path(run))
+    return NoticePolicy.read_own(notice_policy_path(run))
 
 
-def policy_path(run: Run) -> Path:
-    return run.path / POLICY
+def notice_policy_path(run: Run) -> Path:
+    return run.path / NOTICE_POLICY_NAME
 
 
-def write_policy(run: Run, policy: NoticePolicy) -> None:
+def write_notice_policy(run: Run, policy: NoticePolicy) -> None:
     """Say who is told of what from now on."""
-    folder(run).mkdir(exist_ok=True)
-    policy.write(policy_path(run))
+    notices_folder(run).mkdir(exist_ok=True)
+    policy.write(notice_policy_path(run))
 
 
-def known(run: Run) -> dict[str, set[str]]:
+def known_notices(run: Run) -> dict[str, set[str]]:
     """Suffixes of the files that there are (`json`, `tried`, `told`) by the id of their notice."""
     found: dict[str, set[str]] = {}
     try:
-        names = os.listdir(folder(run))
+        names = os.listdir(notices_folder(run))
     except FileNotFoundError:
         return {}
     for name in names:
         stem, dot, suffix = name.rpartition(".")
-        if dot and stem.partition("-")[0] in EVENTS and suffix in ("json", "tried", "told"):
+        if dot and stem.partition("-")[0] in NOTICE_EVENTS and suffix in ("json", "tried", "told"):
             found.setdefault(stem, set()).add(suffix)
     return found
 
 
-def add(run: Run, notice: Notice, there: Mapping[str, set[str]]) -> bool:
+def add_notice(run: Run, notice: Notice, there: Mapping[str, set[str]]) -> bool:
     """Write a notice, unless it is there already or there are too many; return whether it was. `there`: see `known`.
 
     Raises OSError where it cannot be written.
     """
-    if notice.id in there or len(there) >= MOST:
+    if notice.id in there or len(there) >= MAX_NOTICES:
         return False
     short = {
-        name: value if len(value) <= WORDS else value[: WORDS - 3] + "..."
+        name: value if len(value) <= MAX_WORDS else value[: MAX_WORDS - 3] + "..."
         for name, value in vars(notice).items()
         if isinstance(value, str) and name != "id"
     }
-    Notice(**{**vars(notice), **short}).write(folder(run) / f"{notice.id}.json")
+    Notice(**{**vars(notice), **short}).write(notices_folder(run) / f"{notice.id}.json")
     return True
 
 
-def pending(run: Run) -> list[tuple[Notice, Delivery]]:
+def pending_notices(run: Run) -> list[tuple[Notice, NoticeDelivery]]:
     """What is not told yet, oldest first, and what became of it up to now. A damaged notice is left out."""
     found = []
-    for name, suffixes in known(run).items():
+    for name, suffixes in known_notices(run).items():
         if "json" not in suffixes or "told" in suffixes:
             continue
         with contextlib.suppress(RunDirError):
-            notice = Notice.read(folder(run) / f"{name}.json")
+            notice = Notice.read(notices_folder(run) / f"{name}.json")
             if notice is not None:
                 found.append((notice, _delivery(run, notice)))
     return sorted(found, key=lambda entry: (entry[0].time, entry[0].id))
 
 
-def _delivery(run: Run, notice: Notice) -> Delivery:
+def _delivery(run: Run, notice: Notice) -> NoticeDelivery:
     try:
-        found = Delivery.read(folder(run) / f"{notice.id}.tried")
+        found = NoticeDelivery.read(notices_folder(run) / f"{notice.id}.tried")
     except RunDirError:
         found = None
-    return found or Delivery(cause=notice.cause)
+    return found or NoticeDelivery(cause=notice.cause)
 
 
-def last_told(run: Run, waiting: Iterable[tuple[Notice, Delivery]], *, now: float) -> dict[tuple[str, str], float]:
+def last_sent_times(
+    run: Run, waiting: Iterable[tuple[Notice, NoticeDelivery]], *, now: float
+) -> dict[tuple[str, str], float]:
     """When each target was last told of each cause, where that was lately; by (target, cause)."""
     deliveries = [delivery for _, delivery in waiting]
-    for name, suffixes in known(run).items():
-        path = folder(run) / f"{name}.told"
+    for name, suffixes in known_notices(run).items():
+        path = notices_folder(run) / f"{name}.told"
         with contextlib.suppress(FileNotFoundError, RunDirError):
             if "told" in suffixes and now - path.stat().st_mtime < 2 * QUIET_SECONDS:
-                deliveries += filter(None, [Delivery.read(path)])
+                deliveries += filter(None, [NoticeDelivery.read(path)])
     found: dict[tuple[str, str], float] = {}
     for delivery in deliveries:
         for target in delivery.targets:
@@ -252,13 +254,13 @@ def last_told(run: Run, waiting: Iterable[tuple[Notice, Delivery]], *, now: floa
     return found
 
 
-def due(
-    targets: Sequence[Target],
-    waiting: Sequence[tuple[Notice, Delivery]],
+def due_messages(
+    targets: Sequence[NoticeTarget],
+    waiting: Sequence[tuple[Notice, NoticeDelivery]],
     told: Mapping[tuple[str, str], float],
     *,
     now: float,
-) -> list[Message]:
+) -> list[NoticeMessage]:
     """What each target is to be told now, in order of time: one message a cause, and none in its quiet hour."""
     messages = []
     for target in targets:
@@ -272,7 +274,7 @@ def due(
                 continue
             newest = max(notices, key=lambda notice: notice.time)
             messages.append(
-                Message(
+                NoticeMessage(
                     target=target,
                     notice=newest,
                     settles=[notice.id for notice in notices],
@@ -283,7 +285,9 @@ def due(
     return sorted(messages, key=lambda message: message.notice.time)
 
 
-def try_later(message: Message, waiting: Sequence[tuple[Notice, Delivery]], *, now: float) -> bool:
+def must_wait_for_retry(
+    message: NoticeMessage, waiting: Sequence[tuple[Notice, NoticeDelivery]], *, now: float
+) -> bool:
     """Whether a job leaves a message alone for now: each failed try doubles the pause from a minute up to an hour."""
     delivery = next(delivery for notice, delivery in waiting if notice.id == message.notice.id)
     tries = delivery.tries(message.target.name)
@@ -291,43 +295,43 @@ def try_later(message: Message, waiting: Sequence[tuple[Notice, Delivery]], *, n
     return now - delivery.last(message.target.name) < pause
 
 
-def record(run: Run, notice: Notice, delivery: Delivery, targets: Sequence[Target]) -> None:
+def record_delivery(run: Run, notice: Notice, delivery: NoticeDelivery, targets: Sequence[NoticeTarget]) -> None:
     """Write what became of a notice; it is settled where no target waits for it. Raises OSError."""
-    path = folder(run) / f"{notice.id}.tried"
+    path = notices_folder(run) / f"{notice.id}.tried"
     delivery.write(path)
     waits = [t for t in targets if notice.event in t.events and delivery.state(t.name) == "waits"]
     if not waits:
         os.replace(path, path.with_suffix(".told"))
 
 
-def tidy(run: Run) -> None:
+def remove_old_notices(run: Run) -> None:
     """Remove the oldest notices that are told, and keep the newest ones. By the process whose turn it is."""
-    told = [name for name, suffixes in known(run).items() if "told" in suffixes]
-    age = {name: (folder(run) / f"{name}.told").stat().st_mtime for name in told}
-    for name in sorted(told, key=lambda name: age[name])[: max(0, len(told) - KEPT)]:
+    told = [name for name, suffixes in known_notices(run).items() if "told" in suffixes]
+    age = {name: (notices_folder(run) / f"{name}.told").stat().st_mtime for name in told}
+    for name in sorted(told, key=lambda name: age[name])[: max(0, len(told) - MAX_SENT_NOTICES)]:
         for suffix in ("json", "told"):  # a notice without .told would be told again
-            (folder(run) / f"{name}.{suffix}").unlink(missing_ok=True)
+            (notices_folder(run) / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
-def take_turn(run: Run, *, now: float) -> Path | None:
+def take_sender_lock(run: Run, *, now: float) -> Path | None:
     """Make this process the only one that sends; None where another one is. Give it back with `end_turn`.
 
     A turn is a file that one process alone can make, with a number above all others; one that was killed loses its turn
     after TURN_SECONDS. No lock of the file system is needed, which sites mount in different ways.
     """
-    turns = _turns(run)
+    turns = _sender_locks(run)
     newest = turns[-1] if turns else None
-    if newest is not None and not _is_over(newest, now):
+    if newest is not None and not _is_sender_lock_free(newest, now):
         return None
     number = int(newest.name.rpartition("-")[2]) + 1 if newest is not None else 1
-    own = folder(run) / f"sender-{number:07}"
+    own = notices_folder(run) / f"sender-{number:07}"
     try:
         fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return None
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         json.dump({"time": now, "host": os.uname().nodename, "pid": os.getpid()}, file)
-    if _turns(run)[-1] != own:  # what was read above was old already
+    if _sender_locks(run)[-1] != own:  # what was read above was old already
         own.unlink(missing_ok=True)
         return None
     for older in turns:
@@ -335,7 +339,7 @@ def take_turn(run: Run, *, now: float) -> Path | None:
     return own
 
 
-def end_turn(own: Path) -> None:
+def release_sender_lock(own: Path) -> None:
     """Let others send. The file stays, so that the next number is a higher one."""
     with contextlib.suppress(OSError):
         write_atomic(own, "{}\n", durable=False)
@@ -347,32 +351,32 @@ def is_time_to_send(run: Run, policy: NoticePolicy, *, now: float, again_and_aga
     `again_and_again`: who asks does so every few minutes, so that what failed a moment ago is left alone for longer and
     longer. Raises OSError, and RunDirError for a damaged record.
     """
-    waiting = pending(run)
+    waiting = pending_notices(run)
     if not waiting or is_being_sent(run):
         return False
-    messages = due(policy.every_target(), waiting, last_told(run, waiting, now=now), now=now)
-    return any(not (again_and_again and try_later(message, waiting, now=now)) for message in messages)
+    messages = due_messages(policy.every_target(), waiting, last_sent_times(run, waiting, now=now), now=now)
+    return any(not (again_and_again and must_wait_for_retry(message, waiting, now=now)) for message in messages)
 
 
 def is_being_sent(run: Run) -> bool:
     """Whether a process sends now."""
-    turns = _turns(run)
-    return bool(turns) and not _is_over(turns[-1], time.time())
+    turns = _sender_locks(run)
+    return bool(turns) and not _is_sender_lock_free(turns[-1], time.time())
 
 
-def _turns(run: Run) -> list[Path]:
-    return sorted(folder(run).glob("sender-*"), key=lambda path: (len(path.name), path.name))
+def _sender_locks(run: Run) -> list[Path]:
+    return sorted(notices_folder(run).glob("sender-*"), key=lambda path: (len(path.name), path.name))
 
 
-def _is_over(turn: Path, now: float) -> bool:
+def _is_sender_lock_free(turn: Path, now: float) -> bool:
     """Whether the process whose turn it was has given it back, or has certainly gone."""
     try:
         text = turn.read_text(encoding="utf-8")
         value = json.loads(text)
-        return "time" not in value or now - float(value["time"]) > TURN_SECONDS
+        return "time" not in value or now - float(value["time"]) > SENDER_LOCK_SECONDS
     except FileNotFoundError:
         return True
     except (ValueError, TypeError):  # it was killed, or the disk full, before it could say when
         with contextlib.suppress(FileNotFoundError):
-            return now - turn.stat().st_mtime > TURN_SECONDS
+            return now - turn.stat().st_mtime > SENDER_LOCK_SECONDS
         return True

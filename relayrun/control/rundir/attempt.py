@@ -10,12 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from relayrun.control.rundir.records import AttemptStart, Commit, End, Heartbeat, Record
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart, CheckpointCommit, Heartbeat, Record
 from relayrun.errors import RunDirError
-from relayrun.files import Identity, append_line, identity, read_identified, read_lines, read_lines_backwards
+from relayrun.files import (
+    FileIdentity,
+    append_line,
+    file_identity,
+    read_lines,
+    read_lines_backwards,
+    read_with_identity,
+)
 
 R = TypeVar("R", bound=Record)
-COMMITS, METRICS = "commits.jsonl", "metrics.jsonl"
+COMMITS_NAME, METRICS_NAME = "commits.jsonl", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Attempt:
     """
 
     folder: str
-    _kept: dict[str, tuple[Identity, Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kept: dict[str, tuple[FileIdentity, Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def path(self) -> Path:
@@ -56,7 +63,7 @@ class Attempt:
     @cached_property
     def commits(self) -> Path:
         """A line per published checkpoint, by rank 0."""
-        return self.path / COMMITS
+        return self.path / COMMITS_NAME
 
     @property
     def rewinds(self) -> Path:
@@ -91,7 +98,7 @@ class Attempt:
     @cached_property
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
-        return self.path / METRICS
+        return self.path / METRICS_NAME
 
     @cached_property
     def failed_saves(self) -> Path:
@@ -193,20 +200,20 @@ class Attempt:
         changed.write(self.begin)
         return changed
 
-    def read_end(self) -> End | None:
+    def read_end(self) -> AttemptEnd | None:
         """How the attempt ended; None while nobody has seen its end. Raises RunDirError if the record is damaged."""
-        return self._once(End, "end.json")
+        return self._once(AttemptEnd, "end.json")
 
-    def read_commits(self) -> list[Commit]:
+    def read_commits(self) -> list[CheckpointCommit]:
         """The checkpoints that it has published up to now, oldest first."""
         return [self.commit_of(line) for line in read_lines(self.commits)]
 
-    def commit_of(self, line: Mapping[str, Any]) -> Commit:
+    def commit_of(self, line: Mapping[str, Any]) -> CheckpointCommit:
         """Return a line of commits.jsonl with its checkpoint where the run directory is now.
 
         Lines hold absolute paths, and a directory may be moved or copied. An attempt publishes below it alone.
         """
-        commit = Commit.of(line)
+        commit = CheckpointCommit.of(line)
         folder, name = os.path.split(commit.path)
         if os.path.basename(folder) != "checkpoints":
             return commit
@@ -214,15 +221,15 @@ class Attempt:
         path = f"{here}/checkpoints/{name}"
         return commit if path == commit.path else replace(commit, path=path)
 
-    def commits_backwards(self) -> Iterator[Commit]:
+    def commits_backwards(self) -> Iterator[CheckpointCommit]:
         """The same as `read_commits`, the newest first, only as far as somebody asks."""
-        return (self.commit_of(line) for _, line in read_lines_backwards(f"{self.folder}/{COMMITS}"))
+        return (self.commit_of(line) for _, line in read_lines_backwards(f"{self.folder}/{COMMITS_NAME}"))
 
     def metrics_backwards(self) -> Iterator[dict[str, Any]]:
         """The lines of its metrics, the newest first, only as far as somebody asks."""
-        return (line for _, line in read_lines_backwards(f"{self.folder}/{METRICS}"))
+        return (line for _, line in read_lines_backwards(f"{self.folder}/{METRICS_NAME}"))
 
-    def append_commit(self, commit: Commit) -> None:
+    def append_commit(self, commit: CheckpointCommit) -> None:
         """Put a published checkpoint on record: from here on it counts."""
         append_line(self.commits, asdict(commit))
 
@@ -238,9 +245,9 @@ class Attempt:
         path = f"{self.folder}/{name}"
         kept = self._kept.get(name)
         try:
-            if kept is not None and kept[0] == identity(path):
+            if kept is not None and kept[0] == file_identity(path):
                 return cast("R", kept[1])
-            text, which = read_identified(path)
+            text, which = read_with_identity(path)
         except FileNotFoundError:
             return None
         record = kind.parse(text, where=path)

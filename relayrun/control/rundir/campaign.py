@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.control.rundir import lineage, stop
-from relayrun.control.rundir.records import Record, another_owner
+from relayrun.control.rundir.records import Record, foreign_owner
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, write_atomic, write_json
 
-MEMBERSHIP = "membership.json"
+MEMBERSHIP_NAME = "membership.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member(Record):
+class CampaignMember(Record):
     """A run of a campaign, and what it waits for."""
 
     name: str
@@ -68,16 +68,16 @@ class Campaign(Record):
     scheduler: Literal["slurm", "local"]
     at_once: int | None
     """How many chains there may be at a time; None: as many as there are runs."""
-    members: list[Member]
+    members: list[CampaignMember]
 
     @classmethod
     def load(cls, folder: Path) -> Campaign:
         """Read the campaign of a folder. Raises RunDirError where there is none."""
         try:
             entry = read_json(path := folder / "campaign.json")
-            others = {owner for each in (folder, path) if (owner := another_owner(each)) is not None}
+            others = {owner for each in (folder, path) if (owner := foreign_owner(each)) is not None}
             entry["owner"] = max(others, default=entry["owner"])  # whatever the file says
-            return cls.of(entry | {"members": [Member.of(member) for member in entry["members"]]})
+            return cls.of(entry | {"members": [CampaignMember.of(member) for member in entry["members"]]})
         except FileNotFoundError:
             hint = "submit its config again: nothing of it was queued"
             raise RunDirError("there is no campaign here", where=folder, hint=hint) from None
@@ -88,13 +88,13 @@ class Campaign(Record):
         """Write it into a folder; from here on it is one."""
         write_json(folder / "campaign.json", asdict(self))
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> CampaignMember:
         """The member of this name, which there is."""
         return next(member for member in self.members if member.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun(Record):
+class MemberStarted(Record):
     """`begun.json`: the first job of a member was queued."""
 
     job_id: str
@@ -103,7 +103,7 @@ class Begun(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused(Record):
+class MemberRefused(Record):
     """`refused.json`: Slurm would not have the first job of a member."""
 
     reason: str
@@ -114,7 +114,7 @@ class Refused(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership(Record):
+class CampaignMembership(Record):
     """`membership.json` of a run."""
 
     folder: str
@@ -129,15 +129,15 @@ def is_campaign(folder: Path) -> bool:
 
 def membership_path(run: Run) -> Path:
     """Where a run says to which campaign it belongs."""
-    return run.path / MEMBERSHIP
+    return run.path / MEMBERSHIP_NAME
 
 
-def read_membership(run: Run) -> Membership | None:
+def read_membership(run: Run) -> CampaignMembership | None:
     """To which campaign a run belongs; None where to none."""
-    return Membership.read(f"{run.path}/{MEMBERSHIP}")
+    return CampaignMembership.read(f"{run.path}/{MEMBERSHIP_NAME}")
 
 
-def folders_of(runs: Iterable[Run]) -> list[Path]:
+def campaign_folders(runs: Iterable[Run]) -> list[Path]:
     """The campaigns that runs belong to, each once; what cannot be read is left out."""
     found: dict[Path, None] = {}
     for run in runs:
@@ -147,28 +147,28 @@ def folders_of(runs: Iterable[Run]) -> list[Path]:
     return list(found)
 
 
-def begun_path(folder: Path, member: str) -> Path:
+def member_started_path(folder: Path, member: str) -> Path:
     return folder / "members" / member / "begun.json"
 
 
-def refused_path(folder: Path, member: str) -> Path:
+def member_refused_path(folder: Path, member: str) -> Path:
     return folder / "members" / member / "refused.json"
 
 
-def has_begun(folder: Path, member: Member) -> bool:
+def has_member_started(folder: Path, member: CampaignMember) -> bool:
     """Whether the first job of a member was queued, or has begun: a person may have submitted it by hand."""
-    return begun_path(folder, member.name).exists() or member.run.newest_begun() is not None
+    return member_started_path(folder, member.name).exists() or member.run.newest_begun() is not None
 
 
-def waits(run: Run) -> bool:
+def waits_for_campaign(run: Run) -> bool:
     """Whether a run belongs to a campaign and waits until it may begin."""
     membership = read_membership(run)
     if membership is None:
         return False
-    return not begun_path(Path(membership.folder), membership.member).exists() and run.newest_begun() is None
+    return not member_started_path(Path(membership.folder), membership.member).exists() and run.newest_begun() is None
 
 
-def yet_to_begin_with(run: Run) -> list[str]:
+def members_that_need(run: Run) -> list[str]:
     """Names of the members that need a run where it lies: they wait for it, or have no checkpoint of their own yet.
 
     Raises RunDirError and OSError where that cannot be read.
@@ -180,12 +180,16 @@ def yet_to_begin_with(run: Run) -> list[str]:
     for member in Campaign.load(folder).members:
         if membership.member not in (member.source, member.after) or stop.is_stopped(member.run):
             continue
-        own = lineage.is_own(member.run, lineage.durable(member.run)) if member.source else has_begun(folder, member)
+        own = (
+            lineage.is_checkpoint_of(member.run, lineage.resume_point(member.run))
+            if member.source
+            else has_member_started(folder, member)
+        )
         found += [] if own else [member.name]
     return found
 
 
-def held(run: Run) -> set[int]:
+def iterations_held_by_campaign(run: Run) -> set[int]:
     """Iterations whose checkpoints must stay, since members have yet to begin with them.
 
     One of a member that cannot be read stays. Raises RunDirError where the campaign cannot be read: then nothing is
@@ -199,33 +203,33 @@ def held(run: Run) -> set[int]:
         if member.source != membership.member or member.iteration is None:
             continue
         try:
-            own = lineage.is_own(member.run, lineage.durable(member.run))
+            own = lineage.is_checkpoint_of(member.run, lineage.resume_point(member.run))
         except (RunDirError, OSError):
             own = False
         found |= set() if own else {member.iteration}
     return found
 
 
-def stop_path(folder: Path) -> Path:
+def campaign_stop_path(folder: Path) -> Path:
     """The file whose existence keeps members from beginning."""
     return folder / "STOP"
 
 
-def stop_reason(folder: Path) -> str | None:
+def campaign_stop_reason(folder: Path) -> str | None:
     """Why nothing more begins; None where something may."""
     try:
-        return stop_path(folder).read_text(encoding="utf-8").partition("\n")[0]
+        return campaign_stop_path(folder).read_text(encoding="utf-8").partition("\n")[0]
     except FileNotFoundError:
         return None
 
 
-def write_stop(folder: Path, reason: str) -> None:
+def write_campaign_stop(folder: Path, reason: str) -> None:
     """Keep members from beginning."""
-    write_atomic(stop_path(folder), f"{reason}\n")
+    write_atomic(campaign_stop_path(folder), f"{reason}\n")
 
 
 @contextlib.contextmanager
-def alone(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
+def campaign_lock(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
     """Hold the lock of a campaign, and yield whether it was to be had within `patience` seconds. Raises OSError."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -28,20 +28,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.control.rundir import lineage
-from relayrun.control.rundir.records import Commit, Record
+from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 from relayrun.files import fsync_directory, write_atomic
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Jobs of one evaluation that a stage waits for, where each dies."""
 
-Results = dict[str, dict[str, float]]
+EvaluationScores = dict[str, dict[str, float]]
 """By task, or by validation set: metric and value."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Record):
+class EvaluationPolicy(Record):
     """`policy.json`: which checkpoints are evaluated, as the newest submit says."""
 
     interval: int
@@ -55,7 +55,7 @@ class Policy(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled(Record):
+class SettledEvaluations(Record):
     """`settled.json`: this commit, and all before it that were due under this policy, have results."""
 
     attempt: int
@@ -67,7 +67,7 @@ class Settled(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted(Record):
+class SubmittedEvaluation(Record):
     """`submitted.json`: the job that was submitted for one checkpoint."""
 
     job_id: str
@@ -76,7 +76,7 @@ class Submitted(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotQueued(Record):
+class UnqueuedEvaluation(Record):
     """`not_queued.json`: the scheduler has refused the job of one checkpoint; it is tried again."""
 
     error: str
@@ -85,7 +85,7 @@ class NotQueued(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim(Record):
+class EvaluationClaim(Record):
     """`claim.json`: who evaluates the checkpoint; any other job that finds it ends."""
 
     job_id: str | None
@@ -96,7 +96,7 @@ class Claim(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Record):
+class EvaluationResult(Record):
     """`result.json`, and a line of evaluations.jsonl. `time` is seconds since 1970."""
 
     iteration: int
@@ -107,7 +107,7 @@ class Result(Record):
     error: str | None = None
     seconds: float | None = None
     """From the claim to the result."""
-    results: Results = field(default_factory=dict)
+    results: EvaluationScores = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     """What they depend on: program and version, few-shot examples, limit."""
     model: str | None = None
@@ -164,20 +164,20 @@ class EvaluationDir:
         return self.path / "result.json"
 
 
-def directory(run: Run, iteration: int, attempt: int) -> EvaluationDir:
+def evaluation_dir(run: Run, iteration: int, attempt: int) -> EvaluationDir:
     return EvaluationDir(run.evaluations / f"iter_{iteration:07}-{attempt:04}")
 
 
-def due(run: Run) -> list[tuple[int, Commit]]:
+def due_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
     """(attempt, commit) of every checkpoint that counts and is to be evaluated, rising; none without a policy."""
-    return list(_due_backwards(run))[::-1]
+    return list(_due_checkpoints_backwards(run))[::-1]
 
 
-def _due_backwards(run: Run) -> Iterator[tuple[int, Commit]]:
-    policy = Policy.read(run.evaluation_policy)
+def _due_checkpoints_backwards(run: Run) -> Iterator[tuple[int, CheckpointCommit]]:
+    policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None:
         return
-    wanted = {(folder.iteration, folder.attempt) for folder in every(run) if folder.wanted.exists()}
+    wanted = {(folder.iteration, folder.attempt) for folder in all_evaluations(run) if folder.wanted.exists()}
     for counted in lineage.Lineage(run).backwards():
         iteration = counted.commit.iteration
         due = iteration % policy.interval == 0 or iteration == policy.total_steps
@@ -185,42 +185,44 @@ def _due_backwards(run: Run) -> Iterator[tuple[int, Commit]]:
             yield counted.attempt, counted.commit
 
 
-def unsettled(run: Run) -> list[tuple[int, Commit]]:
+def unsettled_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
     """(attempt, commit) of those that are due and may have no result yet, rising; their number does not grow with age.
 
     It ends, reading backwards, at the commit that settled.json names: that one and all before it have results.
     """
     mark = _read_settled(run)
-    holds = mark is not None and mark == _mark(run, mark.attempt, mark.iteration)
+    holds = mark is not None and mark == _settled_mark(run, mark.attempt, mark.iteration)
     settled = (mark.attempt, mark.iteration) if mark is not None and holds else None
-    found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_backwards(run))
+    found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_checkpoints_backwards(run))
     return list(found)[::-1]
 
 
-def not_queued(run: Run) -> dict[int, str]:
+def unqueued_iterations(run: Run) -> dict[int, str]:
     """The iterations that are due and have neither job nor result, with the scheduler's refusal; empty: none so far."""
-    folders = [directory(run, commit.iteration, attempt) for attempt, commit in unsettled(run)]
+    folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in unsettled_checkpoints(run)]
     waiting = [each for each in folders if not (each.result.exists() or each.submitted.exists())]
-    return {each.iteration: known.error if (known := NotQueued.read(each.not_queued)) else "" for each in waiting}
+    return {
+        each.iteration: known.error if (known := UnqueuedEvaluation.read(each.not_queued)) else "" for each in waiting
+    }
 
 
-def settle(run: Run, waiting: Sequence[tuple[int, Commit]]) -> None:
+def record_settled(run: Run, waiting: Sequence[tuple[int, CheckpointCommit]]) -> None:
     """Note, where it has moved, up to which commit of `waiting`, in its order, all have results."""
-    done = list(takewhile(lambda entry: directory(run, entry[1].iteration, entry[0]).result.exists(), waiting))
+    done = list(takewhile(lambda entry: evaluation_dir(run, entry[1].iteration, entry[0]).result.exists(), waiting))
     if done:
         attempt, commit = done[-1]
-        mark = _mark(run, attempt, commit.iteration)
+        mark = _settled_mark(run, attempt, commit.iteration)
         if mark is not None:
-            mark.write(_settled(run))
+            mark.write(_settled_path(run))
 
 
-def _mark(run: Run, attempt: int, iteration: int) -> Settled | None:
+def _settled_mark(run: Run, attempt: int, iteration: int) -> SettledEvaluations | None:
     """The mark at a commit, as policy and folders are now; None without a policy."""
-    policy = Policy.read(run.evaluation_policy)
+    policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None:
         return None
-    names = "\n".join(folder.path.name for folder in every(run) if folder.iteration <= iteration)
-    return Settled(
+    names = "\n".join(folder.path.name for folder in all_evaluations(run) if folder.iteration <= iteration)
+    return SettledEvaluations(
         attempt=attempt,
         iteration=iteration,
         interval=policy.interval,
@@ -229,58 +231,58 @@ def _mark(run: Run, attempt: int, iteration: int) -> Settled | None:
     )
 
 
-def _settled(run: Run) -> Path:
+def _settled_path(run: Run) -> Path:
     return run.evaluations / "settled.json"
 
 
-def _read_settled(run: Run) -> Settled | None:
+def _read_settled(run: Run) -> SettledEvaluations | None:
     try:
-        return Settled.read(_settled(run))
+        return SettledEvaluations.read(_settled_path(run))
     except RunDirError:  # it saves time alone: without it everything is looked at
         return None
 
 
-def of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
+def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
     """Where a checkpoint of the run is evaluated, whether it is or not; None where the run has not published it."""
     for counted in lineage.Lineage(run).backwards():
         if counted.published and counted.commit.path == path:
-            return directory(run, counted.commit.iteration, counted.attempt)
+            return evaluation_dir(run, counted.commit.iteration, counted.attempt)
     return None
 
 
-def want(run: Run, folder: EvaluationDir) -> None:
+def request_evaluation(run: Run, folder: EvaluationDir) -> None:
     """Have a checkpoint evaluated, whatever the policy says, and whatever has been settled."""
     if not folder.wanted.exists():
         folder.path.mkdir(parents=True, exist_ok=True)
-        _settled(run).unlink(missing_ok=True)
+        _settled_path(run).unlink(missing_ok=True)
         folder.wanted.touch()
 
 
-def may_try_again(folder: EvaluationDir, result: Result) -> bool:
+def may_retry(folder: EvaluationDir, result: EvaluationResult) -> bool:
     """Whether an evaluation failed since its job died, and not too often."""
-    return result.died and len(_tried(folder)) < MOST_TRIES - 1
+    return result.died and len(_tried_folder(folder)) < MAX_TRIES - 1
 
 
-def try_again(folder: EvaluationDir) -> None:
+def retry_evaluation(folder: EvaluationDir) -> None:
     """Put aside what a job left that died: the checkpoint is as if nobody had evaluated it."""
-    os.rename(folder.path, folder.path.with_name(f".tried-{folder.path.name}-{len(_tried(folder)) + 1}"))
+    os.rename(folder.path, folder.path.with_name(f".tried-{folder.path.name}-{len(_tried_folder(folder)) + 1}"))
 
 
-def _tried(folder: EvaluationDir) -> list[Path]:
+def _tried_folder(folder: EvaluationDir) -> list[Path]:
     return list(folder.path.parent.glob(f".tried-{folder.path.name}-*"))
 
 
-def held(run: Run) -> set[int]:
+def iterations_held_by_evaluations(run: Run) -> set[int]:
     """Iterations whose checkpoints must stay until they are exported."""
-    policy = Policy.read(run.evaluation_policy)
+    policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None or not policy.hold:
         return set()
-    folders = [directory(run, commit.iteration, attempt) for attempt, commit in unsettled(run)]
+    folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in unsettled_checkpoints(run)]
     waiting = [folder.iteration for folder in folders if not (folder.exported.exists() or folder.result.exists())]
     return set(waiting[-policy.hold :])
 
 
-def claim(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
+def claim_evaluation(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
     """Make this process the one that evaluates; false if there is one already."""
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
@@ -288,14 +290,14 @@ def claim(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
     except FileExistsError:
         return False
     with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump(asdict(Claim(job_id=job_id, node=node, time=time.time())), file)
+        json.dump(asdict(EvaluationClaim(job_id=job_id, node=node, time=time.time())), file)
         file.flush()
         os.fsync(file.fileno())
     fsync_directory(folder.path)
     return True
 
 
-def every(run: Run) -> list[EvaluationDir]:
+def all_evaluations(run: Run) -> list[EvaluationDir]:
     """All evaluations on record, by iteration."""
     try:
         names = sorted(name for name in os.listdir(run.evaluations) if name.startswith("iter_"))
@@ -304,26 +306,26 @@ def every(run: Run) -> list[EvaluationDir]:
     return [EvaluationDir(run.evaluations / name) for name in names]
 
 
-def results(run: Run) -> list[Result]:
+def evaluation_results(run: Run) -> list[EvaluationResult]:
     """All results, by iteration."""
-    found = [Result.read(folder.result) for folder in every(run)]
+    found = [EvaluationResult.read(folder.result) for folder in all_evaluations(run)]
     return sorted((result for result in found if result is not None), key=lambda r: (r.iteration, r.attempt))
 
 
-def finish(run: Run, result: Result) -> None:
+def record_result(run: Run, result: EvaluationResult) -> None:
     """Record a result and bring the view up to date."""
-    result.write(directory(run, result.iteration, result.attempt).result)
-    write_view(run)
+    result.write(evaluation_dir(run, result.iteration, result.attempt).result)
+    write_evaluations_view(run)
 
 
-def write_view(run: Run) -> None:
+def write_evaluations_view(run: Run) -> None:
     """Rewrite evaluations.jsonl. Without a lock: who has put an older view over a newer one sees it, and mends it."""
     while True:
-        text = _text(run)
+        text = _view_text(run)
         write_atomic(run.evaluations_view, text)
-        if _text(run) == text:
+        if _view_text(run) == text:
             return
 
 
-def _text(run: Run) -> str:
-    return "".join(json.dumps(asdict(result), ensure_ascii=False) + "\n" for result in results(run))
+def _view_text(run: Run) -> str:
+    return "".join(json.dumps(asdict(result), ensure_ascii=False) + "\n" for result in evaluation_results(run))

@@ -21,7 +21,7 @@ from relayrun.control.rundir.records import AttemptStart, Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandOver(Record):
+class RestartHandOver(Record):
     """What `hand_over.json` says: a round is over, and none of its ranks lives."""
 
     round: int
@@ -36,7 +36,7 @@ class HandOver(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundStart(Record):
+class RestartBase(Record):
     """What `round.json` says: what the newest round after the first starts from."""
 
     round: int
@@ -50,19 +50,19 @@ class RoundStart(Record):
     """How many checkpoints the attempt had on record, whether or not they still count."""
 
 
-def asked(attempt: Attempt) -> HandOver | None:
+def pending_hand_over(attempt: Attempt) -> RestartHandOver | None:
     """Return the round that is handed over; None where one is running. Raises OSError and RunDirError."""
-    return HandOver.read(attempt.hand_over)
+    return RestartHandOver.read(attempt.hand_over)
 
 
-def start_of(attempt: Attempt) -> RoundStart | None:
+def read_restart_base(attempt: Attempt) -> RestartBase | None:
     """Return what the newest round starts from; None in the first one. Raises OSError and RunDirError."""
-    return RoundStart.read(attempt.round)
+    return RestartBase.read(attempt.round)
 
 
-def begin_of_round(attempt: Attempt, begin: AttemptStart) -> AttemptStart:
+def attempt_start_of_restart(attempt: Attempt, begin: AttemptStart) -> AttemptStart:
     """Return the attempt's begin as it is for its newest round: another base, and a log that was there before it."""
-    start = start_of(attempt)
+    start = read_restart_base(attempt)
     if start is None:
         return begin
     return replace(

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 
 from relayrun.control.rundir.records import AttemptStart
 
-STEPS = 200
-SAVES = 10
+GRACE_STEPS = 200
+GRACE_SAVES = 10
 """How many of the newest measurements count: a run changes its speed."""
 
-MARGIN = 10.0
+GRACE_MARGIN = 10.0
 """Seconds for what is not measured: the end of the processes, the supervisor's last acts."""
 
 
-def first_lead(time_limit: float) -> float:
+def first_grace_period(time_limit: float) -> float:
     """Seconds for a first attempt, of which nothing is measured yet: a quarter of the limit, at most 600."""
     return min(600.0, time_limit / 4)
 
 
-def measured_lead(
+def measured_grace_period(
     step_seconds: Sequence[float],
     save_seconds: Sequence[float],
     *,
@@ -41,17 +41,17 @@ def measured_lead(
     None where nothing is known of steps or of saves. `save_seconds` are from the start of a save to its
     commit. Oldest measurements first.
     """
-    steps, saves = step_seconds[-STEPS:], save_seconds[-SAVES:]
+    steps, saves = step_seconds[-GRACE_STEPS:], save_seconds[-GRACE_SAVES:]
     if not steps or not saves:
         return None
     save = percentile(saves, 0.95)
     rest = 0.0 if under_way is None else max(save - under_way, 0.0)
-    evaluations = evaluation_seconds[-SAVES:]
+    evaluations = evaluation_seconds[-GRACE_SAVES:]
     evaluation = percentile(evaluations, 0.95) if evaluations else 0.0
-    return min(max(2 * percentile(steps, 0.95) + evaluation + 1.5 * save + rest + MARGIN, floor), ceiling)
+    return min(max(2 * percentile(steps, 0.95) + evaluation + 1.5 * save + rest + GRACE_MARGIN, floor), ceiling)
 
 
-def lead_of(
+def current_grace_period(
     begin: AttemptStart,
     step_seconds: Iterable[float],
     save_seconds: Iterable[float],
@@ -67,7 +67,7 @@ def lead_of(
     """
     if begin.lead_floor == begin.lead_ceiling:
         return begin.lead
-    measured = measured_lead(
+    measured = measured_grace_period(
         list(step_seconds),
         list(save_seconds),
         floor=begin.lead_floor,

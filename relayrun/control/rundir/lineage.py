@@ -16,29 +16,29 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from relayrun.control.rundir.read_once import ReadOnce
-from relayrun.control.rundir.records import AttemptStart, Commit
+from relayrun.control.rundir.records import AttemptStart, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import exists, free_name, fsync_directory
+from relayrun.files import fsync_directory, path_exists, unused_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Durable:
+class ResumePoint:
     """A checkpoint from which an attempt can start; iteration 0 without a path is the beginning."""
 
     iteration: int
     path: str | None
 
 
-BEGINNING = Durable(iteration=0, path=None)
+BEGINNING = ResumePoint(iteration=0, path=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class LineageCommit:
     """A commit of the line."""
 
     attempt: int
-    commit: Commit
+    commit: CheckpointCommit
     published: bool
     """Whether this attempt published it. Otherwise the attempt began with it, and no attempt of this run has it on
     record: another run's checkpoint, or a conversion's."""
@@ -53,13 +53,13 @@ class Lineage:
     def __init__(self, run: Run, *, begun: Iterable[tuple[int, AttemptStart]] | None = None) -> None:
         """`begun`: see `begun_backwards`, where somebody reads it besides."""
         self._run = run
-        self._commits = ReadOnce(_backwards(run, begun_backwards(run) if begun is None else begun))
+        self._commits = ReadOnce(_lineage_backwards(run, started_attempts_backwards(run) if begun is None else begun))
 
-    def backwards(self) -> Iterator[Counted]:
+    def backwards(self) -> Iterator[LineageCommit]:
         """Every commit that counts, the newest first: iterations fall. Raises RunDirError if a record is damaged."""
         return iter(self._commits)
 
-    def line(self) -> list[Commit]:
+    def line(self) -> list[CheckpointCommit]:
         """Every commit that counts, rising, whether or not its folder is still there."""
         return [counted.commit for counted in self.backwards()][::-1]
 
@@ -68,31 +68,31 @@ class Lineage:
         seconds = (counted.commit.seconds for counted in self.backwards())
         return list(islice((value for value in seconds if value > 0), most))[::-1]
 
-    def durable(self) -> Durable:
+    def durable(self) -> ResumePoint:
         """The newest whole checkpoint of the line.
 
         Raises RunDirError if the line has checkpoints and none of them is whole: to start from the beginning
         then would throw the run away, and the file system may only be away for a while.
         """
-        newest: Commit | None = None
+        newest: CheckpointCommit | None = None
         own = False
         for counted in self.backwards():
             commit = counted.commit
             newest = newest or commit
             own = own or counted.published
-            if own and not counted.published and not is_own(self._run, _at(commit)):
+            if own and not counted.published and not is_checkpoint_of(self._run, _resume_point_at(commit)):
                 break  # where another run's checkpoint, with which this one began, is the only whole one left
-            if fault(commit) is None:
-                return _at(commit)
+            if checkpoint_fault(commit) is None:
+                return _resume_point_at(commit)
         if newest is not None:
             raise RunDirError(
-                f"no checkpoint of this run is whole; the newest, {newest.path}: {fault(newest)}",
+                f"no checkpoint of this run is whole; the newest, {newest.path}: {checkpoint_fault(newest)}",
                 where=self._run.checkpoints,
                 hint="put one back (quarantined ones lie in checkpoints/.quarantine), or start a new run",
             )
         return BEGINNING
 
-    def chosen_by_hand(self) -> Durable | None:
+    def chosen_by_hand(self) -> ResumePoint | None:
         """The checkpoint that a person set in the tracker file: an older, whole one of the line.
 
         The program writes the tracker right after a commit, so a tracker that is older than the newest commit
@@ -109,11 +109,11 @@ class Lineage:
         for commit in (counted.commit for counted in self.backwards()):
             if commit.iteration < value:
                 break
-            if commit.iteration == value and fault(commit) is None:
-                return Durable(iteration=commit.iteration, path=commit.path)
+            if commit.iteration == value and checkpoint_fault(commit) is None:
+                return ResumePoint(iteration=commit.iteration, path=commit.path)
         return None
 
-    def quarantine(self, base: Durable, *, attempt: int) -> list[str]:
+    def quarantine(self, base: ResumePoint, *, attempt: int) -> list[str]:
         """Move checkpoints out of the way that lie beyond `base`: torn ones to .quarantine, whole ones to .superseded.
 
         Nothing is deleted. Returns what was moved, in words, oldest first.
@@ -123,12 +123,12 @@ class Lineage:
         for commit in reversed(list(beyond)):
             if not Path(commit.path).exists():
                 continue
-            if not is_own(self._run, Durable(iteration=commit.iteration, path=commit.path)):
+            if not is_checkpoint_of(self._run, ResumePoint(iteration=commit.iteration, path=commit.path)):
                 continue
-            what = fault(commit)
+            what = checkpoint_fault(commit)
             folder = self._run.checkpoints / (".superseded" if what is None else ".quarantine")
             folder.mkdir(exist_ok=True)
-            target = free_name(folder, f"{Path(commit.path).name}-{attempt:04}")
+            target = unused_name(folder, f"{Path(commit.path).name}-{attempt:04}")
             os.rename(commit.path, target)
             moved.append(f"{commit.path} ({what or 'newer than the chosen one'}) moved to {target}")
         if moved:
@@ -136,21 +136,21 @@ class Lineage:
         return moved
 
 
-def _at(commit: Commit) -> Durable:
-    return Durable(iteration=commit.iteration, path=commit.path)
+def _resume_point_at(commit: CheckpointCommit) -> ResumePoint:
+    return ResumePoint(iteration=commit.iteration, path=commit.path)
 
 
-def begun_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
+def started_attempts_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
     """The attempts that have begun, the newest first: one that was killed before it began owns nothing."""
     for number in reversed(run.attempt_numbers()):
         if (begin := run.attempt(number).read_begin()) is not None:
             yield number, begin
 
 
-def _backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> Iterator[Counted]:
+def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> Iterator[LineageCommit]:
     limit = float("inf")
     """The highest iteration that still counts."""
-    base: Counted | None = None
+    base: LineageCommit | None = None
     """What the last of them began with, until the commit turns up that made it."""
     for number, begin in begun:
         attempt = run.attempt(number)
@@ -160,20 +160,20 @@ def _backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> Iterator[
             if base is not None and commit.iteration < base.commit.iteration:
                 yield base
             base = None
-            yield Counted(attempt=number, commit=commit, published=True)
+            yield LineageCommit(attempt=number, commit=commit, published=True)
             limit = min(limit, commit.iteration - 1)  # it went back: a rewind that met a damaged checkpoint
         if base is not None and begin.base_iteration < base.commit.iteration:
             yield base
             base = None
         if begin.base_path is not None and begin.base_iteration <= limit:
-            commit = Commit(
+            commit = CheckpointCommit(
                 iteration=begin.base_iteration,
                 path=begin.base_path,
                 consumed_samples=-1,
                 time=begin.start_time,
                 seconds=0.0,
             )
-            base = Counted(attempt=number, commit=commit, published=False)
+            base = LineageCommit(attempt=number, commit=commit, published=False)
         limit = min(limit, begin.base_iteration)
         if not limit:
             break
@@ -181,17 +181,17 @@ def _backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> Iterator[
         yield base
 
 
-def line(run: Run) -> list[Commit]:
+def lineage_commits(run: Run) -> list[CheckpointCommit]:
     """Every commit that counts now, rising, whether or not its folder is still there."""
     return Lineage(run).line()
 
 
-def durable(run: Run) -> Durable:
+def resume_point(run: Run) -> ResumePoint:
     """The newest whole checkpoint now; see `Lineage.durable`."""
     return Lineage(run).durable()
 
 
-def is_own(run: Run, base: Durable) -> bool:
+def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
     """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion.
 
     What lies in its folder is its own, also where that is a link: a person may have moved a checkpoint to another disk.
@@ -201,7 +201,7 @@ def is_own(run: Run, base: Durable) -> bool:
     return os.path.realpath(os.path.dirname(base.path)) == os.path.realpath(run.checkpoints)
 
 
-def commit_of(path: str | os.PathLike[str]) -> Commit | None:
+def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
     """The newest commit of the checkpoint that lies in this folder of whatever run; None where no run knows it.
 
     Raises RunDirError if a record is damaged.
@@ -218,9 +218,9 @@ def commit_of(path: str | os.PathLike[str]) -> Commit | None:
     return None
 
 
-def fault(commit: Commit) -> str | None:
+def checkpoint_fault(commit: CheckpointCommit) -> str | None:
     """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
-    if not exists(commit.path):
+    if not path_exists(commit.path):
         return "missing"
     for name, size in commit.files.items():
         try:

@@ -33,8 +33,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from relayrun.control.rundir.lineage import Lineage, fault
-from relayrun.control.rundir.records import Commit, Record
+from relayrun.control.rundir.lineage import Lineage, checkpoint_fault
+from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 from relayrun.files import append_line, read_lines, read_lines_backwards
@@ -57,7 +57,7 @@ class MirrorPolicy(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owner(Record):
+class MirrorOwner(Record):
     """`mirror.json` in the second place: which run's copies lie there."""
 
     id: str
@@ -66,7 +66,7 @@ class Owner(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy(Record):
+class CheckpointCopy(Record):
     """A line of `copies.jsonl`, or an object in `copies/`: a copy that was verified, or that is none any more."""
 
     name: str
@@ -84,16 +84,16 @@ class Copy(Record):
     gone: str | None = None
     """Why it is no copy any more; None: it is one."""
 
-    def is_of(self, commit: Commit) -> bool:
+    def is_of(self, commit: CheckpointCommit) -> bool:
         """Whether it holds the bytes of this commit, and not of another one of the same iteration."""
         known = (self.iteration, self.files, self.checksum)
         return known == (commit.iteration, commit.files, commit.checksum) and (
             self.checksum is not None or self.saved == commit.time
         )
 
-    def as_commit(self, folder: Path | str) -> Commit:
+    def as_commit(self, folder: Path | str) -> CheckpointCommit:
         """The copy in this folder, or below this URL, as if it were a checkpoint of a run."""
-        return Commit(
+        return CheckpointCommit(
             iteration=self.iteration,
             path=f"{folder}/{self.name}",
             consumed_samples=-1,
@@ -105,11 +105,11 @@ class Copy(Record):
 
     def fault(self, folder: Path) -> str | None:
         """Return what is wrong with it as far as names and sizes tell; None: it is whole. Raises OSError."""
-        return fault(self.as_commit(folder))
+        return checkpoint_fault(self.as_commit(folder))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copying(Record):
+class CopyInProgress(Record):
     """`copying.json`: the checkpoint that is being copied."""
 
     iteration: int
@@ -117,7 +117,7 @@ class Copying(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified(Record):
+class VerifiedCheckpoint(Record):
     """A line of `verified.jsonl`: a checkpoint of this run whose every byte was read back."""
 
     iteration: int
@@ -137,7 +137,7 @@ class Verified(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastPass(Record):
+class MirrorPass(Record):
     """`last.json`: how the mirror stood when the last pass ended."""
 
     time: float
@@ -154,103 +154,105 @@ class LastPass(Record):
     """How many copies were claimed there, those too that do not count any more."""
 
 
-def folder(run: Run) -> Path:
+def mirror_folder(run: Run) -> Path:
     return run.path / "mirror"
 
 
-def policy_path(run: Run) -> Path:
-    return folder(run) / "policy.json"
+def mirror_policy_path(run: Run) -> Path:
+    return mirror_folder(run) / "policy.json"
 
 
-def read_policy(run: Run) -> MirrorPolicy | None:
+def read_mirror_policy(run: Run) -> MirrorPolicy | None:
     """Where the run is copied to; None where it is not. Raises RunDirError where the record is damaged."""
-    return MirrorPolicy.read(policy_path(run))
+    return MirrorPolicy.read(mirror_policy_path(run))
 
 
-def read_last(run: Run) -> LastPass | None:
+def read_last_pass(run: Run) -> MirrorPass | None:
     """How the last pass ended; None before there was one. Raises RunDirError where the record is damaged."""
-    return LastPass.read(folder(run) / "last.json")
+    return MirrorPass.read(mirror_folder(run) / "last.json")
 
 
-def write_last(run: Run, last: LastPass) -> None:
+def write_last_pass(run: Run, last: MirrorPass) -> None:
     """Say how a pass ended. Raises OSError."""
-    last.write(folder(run) / "last.json")
+    last.write(mirror_folder(run) / "last.json")
 
 
-def write_copying(run: Run, iteration: int | None, *, now: float) -> None:
+def write_copy_in_progress(run: Run, iteration: int | None, *, now: float) -> None:
     """Keep the rules of the run from a checkpoint while it is copied; None: from none. Raises OSError."""
-    path = folder(run) / "copying.json"
+    path = mirror_folder(run) / "copying.json"
     if iteration is None:
         path.unlink(missing_ok=True)
     else:
-        Copying(iteration=iteration, time=now).write(path)
+        CopyInProgress(iteration=iteration, time=now).write(path)
 
 
-def note_verified(run: Run, commit: Commit, *, now: float) -> None:
+def record_verified(run: Run, commit: CheckpointCommit, *, now: float) -> None:
     """Put down that every byte of a checkpoint was read back and is what was saved. Raises OSError."""
-    folder(run).mkdir(exist_ok=True)
-    record = Verified(iteration=commit.iteration, checksum=commit.checksum, saved=commit.time, time=now)
-    append_line(folder(run) / "verified.jsonl", asdict(record))
+    mirror_folder(run).mkdir(exist_ok=True)
+    record = VerifiedCheckpoint(iteration=commit.iteration, checksum=commit.checksum, saved=commit.time, time=now)
+    append_line(mirror_folder(run) / "verified.jsonl", asdict(record))
 
 
-def held(run: Run) -> set[int]:
+def iterations_held_by_mirror(run: Run) -> set[int]:
     """Iterations whose checkpoints no rule may remove: the one that is being copied, and the last verified one.
 
     Raises RunDirError where a record is damaged.
     """
-    copying = Copying.read(folder(run) / "copying.json")
+    copying = CopyInProgress.read(mirror_folder(run) / "copying.json")
     found = set() if copying is None else {copying.iteration}
     line = Lineage(run)
-    verified = (Verified.of(entry) for _, entry in read_lines_backwards(folder(run) / "verified.jsonl"))
+    verified = (
+        VerifiedCheckpoint.of(entry) for _, entry in read_lines_backwards(mirror_folder(run) / "verified.jsonl")
+    )
     try:
         newest = next((each.iteration for each in verified if each.is_on(line)), None)
     except TypeError as error:
-        raise RunDirError(f"unreadable record: {error}", where=folder(run) / "verified.jsonl") from None
+        raise RunDirError(f"unreadable record: {error}", where=mirror_folder(run) / "verified.jsonl") from None
     return found if newest is None else found | {newest}
 
 
-def copies(place: Path) -> dict[str, Copy]:
+def read_copies(place: Path) -> dict[str, CheckpointCopy]:
     """The copies that are claimed in a second place, by name. Raises OSError, and RunDirError for a damaged record."""
-    return {name: copy for name, copy in _last_words(place).items() if copy.gone is None}
+    return {name: copy for name, copy in _newest_claims(place).items() if copy.gone is None}
 
 
-def withdrawn(place: Path) -> set[str]:
+def withdrawn_copies(place: Path) -> set[str]:
     """Names of what once was a copy in a second place. Raises as `copies` does."""
-    return {name for name, copy in _last_words(place).items() if copy.gone is not None}
+    return {name for name, copy in _newest_claims(place).items() if copy.gone is not None}
 
 
-def _last_words(place: Path) -> dict[str, Copy]:
-    found: dict[str, Copy] = {}
+def _newest_claims(place: Path) -> dict[str, CheckpointCopy]:
+    found: dict[str, CheckpointCopy] = {}
     for line in read_lines(place / "copies.jsonl"):
         try:
-            copy = Copy.of(line)
+            copy = CheckpointCopy.of(line)
         except TypeError as error:
             raise RunDirError(f"unreadable record: {error}", where=place / "copies.jsonl") from None
         found[copy.name] = copy
     return found
 
 
-def claim(place: Path, copy: Copy) -> None:
+def claim_copy(place: Path, copy: CheckpointCopy) -> None:
     """Put a copy on record that has its name and was verified. Raises OSError."""
     append_line(place / "copies.jsonl", asdict(copy))
 
 
-def take_back(place: Path, copy: Copy, why: str, *, now: float) -> None:
+def withdraw_copy(place: Path, copy: CheckpointCopy, why: str, *, now: float) -> None:
     """Say that a copy is none any more, before anything is done to it. Raises OSError."""
     append_line(place / "copies.jsonl", asdict(replace(copy, time=now, gone=why)))
 
 
-def kept(iterations: Iterable[int], *, keep_last: int, keep_every: int | None) -> set[int]:
+def iterations_to_keep(iterations: Iterable[int], *, keep_last: int, keep_every: int | None) -> set[int]:
     """Which of these stay: the newest ones, and multiples of `keep_every`."""
     rising = sorted(iterations)
     return set(rising[-keep_last:]) | {each for each in rising if keep_every and each % keep_every == 0}
 
 
-def newest_first(found: Mapping[str, Copy]) -> list[Copy]:
+def copies_newest_first(found: Mapping[str, CheckpointCopy]) -> list[CheckpointCopy]:
     """The copies, those of the newest iteration first."""
     return sorted(found.values(), key=lambda copy: copy.iteration, reverse=True)
 
 
-def exists(path: Path) -> bool:
+def name_exists(path: Path) -> bool:
     """Whether something has this name, a link into nowhere too."""
     return os.path.lexists(path)

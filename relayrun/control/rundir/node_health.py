@@ -19,9 +19,9 @@ from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines, read_lines_backwards
 
-Mode = Literal["off", "warn", "exclude"]
-Action = Literal["warned", "left out", "ended"]
-LINES = 1000
+HealthMode = Literal["off", "warn", "exclude"]
+HealthAction = Literal["warned", "left out", "ended"]
+HISTORY_LINES = 1000
 """The newest lines of the history that count."""
 
 
@@ -29,7 +29,7 @@ LINES = 1000
 class HealthPlan(Record):
     """`node_health` in plan.json: what is looked for, and its limits. Sizes are in bytes."""
 
-    mode: Mode = "off"
+    mode: HealthMode = "off"
     memory: float | None = None
     """Free memory that a node must have; None: what the ranks of a node have taken before."""
     shm: float = 0.0
@@ -56,7 +56,7 @@ class HealthPlan(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding(Record):
+class HealthFinding(Record):
     """Something that is wrong with a node, with its figure and the limit that it is beyond."""
 
     node: str
@@ -69,14 +69,14 @@ class Finding(Record):
     """What it is, with both figures."""
     hard: bool
     """The ranks cannot train there, or what they compute cannot be trusted."""
-    action: Action = "warned"
+    action: HealthAction = "warned"
     reason: str = ""
     """Why a node that is sick was not left out."""
     round: int = 0
     """The round that was over when it was found; 0: before the first one."""
     time: float = 0.0
 
-    def done(self, action: Action, reason: str = "") -> Self:
+    def done(self, action: HealthAction, reason: str = "") -> Self:
         """The same, with what was done about it."""
         return replace(self, action=action, reason=reason)
 
@@ -87,32 +87,32 @@ class Finding(Record):
         return f"{self.node}: {self.words}; {what}" + (f", {self.reason}" if self.reason else "")
 
 
-def append(attempt: Attempt, finding: Finding) -> None:
+def record_finding(attempt: Attempt, finding: HealthFinding) -> None:
     """Put on record what was found, and what was done about it."""
     append_line(attempt.node_health, asdict(finding))
 
 
-def read(attempt: Attempt) -> list[Finding]:
+def read_findings(attempt: Attempt) -> list[HealthFinding]:
     """What was found in this attempt, oldest first."""
-    return [Finding.of(line) for line in read_lines(attempt.node_health)]
+    return [HealthFinding.of(line) for line in read_lines(attempt.node_health)]
 
 
-def why_ended(attempt: Attempt) -> str:
+def why_health_ended_attempt(attempt: Attempt) -> str:
     """Why an attempt ended by the health of its nodes, in words; empty where it did not."""
-    return "; ".join(f"{found.node}: {found.words}" for found in read(attempt) if found.action == "ended")
+    return "; ".join(f"{found.node}: {found.words}" for found in read_findings(attempt) if found.action == "ended")
 
 
-def sick(attempt: Attempt) -> dict[str, str]:
+def sick_nodes(attempt: Attempt) -> dict[str, str]:
     """Nodes of this attempt on which ranks cannot train, with the reason, as far as something was done about them."""
-    return {found.node: found.words for found in read(attempt) if found.hard and found.action != "warned"}
+    return {found.node: found.words for found in read_findings(attempt) if found.hard and found.action != "warned"}
 
 
-def measured(run: Run, *, attempt: int, time: float, node: str, on: str = "", **values: float) -> None:
+def record_measurement(run: Run, *, attempt: int, time: float, node: str, on: str = "", **values: float) -> None:
     """Add to the run's history. `on`: the device and what else makes measurements comparable."""
     append_line(run.node_health, {"attempt": attempt, "time": time, "node": node, "on": on, **values}, durable=False)
 
 
-class History:
+class NodeHistory:
     """What was measured on the run's nodes, the newest lines."""
 
     def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
@@ -121,7 +121,7 @@ class History:
     @classmethod
     def of(cls, run: Run) -> Self:
         """Read that of a run."""
-        return cls(line for _, line in islice(read_lines_backwards(run.node_health), LINES))
+        return cls(line for _, line in islice(read_lines_backwards(run.node_health), HISTORY_LINES))
 
     def median(self, name: str, *, on: str = "") -> float | None:
         """The median of what was measured under this name on such a device; None where nothing was."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun import __version__, places
-from relayrun.control.rundir.records import Record, another_owner
-from relayrun.control.rundir.run import PLAN, Run
+from relayrun.control.rundir.records import Record, foreign_owner
+from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import RunDirError
 from relayrun.files import read_json
 
-FORMAT = 2
+PLAN_FORMAT = 2
 """Number of the format in which this version writes a run directory.
 
 1   the versions before formats were counted; plan.json does not say
@@ -25,7 +25,7 @@ FORMAT = 2
 class Plan(Record):
     """Written by an explicit submit; read by every job of the chain."""
 
-    format: int = FORMAT
+    format: int = PLAN_FORMAT
     """Number of the run directory's format; see `FORMAT`."""
     run: str
     """Project and name, `project/name`, for people."""
@@ -114,7 +114,7 @@ class Plan(Record):
     @classmethod
     def load(cls, run: Run) -> Plan:
         """Read the plan of a run. Raises RunDirError where there is none, and where its format is a newer one."""
-        found = read_format(run)
+        found = read_plan_format(run)
         if found is None:
             raise RunDirError(
                 "this is no run directory: it has no plan.json",
@@ -123,7 +123,7 @@ class Plan(Record):
                 "to its new place",
             )
         entry, number = found
-        if (owner := another_owner(run.plan)) is not None:
+        if (owner := foreign_owner(run.plan)) is not None:
             entry["owner"] = owner
         try:
             return cls.of(entry | {"format": number})
@@ -136,16 +136,16 @@ class Plan(Record):
         From 1 to 2 no record changes: the views are made once more when they are next brought up to date, since
         views.json is not there.
         """
-        if self.format == FORMAT:
+        if self.format == PLAN_FORMAT:
             return self
-        plan = replace(self, format=FORMAT)
+        plan = replace(self, format=PLAN_FORMAT)
         plan.write(run.plan)
         return plan
 
     @property
     def fallback_job_name(self) -> str:
         """Slurm's name for the fallback job; another one than the chain's, whose singletons it must not hold up."""
-        return fallback_name(self.job_name)
+        return fallback_job_name(self.job_name)
 
     @property
     def end_iteration(self) -> int | None:
@@ -178,32 +178,32 @@ class Plan(Record):
         return max((nodes for nodes in (self.nodes, *self.elastic_nodes) if nodes <= num_nodes), default=num_nodes)
 
 
-def job_name(project: str, name: str, run: Path) -> str:
+def chain_job_name(project: str, name: str, run: Path) -> str:
     """A job name that no other run has: another project, name or directory gives another one."""
     return f"{project}-{name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
 
 
-def fallback_name(name: str) -> str:
+def fallback_job_name(name: str) -> str:
     """The name of the fallback job of a chain whose jobs have this name."""
     return f"{name}-fallback"
 
 
-def read_format(run: Run) -> tuple[dict[str, Any], int] | None:
+def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
     """What plan.json holds, and the format of the run directory; None where there is no plan.
 
     Raises RunDirError if the record is damaged, or of a format that a newer relayrun wrote.
     """
     try:
-        entry = read_json(f"{run.path}/{PLAN}")
+        entry = read_json(f"{run.path}/{PLAN_NAME}")
         number = int(entry.get("format", 1))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, AttributeError) as error:
         raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
-    if number > FORMAT:
+    if number > PLAN_FORMAT:
         raise RunDirError(
-            f"this run directory has format {number}; relayrun {__version__} in {places.CODE} knows formats up to "
-            f"{FORMAT}",
+            f"this run directory has format {number}; relayrun {__version__} in {places.CODE_ROOT} knows formats up to "
+            f"{PLAN_FORMAT}",
             where=run.plan,
             hint="update that relayrun, or use the one that submitted the run last",
         )

@@ -15,15 +15,15 @@ from pathlib import Path
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json
 
-DAY = 86400.0
-SOON_DAYS = 7.0
+DAY_SECONDS = 86400.0
+PURGE_SOON_DAYS = 7.0
 """Somebody is told so many days before."""
-LOOKED_AT = 1000
+MAX_FILES_CHECKED = 1000
 """So many files are looked at; of more every n-th, so that a data set of many shards costs no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Purge:
+class PurgeForecast:
     """A file that a site would remove, and when."""
 
     what: str
@@ -41,7 +41,7 @@ class Purge:
 
     def words(self, now: float) -> str:
         """One line for people."""
-        left = (self.time - now) / DAY
+        left = (self.time - now) / DAY_SECONDS
         day = time.strftime("%Y-%m-%d", time.localtime(self.time))
         when = f"in {left:.1f} days, on {day}" if left > 0 else f"at any moment, since {day}"
         rule = f"{self.folder}: {self.days:g} days without use"
@@ -49,18 +49,18 @@ class Purge:
 
     def is_soon(self, now: float) -> bool:
         """Whether a person should do something now."""
-        return self.time - now < SOON_DAYS * DAY
+        return self.time - now < PURGE_SOON_DAYS * DAY_SECONDS
 
 
-def foreseen(name: str, what: str, paths: Sequence[str], purge_days: Mapping[str, float]) -> Purge | None:
+def first_purge(name: str, what: str, paths: Sequence[str], purge_days: Mapping[str, float]) -> PurgeForecast | None:
     """Return which of these files would be purged first; None where none would, or none is there.
 
     `name` and `what`: as in `Purge`. `purge_days`: days by folder; of several that hold a file the innermost counts.
     """
-    step = -(-len(paths) // LOOKED_AT) or 1
+    step = -(-len(paths) // MAX_FILES_CHECKED) or 1
     found = []
     for path in paths[::step]:
-        rule = _rule(os.path.realpath(path), purge_days)
+        rule = _purge_rule(os.path.realpath(path), purge_days)
         if rule is None:
             continue
         try:
@@ -68,12 +68,12 @@ def foreseen(name: str, what: str, paths: Sequence[str], purge_days: Mapping[str
         except OSError:  # what is missing is told elsewhere
             continue
         folder, days = rule
-        when = max(used.st_atime, used.st_mtime) + days * DAY
-        found.append(Purge(what=what, name=name, path=path, folder=folder, days=days, time=when))
+        when = max(used.st_atime, used.st_mtime) + days * DAY_SECONDS
+        found.append(PurgeForecast(what=what, name=name, path=path, folder=folder, days=days, time=when))
     return min(found, key=lambda purge: purge.time, default=None)
 
 
-def _rule(path: str, purge_days: Mapping[str, float]) -> tuple[str, float] | None:
+def _purge_rule(path: str, purge_days: Mapping[str, float]) -> tuple[str, float] | None:
     """The innermost folder that holds a path, and its days."""
     holding = [
         (folder, days)
@@ -83,28 +83,28 @@ def _rule(path: str, purge_days: Mapping[str, float]) -> tuple[str, float] | Non
     return max(holding, key=lambda rule: len(rule[0]), default=None)
 
 
-def of_checkpoint(iteration: int, folder: str | None, purge_days: Mapping[str, float]) -> Purge | None:
+def checkpoint_purge(iteration: int, folder: str | None, purge_days: Mapping[str, float]) -> PurgeForecast | None:
     """Return when a checkpoint would be purged."""
     if not purge_days or folder is None:
         return None
     paths = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
-    return foreseen(f"the checkpoint of iteration {iteration}", "checkpoint", paths, purge_days)
+    return first_purge(f"the checkpoint of iteration {iteration}", "checkpoint", paths, purge_days)
 
 
-def of_data(run: Run, purge_days: Mapping[str, float]) -> Purge | None:
+def data_purge(run: Run, purge_days: Mapping[str, float]) -> PurgeForecast | None:
     """Return when data of a run would be purged, as far as its manifest names them; a damaged one names none."""
     if not purge_days:
         return None
     try:
         value = read_json(run.manifest)
         sets = [*value["datasets"].values(), *value.get("validation", {}).values()]
-        paths = [path for each in sets for path in _paths(each)]
+        paths = [path for each in sets for path in _data_set_paths(each)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return foreseen("training data", "data", paths, purge_days)
+    return first_purge("training data", "data", paths, purge_days)
 
 
-def _paths(dataset: Mapping[str, Iterable[Mapping[str, str]]]) -> list[str]:
+def _data_set_paths(dataset: Mapping[str, Iterable[Mapping[str, str]]]) -> list[str]:
     """The files of a data set; those behind URLs are no site's scratch."""
     shards = [f"{shard['prefix']}.bin" for shard in dataset.get("shards", ())]
     return shards + [file["path"] for file in dataset.get("files", ()) if "://" not in file["path"]]

@@ -16,47 +16,47 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from relayrun.control.rundir.purge import DAY
+from relayrun.control.rundir.purge import DAY_SECONDS
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 
-SOON_DAYS = 7.0
+FULL_SOON_DAYS = 7.0
 """Somebody is told so many days before."""
-SHOWN_DAYS = 30.0
+FULL_SHOWN_DAYS = 30.0
 """A file system that belongs to all is spoken of so many days before it is full."""
-WINDOW_SECONDS = 7 * DAY
+USAGE_WINDOW_SECONDS = 7 * DAY_SECONDS
 """Growth is measured over so long."""
-SPAN_SECONDS = 6 * 3600.0
+USAGE_MIN_SPAN_SECONDS = 6 * 3600.0
 """And over so long at least."""
-POINTS = 60
+MAX_SAMPLES = 60
 """So many measures of one limit are kept."""
-DROP = 0.01
+FREED_SHARE = 0.01
 """Where so much of a limit was freed (and more than a checkpoint), what was measured before says nothing any more."""
 FILE_SYSTEM = "file system"
 """The source of what `df` would say, which belongs to all users."""
 
-Kind = Literal["bytes", "files"]
+QuotaKind = Literal["bytes", "files"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
+class QuotaLimit:
     """What a user, a group or everybody may have on a file system, and has."""
 
     source: str
     """Who said it: `lfs quota`, `quota`, the site's command, or `file system`."""
-    kind: Kind
+    kind: QuotaKind
     used: int
     limit: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point(Record):
+class UsageSample(Record):
     """One limit at one time. Numbers are bytes, or files."""
 
     time: float
     """In seconds since 1970."""
     source: str
-    kind: Kind
+    kind: QuotaKind
     used: int
     limit: int
     own: int = 0
@@ -77,7 +77,7 @@ class Point(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measures(Record):
+class UsageRecord(Record):
     """`quota.json`."""
 
     points: list[dict[str, object]] = field(default_factory=list)
@@ -87,11 +87,11 @@ class Measures(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreseen:
+class QuotaForecast:
     """How full one limit is, and when it will be."""
 
     source: str
-    kind: Kind
+    kind: QuotaKind
     used: int
     limit: int
     own: int
@@ -107,26 +107,26 @@ class Foreseen:
 
     def words(self, now: float) -> str:
         """One line for people."""
-        text = f"{self.source}: {amount(self.used, self.kind)} of {amount(self.limit, self.kind)} used"
-        text += f", {amount(self.own, self.kind)} in checkpoints of this run" if self.own else ""
+        text = f"{self.source}: {format_amount(self.used, self.kind)} of {format_amount(self.limit, self.kind)} used"
+        text += f", {format_amount(self.own, self.kind)} in checkpoints of this run" if self.own else ""
         if self.a_day is not None and self.a_day > 0:
-            each = "" if self.a_checkpoint is None else f"{amount(self.a_checkpoint, self.kind)} a checkpoint, "
-            text += f"; grows by {each}{amount(self.a_day, self.kind)} a day"
+            each = "" if self.a_checkpoint is None else f"{format_amount(self.a_checkpoint, self.kind)} a checkpoint, "
+            text += f"; grows by {each}{format_amount(self.a_day, self.kind)} a day"
         if self.full is not None:
             day = time.strftime("%Y-%m-%d", time.localtime(max(self.full, now)))
-            left = (self.full - now) / DAY
+            left = (self.full - now) / DAY_SECONDS
             text += f": full in about {left:.1f} days, on {day}" if left > 0 else ": full at any moment"
         return text
 
     def is_soon(self, now: float) -> bool:
         """Whether a person should do something now."""
-        return self.full is not None and self.full - now < SOON_DAYS * DAY
+        return self.full is not None and self.full - now < FULL_SOON_DAYS * DAY_SECONDS
 
     def is_told(self, now: float) -> bool:
         """Whether `status` says it: a quota always, what belongs to all users and files only where they get scarce."""
         if self.source != FILE_SYSTEM and self.kind == "bytes":
             return True
-        return self.full is not None and self.full - now < SHOWN_DAYS * DAY
+        return self.full is not None and self.full - now < FULL_SHOWN_DAYS * DAY_SECONDS
 
     @property
     def name(self) -> str:
@@ -134,30 +134,32 @@ class Foreseen:
         return f"{re.sub(r'[^A-Za-z0-9_.]+', '-', self.source)}-{self.kind}"
 
 
-def path(run: Run) -> Path:
+def usage_path(run: Run) -> Path:
     """Return the record's name."""
     return run.path / "quota.json"
 
 
-def read(run: Run) -> Measures:
+def read_usage(run: Run) -> UsageRecord:
     """What was measured; nothing before the first measure. Raises RunDirError where the record is damaged."""
-    return Measures.read(path(run)) or Measures()
+    return UsageRecord.read(usage_path(run)) or UsageRecord()
 
 
-def add(run: Run, found: Iterable[Point], *, complaint: str | None, now: float) -> None:
+def record_usage(run: Run, found: Iterable[UsageSample], *, complaint: str | None, now: float) -> None:
     """Put a measure down, and forget what is older than a week. Raises OSError, RunDirError."""
-    points = [each for each in _points(read(run)) if now - WINDOW_SECONDS <= each.time <= now]
-    kept = [each for row in _rows([*points, *found]) for each in _thinned(row)]
+    points = [each for each in _usage_samples(read_usage(run)) if now - USAGE_WINDOW_SECONDS <= each.time <= now]
+    kept = [each for row in _samples_by_limit([*points, *found]) for each in _thinned_samples(row)]
     kept.sort(key=lambda point: point.time)
-    Measures(points=[asdict(each) for each in kept], complaint=complaint).write(path(run))
+    UsageRecord(points=[asdict(each) for each in kept], complaint=complaint).write(usage_path(run))
 
 
-def foreseen(measures: Measures, *, now: float) -> list[Foreseen]:
+def quota_forecasts(measures: UsageRecord, *, now: float) -> list[QuotaForecast]:
     """Return each limit as it was measured last, and when it will be full."""
-    return [_foreseen(row) for row in _rows(each for each in _points(measures) if each.time <= now)]
+    return [
+        _quota_forecast(row) for row in _samples_by_limit(each for each in _usage_samples(measures) if each.time <= now)
+    ]
 
 
-def amount(value: float, kind: Kind) -> str:
+def format_amount(value: float, kind: QuotaKind) -> str:
     """A number of bytes or files, for people: `1.2 TB`, `12,345 files`."""
     if kind == "files":
         return f"{value:,.0f} files"
@@ -167,41 +169,41 @@ def amount(value: float, kind: Kind) -> str:
     return f"{value / 1e3:,.1f} kB"
 
 
-def _points(measures: Measures) -> list[Point]:
-    return [Point.of(each) for each in measures.points]
+def _usage_samples(measures: UsageRecord) -> list[UsageSample]:
+    return [UsageSample.of(each) for each in measures.points]
 
 
-def _rows(points: Iterable[Point]) -> list[list[Point]]:
+def _samples_by_limit(points: Iterable[UsageSample]) -> list[list[UsageSample]]:
     """The points of each limit, oldest first."""
-    rows: dict[tuple[str, str], list[Point]] = {}
+    rows: dict[tuple[str, str], list[UsageSample]] = {}
     for point in points:
         rows.setdefault((point.source, point.kind), []).append(point)
     return list(rows.values())
 
 
-def _thinned(row: Sequence[Point]) -> list[Point]:
+def _thinned_samples(row: Sequence[UsageSample]) -> list[UsageSample]:
     """At most so many of the points, the first and the last among them."""
     kept = list(row)
-    while len(kept) > POINTS:
+    while len(kept) > MAX_SAMPLES:
         kept = [*kept[:-1:2], kept[-1]]
     return kept
 
 
-def _foreseen(row: Sequence[Point]) -> Foreseen:
+def _quota_forecast(row: Sequence[UsageSample]) -> QuotaForecast:
     newest = row[-1]
-    since = _since_the_last_drop(row)
+    since = _oldest_sample_since_drop(row)
     span = newest.time - since.time
     a_day = a_checkpoint = full = None
     left = newest.limit - newest.used - newest.to_come
-    if span >= SPAN_SECONDS:
+    if span >= USAGE_MIN_SPAN_SECONDS:
         growth = max(0, newest.lasting - since.lasting - newest.one)
-        a_day = growth / span * DAY
+        a_day = growth / span * DAY_SECONDS
         saves = newest.saves - since.saves
         a_checkpoint = growth / saves if saves > 0 else None
         full = newest.time + left / growth * span if growth else None
     if left <= 0:
         full = newest.time
-    return Foreseen(
+    return QuotaForecast(
         source=newest.source,
         kind=newest.kind,
         used=newest.used,
@@ -214,11 +216,11 @@ def _foreseen(row: Sequence[Point]) -> Foreseen:
     )
 
 
-def _since_the_last_drop(row: Sequence[Point]) -> Point:
+def _oldest_sample_since_drop(row: Sequence[UsageSample]) -> UsageSample:
     """The oldest point behind which nobody has freed much, nor changed the limit."""
     for number in range(len(row) - 1, 0, -1):
         before, after = row[number - 1], row[number]
         freed = before.lasting - after.lasting
-        if before.limit != after.limit or freed > max(DROP * after.limit, before.one):
+        if before.limit != after.limit or freed > max(FREED_SHARE * after.limit, before.one):
             return after
     return row[0]

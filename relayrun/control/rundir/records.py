@@ -24,13 +24,13 @@ from typing import Any, Literal, Self
 from relayrun.errors import RunDirError, user_name
 from relayrun.files import read_bytes, write_json
 
-OutcomeName = Literal["done", "saved", "exit", "fatal"]
+AttemptOutcomeName = Literal["done", "saved", "exit", "fatal"]
 """How rank 0 left: the last step is durable; saved to be resumed; saved because of the exit trigger
 (the chain ends); cannot go on, and another attempt would fail in the same way."""
 
 
 @dataclass(frozen=True)
-class _Form:
+class _RecordFields:
     """The fields of a kind of record."""
 
     names: frozenset[str]
@@ -42,7 +42,7 @@ class _Form:
     """What makes the defaults that no two records share."""
 
     @classmethod
-    def of(cls, kind: type[Record]) -> _Form:
+    def of(cls, kind: type[Record]) -> _RecordFields:
         every = fields(kind)
         factories = tuple((each.name, each.default_factory) for each in every if each.default_factory is not MISSING)
         optional = {each.name for each in every if each.default is not MISSING} | {name for name, _ in factories}
@@ -54,10 +54,10 @@ class _Form:
         )
 
 
-_FORMS: dict[type, _Form] = {}
+_RECORD_FIELDS: dict[type, _RecordFields] = {}
 
 
-def another_owner(path: Path | str) -> int | None:
+def foreign_owner(path: Path | str) -> int | None:
     """Number of the user, if another one, whose file this is, or whose file the link there leads to. Raises OSError."""
     owners = {os.lstat(path).st_uid, os.stat(path).st_uid} - {os.geteuid()}
     return max(owners, default=None)
@@ -80,7 +80,7 @@ class Record:
     def read_own(cls, path: Path | str) -> Self | None:
         """The same for a record that names programs or addresses: RunDirError too where the file is another user's."""
         record = cls.read(path)
-        if record is not None and (owner := another_owner(path)) is not None:
+        if record is not None and (owner := foreign_owner(path)) is not None:
             raise RunDirError(
                 f"this file belongs to {user_name(owner)}: nothing that it names is started or written to",
                 where=path,
@@ -105,7 +105,7 @@ class Record:
         """
         if type(value) is not dict and not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
-        form = _FORMS.get(cls) or _FORMS.setdefault(cls, _Form.of(cls))
+        form = _RECORD_FIELDS.get(cls) or _RECORD_FIELDS.setdefault(cls, _RecordFields.of(cls))
         if not form.names >= value.keys():
             value = {name: item for name, item in value.items() if name in form.names}
         if not form.required <= value.keys():
@@ -172,7 +172,7 @@ class AttemptStart(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Record):
+class StartTimes(Record):
     """`started.json`: rank 0's way to its first step. Times are seconds since 1970."""
 
     process: float
@@ -186,7 +186,7 @@ class Started(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Commit(Record):
+class CheckpointCommit(Record):
     """A published checkpoint."""
 
     iteration: int
@@ -202,10 +202,10 @@ class Commit(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Record):
+class AttemptOutcome(Record):
     """`outcome.json`: rank 0 left on purpose."""
 
-    outcome: OutcomeName
+    outcome: AttemptOutcomeName
     reason: str
     iteration: int
     time: float
@@ -239,7 +239,7 @@ class Heartbeat(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Successor(Record):
+class SuccessorJob(Record):
     """`successor.json`: the job that waits behind an attempt's."""
 
     job_id: str
@@ -251,7 +251,7 @@ class Successor(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure(Record):
+class RankFailure(Record):
     """`failures/rank-0012.json`: a rank's own words on its end, if it had the time to say them."""
 
     rank: int
@@ -295,7 +295,7 @@ class Hang(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class End(Record):
+class AttemptEnd(Record):
     """What the supervisor saw when the ranks had gone."""
 
     attempt: int

@@ -16,7 +16,7 @@ from relayrun.files import append_line, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rewind(Record):
+class Rollback(Record):
     """A line of attempts/N/rewinds.jsonl, by rank 0."""
 
     iteration: int
@@ -35,11 +35,11 @@ class Rewind(Record):
         return f"iteration {self.iteration}: {self.reason}"
 
 
-def append(attempt: Attempt, rewind: Rewind) -> None:
+def record_rollback(attempt: Attempt, rewind: Rollback) -> None:
     append_line(attempt.rewinds, asdict(rewind))
 
 
-def pending(run: Run, iteration: int, consumed_samples: int) -> list[Rewind]:
+def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
     """The rewinds to the checkpoint of this iteration, oldest first, as far as it does not hold them itself.
 
     `consumed_samples`: up to this checkpoint. A rewind that passes over none, because the checkpoint that it was to go
@@ -52,7 +52,7 @@ def pending(run: Run, iteration: int, consumed_samples: int) -> list[Rewind]:
                 saved, since = counted.commit.time, counted.attempt
             break
     numbers = [number for number in run.attempt_numbers() if number >= since]
-    found = [Rewind.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rewinds)]
+    found = [Rollback.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rewinds)]
     pending = []
     for rewind in found:
         if rewind.base_iteration == iteration and rewind.time > saved and rewind.next_sample > consumed_samples:

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import Durable, Lineage, is_own
+from relayrun.control.rundir.lineage import Lineage, ResumePoint, is_checkpoint_of
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines
 
-VARIABLE = "RELAYRUN_ROUND"
+RESTART_VARIABLE = "RELAYRUN_ROUND"
 """Environment variable of the ranks that has the number of their round."""
 
 
-PLACES = {"memory": " (memory)", "neighbour": " (memory of a neighbour)"}
+STATE_SOURCES = {"memory": " (memory)", "neighbour": " (memory of a neighbour)"}
 """How people are told where a state came from that was not read from the disk."""
 
-SECONDS = {
+RESTART_SECONDS = {
     "end": "from the first failure that was noticed until no rank was left",
     "records": "until the next round was given out",
     "fork": "until rank 0 of it ran",
@@ -44,7 +44,7 @@ SECONDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailedRound(Record):
+class FailedRestart(Record):
     """What rounds.jsonl says of a round that failed. Times are seconds since 1970."""
 
     round: int
@@ -100,43 +100,43 @@ class FailedRound(Record):
         text += "".join(f"; {spare} takes the place of {node}" for node, spare in self.lost.items() if spare)
         if self.nodes:
             text += f"; {self.nodes} {'nodes go' if self.nodes > 1 else 'node goes'} on without spare ones"
-        text += f"; again from iteration {self.next_iteration}" + PLACES.get(self.source, "")
+        text += f"; again from iteration {self.next_iteration}" + STATE_SOURCES.get(self.source, "")
         return text + (f", {seconds:.1f} s to the next step" if (seconds := self.seconds.get("all")) else "")
 
 
-def append(attempt: Attempt, failed: FailedRound) -> None:
+def record_failed_restart(attempt: Attempt, failed: FailedRestart) -> None:
     """Put a failed round on record."""
     append_line(attempt.rounds, asdict(failed))
 
 
-def amend(attempt: Attempt, number: int, **changes: object) -> None:
+def amend_failed_restart(attempt: Attempt, number: int, **changes: object) -> None:
     """Change fields of the record of this failed round; `seconds` are added to those that it has."""
     append_line(attempt.rounds, {"round": number, **changes})
 
 
-def read(attempt: Attempt) -> list[FailedRound]:
+def read_failed_restarts(attempt: Attempt) -> list[FailedRestart]:
     """The failed rounds of an attempt, oldest first; none where there was one round alone."""
     found: dict[int, dict[str, Any]] = {}
     for entry in read_lines(attempt.rounds):
         known = found.setdefault(entry["round"], {})
         known |= entry | {"seconds": known.get("seconds", {}) | entry.get("seconds", {})}
-    return [FailedRound.of(entry) for entry in found.values() if "words" in entry]
+    return [FailedRestart.of(entry) for entry in found.values() if "words" in entry]
 
 
-def newest_checkpoint(run: Run, attempt: Attempt) -> Durable:
+def restart_checkpoint(run: Run, attempt: Attempt) -> ResumePoint:
     """From which a round of this attempt starts: the run's newest whole checkpoint, or what the attempt began with.
 
     Raises RunDirError where the run has checkpoints and none is whole.
     """
     newest = Lineage(run).durable()
-    if is_own(run, newest):
+    if is_checkpoint_of(run, newest):
         return newest
     begin = attempt.read_begin()
     assert begin is not None
-    return Durable(iteration=begin.base_iteration, path=begin.base_path)
+    return ResumePoint(iteration=begin.base_iteration, path=begin.base_path)
 
 
-def newest_iteration(attempt: Attempt) -> int:
+def newest_recorded_iteration(attempt: Attempt) -> int:
     """The last iteration in the attempt's metrics; its base's where there is none."""
     begin = attempt.read_begin()
     base = 0 if begin is None else begin.base_iteration
@@ -145,8 +145,8 @@ def newest_iteration(attempt: Attempt) -> int:
     return base
 
 
-def go_back(
-    run: Run, attempt: Attempt, base: Durable, *, next_round: int, next_iteration: int | None = None
+def prepare_restart(
+    run: Run, attempt: Attempt, base: ResumePoint, *, next_round: int, next_iteration: int | None = None
 ) -> list[str]:
     """Make the records ready for the next round, while no rank lives; return what was moved, in words.
 
@@ -159,34 +159,34 @@ def go_back(
     moved = Lineage(run).quarantine(base, attempt=attempt.number)
     if base.iteration < begin.base_iteration:  # what it began with is not whole any more
         attempt.fall_back(base.iteration, base.path)
-    _set_aside(run, attempt, next_round - 1)
+    _move_failed_restart_files(run, attempt, next_round - 1)
     if entries := list(read_lines(attempt.rewinds)):
         written = sum("rewind" in line for line in read_lines(attempt.metrics))
         for entry in entries[written:]:  # rank 0 was killed between the two
             append_line(attempt.metrics, {"iteration": entry["base_iteration"], "rewind": entry})
-    mark(attempt, base.iteration if next_iteration is None else next_iteration, number=next_round)
+    mark_restart_in_metrics(attempt, base.iteration if next_iteration is None else next_iteration, number=next_round)
     return moved
 
 
-def mark(attempt: Attempt, iteration: int, *, number: int) -> None:
+def mark_restart_in_metrics(attempt: Attempt, iteration: int, *, number: int) -> None:
     """Say in the metrics that round `number` goes on behind `iteration`; nothing where they have no later one."""
-    if newest_iteration(attempt) > iteration:
+    if newest_recorded_iteration(attempt) > iteration:
         append_line(attempt.metrics, {"iteration": iteration, "round": number})
 
 
-def set_aside(top: Path, number: int) -> Path:
+def failed_restart_folder(top: Path, number: int) -> Path:
     """The folder below `top` with what ranks of a round left there, when a later one has begun."""
     return top / f"round-{number:04}"
 
 
-def _set_aside(run: Run, attempt: Attempt, number: int) -> None:
+def _move_failed_restart_files(run: Run, attempt: Attempt, number: int) -> None:
     """Put what ranks of a round left, and the record of a hang, into folders that later ones do not look into."""
     stacks = run.stacks(attempt.number)
     for top, found in (
         (attempt.failures, [*attempt.failures.glob("rank-*.json"), *attempt.path.glob(attempt.hang.name)]),
         (stacks, stacks.glob("rank-*.txt")),
     ):
-        folder = set_aside(top, number)
+        folder = failed_restart_folder(top, number)
         for path in sorted(found):
             folder.mkdir(exist_ok=True)
             os.rename(path, folder / path.name)

@@ -31,9 +31,9 @@ from functools import cached_property
 from pathlib import Path
 
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.records import another_owner
+from relayrun.control.rundir.records import foreign_owner
 
-PLAN, ATTEMPTS, STOP = "plan.json", "attempts", "STOP"
+PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
 """Names for who reads them of a thousand runs, where a path as text takes a fraction of the time of a `Path`."""
 
 
@@ -53,7 +53,7 @@ class Run:
 
     @cached_property
     def plan(self) -> Path:
-        return self.path / PLAN
+        return self.path / PLAN_NAME
 
     @property
     def job_script(self) -> Path:
@@ -75,7 +75,7 @@ class Run:
 
     @cached_property
     def attempts(self) -> Path:
-        return self.path / ATTEMPTS
+        return self.path / ATTEMPTS_NAME
 
     @property
     def attempts_view(self) -> Path:
@@ -173,7 +173,7 @@ class Run:
     @cached_property
     def stop(self) -> Path:
         """Its existence ends the chain; its first line says why."""
-        return self.path / STOP
+        return self.path / STOP_NAME
 
     def config_revision(self, revision: int) -> Path:
         return self.config / f"{revision:04}.yaml"
@@ -186,12 +186,12 @@ class Run:
         """The attempt of this number, whether it is there or not."""
         found = self._attempts.get(number)
         if found is None:
-            found = self._attempts[number] = Attempt(f"{self.path}/{ATTEMPTS}/{number:04}")
+            found = self._attempts[number] = Attempt(f"{self.path}/{ATTEMPTS_NAME}/{number:04}")
         return found
 
     def attempt_numbers(self) -> list[int]:
         """Numbers of the attempts that have a directory, rising."""
-        return _numbers(f"{self.path}/{ATTEMPTS}", _ATTEMPT)
+        return _numbers(f"{self.path}/{ATTEMPTS_NAME}", _ATTEMPT_NAME)
 
     def newest_begun(self) -> Attempt | None:
         """The newest attempt that has begun: one whose `begin` was killed has a directory, and owns nothing.
@@ -208,20 +208,20 @@ class Run:
         return self.checkpoints / ".staging" / f"{attempt:04}"
 
 
-def is_own(run: Run) -> bool:
+def is_owned_by_this_user(run: Run) -> bool:
     """Whether the run directory and plan.json belong to this user, as the file system says and no file's content.
 
     A command that looks at another run starts nothing of it, and sends nothing. Raises OSError.
     """
-    return all(another_owner(path) is None for path in (os.path.realpath(run.path), run.plan))
+    return all(foreign_owner(path) is None for path in (os.path.realpath(run.path), run.plan))
 
 
-def data_of_checkpoint(folder: Path) -> Path:
+def stream_positions_path(folder: Path) -> Path:
     """Where the lanes of streams stood at a checkpoint, beside its other files; there is none without streams."""
     return folder / "data.json"
 
 
-_ATTEMPT = re.compile(r"(\d{4,})")
+_ATTEMPT_NAME = re.compile(r"(\d{4,})")
 
 
 def _numbers(folder: Path | str, pattern: re.Pattern[str]) -> list[int]:

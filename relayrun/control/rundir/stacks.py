@@ -6,14 +6,19 @@ import re
 from itertools import islice
 from pathlib import Path
 
-WAITING = ("/torch/distributed/", "/torch/cuda/", "/megatron/core/pipeline_parallel/p2p", "/megatron/core/distributed/")
+WAITING_PATHS = (
+    "/torch/distributed/",
+    "/torch/cuda/",
+    "/megatron/core/pipeline_parallel/p2p",
+    "/megatron/core/distributed/",
+)
 """Parts of paths of functions in which a rank waits for others, or for what it has given to its GPU."""
-NEWEST = 3
+STACK_FRAMES = 3
 """Frames of a stack, from the innermost on, by which a rank's place is told."""
-_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
+_STACK_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
 
 
-def answered(stacks: Path) -> set[int]:
+def ranks_with_stacks(stacks: Path) -> set[int]:
     """Ranks that wrote their stacks."""
     found = set()
     for path in stacks.glob("rank-*.txt"):
@@ -22,7 +27,7 @@ def answered(stacks: Path) -> set[int]:
     return found
 
 
-def late(stacks: Path) -> dict[int, str]:
+def late_ranks(stacks: Path) -> dict[int, str]:
     """Ranks for which the others wait, by their Python stacks, with their places: `sleep_on (hooks.py:33)`.
 
     A rank waits where the innermost frames of its main thread are in a collective, a message or a wait for its GPU.
@@ -32,10 +37,12 @@ def late(stacks: Path) -> dict[int, str]:
     for path in stacks.glob("rank-*.txt"):
         text = path.read_text(encoding="utf-8", errors="replace")
         main = text.rpartition("hread 0x")[2]  # the last one that is written
-        if frames := list(islice(_FRAME.finditer(main), NEWEST)):
+        if frames := list(islice(_STACK_FRAME.finditer(main), STACK_FRAMES)):
             places[int(path.stem.removeprefix("rank-"))] = frames
     waiting = {
-        rank for rank, frames in places.items() if any(part in frame["file"] for frame in frames for part in WAITING)
+        rank
+        for rank, frames in places.items()
+        if any(part in frame["file"] for frame in frames for part in WAITING_PATHS)
     }
     if not waiting:
         return {}

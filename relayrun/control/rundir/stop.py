@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from relayrun.control.rundir.run import STOP, Run
-from relayrun.files import exists, read_bytes, write_atomic
+from relayrun.control.rundir.run import STOP_NAME, Run
+from relayrun.files import path_exists, read_bytes, write_atomic
 
 
 def stop_reason(run: Run) -> str | None:
     """Why the chain ended; None where it has not. Read anew each time: anybody may stop a chain, and lift that."""
     try:
-        return read_bytes(f"{run.path}/{STOP}").decode().partition("\n")[0].rstrip("\r")
+        return read_bytes(f"{run.path}/{STOP_NAME}").decode().partition("\n")[0].rstrip("\r")
     except FileNotFoundError:
         return None
     except IsADirectoryError:
@@ -18,7 +18,7 @@ def stop_reason(run: Run) -> str | None:
 
 def is_stopped(run: Run) -> bool:
     """Whether the chain has ended. Raises OSError where the run directory may not be looked into."""
-    return exists(f"{run.path}/{STOP}")
+    return path_exists(f"{run.path}/{STOP_NAME}")
 
 
 def write_stop(run: Run, reason: str, *, words: str = "") -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from relayrun.control.rundir.records import Record
 
-WINDOW = 20
+STRAGGLER_WINDOW = 20
 """Steps over which ranks are compared."""
-SECTIONS = ("data", "forward", "optimizer", "save")
-RATIO = 1.3
+STRAGGLER_SECTIONS = ("data", "forward", "optimizer", "save")
+STRAGGLER_RATIO = 1.3
 """A rank that takes this many times as long as its peers is a straggler."""
 
 
@@ -37,7 +37,7 @@ class Straggler(Record):
         )
 
 
-def slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, str, float]:
+def slowest_rank(seconds: Sequence[Sequence[float]]) -> tuple[int, float, str, float]:
     """The slowest rank, its time over the median of the others', the section in which it loses most, and how much.
 
     `seconds`: of each rank, by SECTIONS. There are at least two ranks.
@@ -47,5 +47,5 @@ def slowest(seconds: Sequence[Sequence[float]]) -> tuple[int, float, str, float]
     others = [own for other, own in enumerate(seconds) if other != rank]
     usual = statistics.median(sum(own) for own in others)
     more = [own - statistics.median(other[place] for other in others) for place, own in enumerate(seconds[rank])]
-    most = max(range(len(SECTIONS)), key=more.__getitem__)
-    return rank, totals[rank] / usual if usual else 1.0, SECTIONS[most], more[most]
+    most = max(range(len(STRAGGLER_SECTIONS)), key=more.__getitem__)
+    return rank, totals[rank] / usual if usual else 1.0, STRAGGLER_SECTIONS[most], more[most]

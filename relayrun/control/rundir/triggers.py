@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Literal
 
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, RunDirError, group_name, user_name, whose
+from relayrun.errors import ConfigError, RunDirError, describe_owner, group_name, user_name
 from relayrun.files import write_json
 
-Name = Literal["save", "exit"]
-NAMES: tuple[Name, ...] = ("save", "exit")
+TriggerName = Literal["save", "exit"]
+TRIGGER_NAMES: tuple[TriggerName, ...] = ("save", "exit")
 
-MODE = 0o2770
+TRIGGER_FOLDER_MODE = 0o2770
 """Permissions of the folder: setgid, so that what one member leaves there belongs to the group."""
 
 
@@ -31,25 +31,25 @@ MODE = 0o2770
 class Trigger:
     """A touched file: who and when (seconds since 1970)."""
 
-    name: Name
+    name: TriggerName
     user: str
     time: float
 
 
-def create_folder(run: Run, group: str | None = None) -> None:
+def create_trigger_folder(run: Run, group: str | None = None) -> None:
     """Make `triggers/`: writable by owner and group, the group handed on to new files, closed to others.
 
     `group` is a name or a number; None: the group of the run directory. Raises ConfigError where there is no
     such group, or where this user is no member of it and so may not hand the folder over.
     """
     run.triggers.mkdir(parents=True, exist_ok=True)
-    wanted = run.path.stat().st_gid if group is None else _gid(group)
+    wanted = run.path.stat().st_gid if group is None else _group_id(group)
     found = run.triggers.stat()
-    if (found.st_gid, stat.S_IMODE(found.st_mode)) == (wanted, MODE):
+    if (found.st_gid, stat.S_IMODE(found.st_mode)) == (wanted, TRIGGER_FOLDER_MODE):
         return  # it may be a colleague's, who alone could set this
     try:
         os.chown(run.triggers, -1, wanted)
-        run.triggers.chmod(MODE)  # after the change of group, which takes the setgid bit away
+        run.triggers.chmod(TRIGGER_FOLDER_MODE)  # after the change of group, which takes the setgid bit away
     except PermissionError:
         raise ConfigError(
             f"the triggers cannot be given to the group {group_name(wanted)}",
@@ -58,7 +58,7 @@ def create_folder(run: Run, group: str | None = None) -> None:
         ) from None
 
 
-def touch(run: Run, name: Name) -> None:
+def touch_trigger(run: Run, name: TriggerName) -> None:
     """Ask for `name` on behalf of this user. Raises RunDirError if the folder is not there or this user may not."""
     try:
         (run.triggers / name).touch()
@@ -68,18 +68,18 @@ def touch(run: Run, name: Name) -> None:
         ) from None
     except PermissionError:
         with contextlib.suppress(PermissionError):
-            if look(run, name) is not None:  # a colleague asked for the same and it is not yet answered
+            if read_trigger(run, name) is not None:  # a colleague asked for the same and it is not yet answered
                 return
         folder = run.triggers.stat()
         raise RunDirError(
             f"you may not write here: only the user {user_name(folder.st_uid)} and the group "
-            f"{group_name(folder.st_gid)} may; {whose(run.triggers)}",
+            f"{group_name(folder.st_gid)} may; {describe_owner(run.triggers)}",
             where=run.triggers,
             hint="ask one of them",
         ) from None
 
 
-def barrier(run: Run) -> Path | None:
+def first_closed_folder(run: Run) -> Path | None:
     """The first folder on the way to `triggers/` that members of its group may not pass, as far as modes tell.
 
     A submit under umask 077 makes such folders.
@@ -92,38 +92,38 @@ def barrier(run: Run) -> Path | None:
     return None
 
 
-def look(run: Run, name: Name) -> Trigger | None:
+def read_trigger(run: Run, name: TriggerName) -> Trigger | None:
     """The trigger, if somebody touched it."""
-    status = _status(run, name)
+    status = _trigger_status(run, name)
     return None if status is None else Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
 
 
-def is_touched(run: Run, name: Name) -> bool:
+def is_trigger_touched(run: Run, name: TriggerName) -> bool:
     """Whether the trigger is there; nobody is asked for the name of who touched it."""
-    return _status(run, name) is not None
+    return _trigger_status(run, name) is not None
 
 
-def acknowledge(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
+def acknowledge_trigger(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
     """Leave NAME.done and remove the trigger, unless it was touched again meanwhile."""
     write_json(
-        _done(run, trigger.name),
+        _done_path(run, trigger.name),
         {"user": trigger.user, "touched": trigger.time, "time": time.time(), "iteration": iteration, "result": result},
     )
-    again = look(run, trigger.name)
+    again = read_trigger(run, trigger.name)
     if again is not None and again.time == trigger.time:
         path = run.triggers / trigger.name
         with contextlib.suppress(FileNotFoundError):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _status(run: Run, name: Name) -> os.stat_result | None:
+def _trigger_status(run: Run, name: TriggerName) -> os.stat_result | None:
     try:
         return os.stat(run.triggers / name, follow_symlinks=False)
     except FileNotFoundError:
         return None
 
 
-def _gid(group: str) -> int:
+def _group_id(group: str) -> int:
     try:
         return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
     except KeyError:
@@ -134,5 +134,5 @@ def _gid(group: str) -> int:
         ) from None
 
 
-def _done(run: Run, name: Name) -> Path:
+def _done_path(run: Run, name: TriggerName) -> Path:
     return run.triggers / f"{name}.done"

@@ -11,24 +11,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-KINDS = ("rewind", "round")
+RESET_KEYS = ("rewind", "round")
 """Names that tell such a line."""
-CHUNK = 1 << 20
+METRICS_CHUNK = 1 << 20
 """Bytes that are taken at a time: a run may have a million lines."""
 
 
-def goes_back(line: Mapping[str, Any]) -> bool:
+def resets_iteration(line: Mapping[str, Any]) -> bool:
     """Whether a line of the metrics says that training went back."""
-    return any(kind in line for kind in KINDS)
+    return any(kind in line for kind in RESET_KEYS)
 
 
-def went_back(metrics: Path, rewinds: Sequence[int], *, before_rewind: int | None = None) -> list[int]:
+def iteration_resets(metrics: Path, rewinds: Sequence[int], *, before_rewind: int | None = None) -> list[int]:
     """The iterations to which an attempt went back, in the order of its metrics; a missing file has no line.
 
     `rewinds`: those on record, each of which is there before its line. `before_rewind`: only what came before the
     rewind of this number, from 1 on.
     """
-    found = [(int(line["iteration"]), "rewind" in line) for line in _lines(metrics)]
+    found = [(int(line["iteration"]), "rewind" in line) for line in _reset_lines(metrics)]
     found += [(iteration, True) for iteration in rewinds[sum(rewind for _, rewind in found) :]]
     places = [place for place, (_, rewind) in enumerate(found) if rewind]
     if before_rewind is not None and len(places) >= before_rewind:
@@ -36,15 +36,15 @@ def went_back(metrics: Path, rewinds: Sequence[int], *, before_rewind: int | Non
     return [iteration for iteration, _ in found]
 
 
-def _lines(metrics: Path) -> Iterator[dict[str, Any]]:
+def _reset_lines(metrics: Path) -> Iterator[dict[str, Any]]:
     """The lines by which training goes back; no other one is parsed, and none that a killed writer left."""
-    keys = tuple(f'"{kind}": '.encode() for kind in KINDS)
+    keys = tuple(f'"{kind}": '.encode() for kind in RESET_KEYS)
     try:
         file = open(metrics, "rb")  # noqa: SIM115 - closed below, where the generator is
     except FileNotFoundError:
         return
     with file:
-        while lines := file.readlines(CHUNK):
+        while lines := file.readlines(METRICS_CHUNK):
             text = b"".join(lines)
             for line in lines if any(key in text for key in keys) else ():
                 if line.endswith(b"\n") and any(key in line for key in keys):
@@ -52,5 +52,5 @@ def _lines(metrics: Path) -> Iterator[dict[str, Any]]:
                         value = json.loads(line)
                     except ValueError:
                         continue
-                    if isinstance(value, dict) and goes_back(value):
+                    if isinstance(value, dict) and resets_iteration(value):
                         yield value

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import history
-from relayrun.control.scheduler.base import is_live
+from relayrun.control.scheduler.base import is_live_state
 from relayrun.control.scheduler.history import RESIZING
-from relayrun.control.scheduler.job_text import timestamp
+from relayrun.control.scheduler.job_text import parse_timestamp
 from relayrun.control.scheduler.local_queue import LocalQueue
 
 
@@ -48,16 +48,16 @@ def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -
     attempt. A first job may have had another name than the chain's when it was queued.
     """
     if plan.scheduler == "local":
-        return _local(run)
-    accounted = _accounted([f"--name={plan.job_name}"], since)
+        return _local_allocations(run)
+    accounted = _allocations_by_sacct([f"--name={plan.job_name}"], since)
     if missing := set(job_ids) - {each.job_id for each in accounted}:
-        accounted += _accounted([f"--jobs={','.join(sorted(missing))}"], since)
+        accounted += _allocations_by_sacct([f"--jobs={','.join(sorted(missing))}"], since)
     known = {each.job_id for each in accounted}
-    remembered = [] if known >= set(job_ids) else _remembered(plan)
+    remembered = [] if known >= set(job_ids) else _allocations_by_controller(plan)
     return sorted([*accounted, *(each for each in remembered if each.job_id not in known)], key=lambda each: each.start)
 
 
-def _local(run: Run) -> list[Allocation]:
+def _local_allocations(run: Run) -> list[Allocation]:
     jobs = [job for job in LocalQueue(run.path / "local").every_job() if not job.auxiliary]
     return [
         Allocation(
@@ -66,7 +66,7 @@ def _local(run: Run) -> list[Allocation]:
             submit=job.submit_time,
             eligible=job.eligible_time,
             start=job.start_time,
-            end=None if is_live(job.state) else job.end_time,
+            end=None if is_live_state(job.state) else job.end_time,
             source="the local queue",
             state=job.state,
         )
@@ -75,8 +75,8 @@ def _local(run: Run) -> list[Allocation]:
     ]
 
 
-def _accounted(which: Sequence[str], since: float) -> list[Allocation]:
-    text = history.ask(
+def _allocations_by_sacct(which: Sequence[str], since: float) -> list[Allocation]:
+    text = history.ask_slurm(
         [
             "sacct",
             "--allocations",
@@ -90,18 +90,18 @@ def _accounted(which: Sequence[str], since: float) -> list[Allocation]:
         ]
     )
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 7]
-    found = [_row(row, source="sacct") for row in rows]
-    return joined([each for each in found if each is not None])
+    found = [_allocation_of_row(row, source="sacct") for row in rows]
+    return join_resized([each for each in found if each is not None])
 
 
-def joined(rows: Sequence[Allocation]) -> list[Allocation]:
+def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
     """Make one allocation of the rows of a job that lost nodes and went on: accounting begins another one each time.
 
     To it such a job is RESIZING in all rows but the last, and queued anew when the one before it ended.
     """
     found: list[Allocation] = []
     for each in sorted(rows, key=lambda row: row.start):
-        at = next((at for at, before in enumerate(found) if _goes_on(before, each)), None)
+        at = next((at for at, before in enumerate(found) if _continues(before, each)), None)
         if at is None:
             found.append(each)
         else:
@@ -111,34 +111,34 @@ def joined(rows: Sequence[Allocation]) -> list[Allocation]:
     return [replace(each, end=None) if each.state == RESIZING else each for each in found]
 
 
-def _goes_on(before: Allocation, row: Allocation) -> bool:
+def _continues(before: Allocation, row: Allocation) -> bool:
     return before.state == RESIZING and before.job_id == row.job_id and before.end == row.start
 
 
-def _remembered(plan: Plan) -> list[Allocation]:
+def _allocations_by_controller(plan: Plan) -> list[Allocation]:
     command = ["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%D|%V||%S|%e"]
-    rows = [row for line in (history.ask(command) or "").splitlines() if len(row := line.split("|")) == 7]
-    found = [_row(row, source="squeue") for row in rows]
+    rows = [row for line in (history.ask_slurm(command) or "").splitlines() if len(row := line.split("|")) == 7]
+    found = [_allocation_of_row(row, source="squeue") for row in rows]
     return [each for each in found if each is not None]
 
 
-def _row(row: Sequence[str], *, source: str) -> Allocation | None:
+def _allocation_of_row(row: Sequence[str], *, source: str) -> Allocation | None:
     """An allocation from id, state, nodes, and the times of submission, eligibility, start and end; None: it had none.
 
     What the controller says of the start of a queued job, and of the end of a running one, is a guess. To accounting a
     job that was queued again is REQUEUED, with an end, in the row of each time before.
     """
     job_id, state, nodes, submit, eligible, start, end = row
-    began, ended = timestamp(start), timestamp(end)
+    began, ended = parse_timestamp(start), parse_timestamp(end)
     if began is None or state == "PENDING" or not nodes.isdecimal():
         return None
     return Allocation(
         job_id=job_id,
         nodes=int(nodes),
-        submit=timestamp(submit),
-        eligible=timestamp(eligible),
+        submit=parse_timestamp(submit),
+        eligible=parse_timestamp(eligible),
         start=began,
-        end=ended if source == "sacct" or not is_live(state) else None,
+        end=ended if source == "sacct" or not is_live_state(state) else None,
         source=source,
         state=state.partition(" ")[0],  # behind it may stand who cancelled it
     )

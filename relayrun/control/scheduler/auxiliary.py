@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from relayrun.control.scheduler.local_queue import LocalJob, LocalQueue, signal_group
 
-LOOK_SECONDS = 1.0
+AUXILIARY_POLL_SECONDS = 1.0
 """Between two looks for jobs that run beside the chain."""
-KILL_WAIT = 5.0
+AUXILIARY_KILL_WAIT = 5.0
 """Seconds from SIGTERM to SIGKILL for them; the chain's job is not looked after meanwhile."""
 
 
-class Auxiliary:
+class AuxiliaryJobs:
     """Runs the jobs that are no part of the chain, one at a time, while its owner waits for others."""
 
     def __init__(self, queue: LocalQueue, on_event: Callable[[str], None]) -> None:
@@ -35,7 +35,7 @@ class Auxiliary:
         if self._running is None:
             if time.monotonic() < self._next_look:
                 return
-            self._next_look = time.monotonic() + LOOK_SECONDS
+            self._next_look = time.monotonic() + AUXILIARY_POLL_SECONDS
             waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
             if waiting:
                 self._running = self._queue.start_job(waiting[0])
@@ -61,7 +61,7 @@ class Auxiliary:
         _, process = self._running
         signal_group(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_WAIT)
+            process.wait(AUXILIARY_KILL_WAIT)
         signal_group(process, signal.SIGKILL)
         process.wait()
         self._record(state)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from relayrun.control.rundir.plan import Plan
 
-PATIENCE = 600.0
+CONTROLLER_PATIENCE = 600.0
 """Seconds for which a controller that does not answer is asked again."""
 
 MAX_FAILED_BEGINS = 6
@@ -35,7 +35,7 @@ _WAITING = frozenset({"PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT", RESERVATION_GON
 """States of a queued job; in all but the first one Slurm or a person holds it."""
 
 
-def is_live(state: str) -> bool:
+def is_live_state(state: str) -> bool:
     """Whether a job in this state, in Slurm's word, is queued or runs."""
     return state.partition(" ")[0] not in _ENDED  # behind it may stand who cancelled it
 
@@ -83,7 +83,7 @@ class Job:
     @property
     def live(self) -> bool:
         """Queued or running."""
-        return is_live(self.state)
+        return is_live_state(self.state)
 
     @property
     def waits(self) -> bool:
@@ -99,14 +99,14 @@ class RankLaunch:
     """What stands before a rank's program so that it is started once per rank."""
     nodes: Sequence[str] = ()
     """Where there are spare nodes: names of the job's nodes, on each of which `command` starts one step; see
-    `relayrun.control.agent.steps`."""
+    `relayrun.control.agent.step_per_node`."""
     signal_command: Sequence[str] = ()
     """Sends the signal asked for to all ranks; empty where the batch script signals the task starter itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """MASTER_ADDR and MASTER_PORT, where they are known before the ranks start."""
 
 
-class Fewest(NamedTuple):
+class MinimumNodes(NamedTuple):
     """With how little a job may start."""
 
     nodes: int
@@ -130,7 +130,7 @@ class NodeControl(Protocol):
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Keep a queued job off exactly these nodes."""
 
-    def do_with(self, job_id: str, few: Fewest) -> None:
+    def do_with(self, job_id: str, few: MinimumNodes) -> None:
         """Let a queued job start with fewer nodes than it asks for; it has all of them where they are there."""
 
 
@@ -238,7 +238,7 @@ class Scheduler(Protocol):
         its standard error, for people who ask the scheduler.
         """
 
-    def requeue(self, job_id: str, *, delay: int = 0, few: Fewest | None = None) -> None:
+    def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
         """Queue the running job again under its id, not before `delay` seconds. It may end the caller.
 
         `few`: what it may start with, where it need not have all nodes that it has asked for.
@@ -260,7 +260,17 @@ class Scheduler(Protocol):
         """What stands before a program that a job outside the chain starts once, on so many processors."""
 
 
-FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SINFO_", "SACCT_", "SACCTMGR_", "RELAYRUN_")
+JOB_VARIABLE_PREFIXES = (
+    "SLURM_",
+    "SBATCH_",
+    "SRUN_",
+    "SQUEUE_",
+    "SCANCEL_",
+    "SINFO_",
+    "SACCT_",
+    "SACCTMGR_",
+    "RELAYRUN_",
+)
 """What the names of variables begin with that a surrounding job has, or that change what Slurm's commands answer."""
 
 
@@ -270,7 +280,11 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     Nor with a person's defaults for Slurm's commands: with SQUEUE_STATES=RUNNING no job would wait. PYTHONPATH and
     PYTHONSAFEPATH are the user's again: the supervisor runs with others, and a new job would inherit them.
     """
-    kept = {name: value for name, value in environment.items() if name == "SLURM_CONF" or not name.startswith(FOREIGN)}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name == "SLURM_CONF" or not name.startswith(JOB_VARIABLE_PREFIXES)
+    }
     if USER_PYTHONPATH in environment:
         for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
             kept.pop(name, None)

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import job_text, slurm_command
-from relayrun.control.scheduler.base import is_live
-from relayrun.control.scheduler.job_text import timestamp
+from relayrun.control.scheduler.base import is_live_state
+from relayrun.control.scheduler.job_text import parse_timestamp
 from relayrun.control.scheduler.local_queue import LocalJob, LocalQueue
 from relayrun.errors import SchedulerError
 
-SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 """For one command."""
 
 RESIZING = "RESIZING"
 """Slurm's word for a job in a row of its accounting that ended with the loss of a node: the job went on."""
 
-SILENT: set[str] = set()
+SILENT_COMMANDS: set[str] = set()
 """Commands that did not answer in that time: this process does not wait for them again."""
 
 
@@ -51,57 +51,57 @@ def last_job(plan: Plan, *, since: float) -> JobEnd | None:
 
     `since`: seconds since 1970, before which no job of interest was queued.
     """
-    return _accounted(plan, since) or _remembered(plan)
+    return _last_job_by_sacct(plan, since) or _last_job_by_controller(plan)
 
 
 def pending_reasons(plan: Plan) -> dict[str, str]:
     """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words."""
     names = ",".join([plan.job_name, plan.fallback_job_name])
-    text = ask(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
+    text = ask_slurm(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
     rows = [line.partition("|") for line in (text or "").splitlines()]
     return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
 
 
-def for_ever(reason: str | None) -> bool:
+def never_starts(reason: str | None) -> bool:
     """Whether a job that waits for this reason, in Slurm's word, never starts unless a person changes something."""
-    return re.fullmatch(_FOR_EVER, reason or "") is not None
+    return re.fullmatch(_NEVER_STARTS, reason or "") is not None
 
 
-def out_of_budget(reason: str | None) -> bool:
+def waits_for_budget(reason: str | None) -> bool:
     """Whether a job waits for this reason, in Slurm's word, until its account has more time to spend."""
-    return re.fullmatch(_OUT_OF_BUDGET, reason or "") is not None
+    return re.fullmatch(_WAITS_FOR_BUDGET, reason or "") is not None
 
 
-_FOR_EVER = (
+_NEVER_STARTS = (
     r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
     r"|Reservation[ _].*[ _]was[ _]deleted"
     r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit"  # what one job may have: it asks for more
     r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
 )
-_OUT_OF_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
+_WAITS_FOR_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
 
 
-def others_are_hidden() -> bool:
+def other_jobs_are_hidden() -> bool:
     """Whether Slurm shows everybody their own jobs alone (PrivateData=jobs)."""
-    found = re.search(r"^PrivateData\s*=\s*(\S*)", ask(["scontrol", "show", "config"]) or "", re.M)
+    found = re.search(r"^PrivateData\s*=\s*(\S*)", ask_slurm(["scontrol", "show", "config"]) or "", re.M)
     return found is not None and "jobs" in found[1].split(",")
 
 
-def abandoned(plan: Plan, run: Run) -> list[str]:
+def abandoned_local_jobs(plan: Plan, run: Run) -> list[str]:
     """Ids of jobs in the run's local queue that nobody will start: the terminal that ran the queue has gone."""
     queue = LocalQueue(run.path / "local")
     if plan.scheduler != "local" or queue.is_being_run():
         return []
-    old = time.time() - SECONDS  # whoever has just submitted is about to run it
+    old = time.time() - ANSWER_SECONDS  # whoever has just submitted is about to run it
     waiting = [job for job in queue.every_job() if job.state == "PENDING" and not job.auxiliary]
     return [job.id for job in waiting if queue.path(job.id).stat().st_mtime < old]
 
 
-def last_of(every: Sequence[LocalJob]) -> JobEnd | None:
+def last_local_job(every: Sequence[LocalJob]) -> JobEnd | None:
     """The same as `last_job`, of the jobs of a local queue."""
     jobs = [job for job in every if not job.auxiliary and job.end_time]
-    ended = [job for job in jobs if not is_live(job.state)]
+    ended = [job for job in jobs if not is_live_state(job.state)]
     ran = [job for job in ended if job.start_time is not None] or ended
     if not ran:
         return None
@@ -110,8 +110,8 @@ def last_of(every: Sequence[LocalJob]) -> JobEnd | None:
     return JobEnd(id=job.id, state=job.state, exit_code=words, end_time=job.end_time, source="the local queue")
 
 
-def _accounted(plan: Plan, since: float) -> JobEnd | None:
-    text = ask(
+def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
+    text = ask_slurm(
         [
             "sacct",
             "--allocations",
@@ -124,41 +124,41 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
         ]
     )
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
-    ended = [row for row in rows if not is_live(row[1])]
+    ended = [row for row in rows if not is_live_state(row[1])]
     if not ended:
         return None
-    row = _newest([row for row in ended if timestamp(row[4]) is not None] or ended)
+    row = _newest_row([row for row in ended if parse_timestamp(row[4]) is not None] or ended)
     return JobEnd(
         id=row[0],
         state=row[1],
         exit_code=_exit_code(row[2]),
-        nodes=_known(row[3]),
-        end_time=timestamp(row[5]),
+        nodes=_known_text(row[3]),
+        end_time=parse_timestamp(row[5]),
         source="sacct",
     )
 
 
-def _remembered(plan: Plan) -> JobEnd | None:
-    text = ask(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
+def _last_job_by_controller(plan: Plan) -> JobEnd | None:
+    text = ask_slurm(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
-    ended = [row for row in rows if not is_live(row[1])]
+    ended = [row for row in rows if not is_live_state(row[1])]
     if not ended:
         return None
-    row = _newest([row for row in ended if row[2]] or ended)
-    shown = ask(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
-    fields = job_text.fields(shown, name=plan.job_name)
+    row = _newest_row([row for row in ended if row[2]] or ended)
+    shown = ask_slurm(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
+    fields = job_text.job_fields(shown, name=plan.job_name)
     return JobEnd(
         id=row[0],
         state=row[1],
         exit_code=_exit_code(fields.get("ExitCode", "")),
         nodes=row[2],
-        reason=_known(fields.get("Reason", "")),
-        end_time=timestamp(fields.get("EndTime", "")),
+        reason=_known_text(fields.get("Reason", "")),
+        end_time=parse_timestamp(fields.get("EndTime", "")),
         source="scontrol",
     )
 
 
-def _newest(rows: Sequence[list[str]]) -> list[str]:
+def _newest_row(rows: Sequence[list[str]]) -> list[str]:
     return max(rows, key=lambda row: int(re.sub(r"\D.*", "", row[0]) or 0))
 
 
@@ -170,18 +170,18 @@ def _exit_code(text: str) -> str:
     return "" if code == "0" else code
 
 
-def _known(text: str) -> str:
+def _known_text(text: str) -> str:
     return "" if text in ("None", "None assigned", "(null)") else text
 
 
-def ask(command: Sequence[str]) -> str | None:
+def ask_slurm(command: Sequence[str]) -> str | None:
     """What a command of Slurm's printed; None where it is missing, fails or takes too long."""
-    if command[0] in SILENT:
+    if command[0] in SILENT_COMMANDS:
         return None
     try:
-        return slurm_command.run(command, seconds=SECONDS)
+        return slurm_command.run_slurm_command(command, seconds=ANSWER_SECONDS)
     except slurm_command.TimedOutError:
-        SILENT.add(command[0])
+        SILENT_COMMANDS.add(command[0])
     except SchedulerError:
         pass
     return None

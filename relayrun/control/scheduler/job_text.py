@@ -13,19 +13,19 @@ from __future__ import annotations
 import re
 import time
 
-from relayrun.control.scheduler.base import Job, is_live
+from relayrun.control.scheduler.base import Job, is_live_state
 from relayrun.slurmtime import parse_time
 
-COMMENT = "relayrun:"
+COMMENT_PREFIX = "relayrun:"
 """Begins the comment of every job that is submitted here; a word of the job's own follows."""
 
-BEGIN_FAILED = f"{COMMENT}begin-failed="
+BEGIN_FAILED_COMMENT = f"{COMMENT_PREFIX}begin-failed="
 """Begins the comment of a job whose `begin` failed; `launchers/lib/again.sh` writes `COUNT@NODES` behind it."""
 
-STOPPED_BY = f"{COMMENT}stopped-by="
+STOPPED_BY_COMMENT = f"{COMMENT_PREFIX}stopped-by="
 """Begins the comment of a job whose chain a person has ended; the user follows. `launchers/lib/again.sh` reads it."""
 
-_KEPT = {
+_KEPT_OPTIONS = {
     "NumNodes": "nodes",
     "TimeLimit": "time",
     "Partition": "partition",
@@ -39,12 +39,12 @@ _KEPT = {
 """Fields of scontrol whose values hold for successors, with the option that sets them. Memory and GPUs too."""
 
 
-def is_ambiguous(text: str) -> bool:
+def is_job_text_ambiguous(text: str) -> bool:
     """Whether only the job's name, from elsewhere, tells where its fields begin."""
     return text.count(" UserId=") > 1
 
 
-def fields(text: str, *, name: str | None = None) -> dict[str, str]:
+def job_fields(text: str, *, name: str | None = None) -> dict[str, str]:
     """The fields of one job, without those that have no value; `name`: the job's, if it is known.
 
     `JobName` is whole. `Comment` is there where it is one word, as ours are.
@@ -52,18 +52,18 @@ def fields(text: str, *, name: str | None = None) -> dict[str, str]:
     start, known = _after_name(text, name)
     texts = re.compile(r" (?:Network|Command)=").search(text, start)
     core, rest = (text[start:], "") if texts is None else (text[start : texts.start()], text[texts.start() :])
-    for field, value in _PAIR.findall(core):
+    for field, value in _FIELD.findall(core):
         known.setdefault(field, value)
     if comment := re.search(r" Comment=(\S*) +StdErr=|.* Comment=(\S*)\s*$", rest):
         known["Comment"] = comment[1] or comment[2] or ""  # one that was emptied is shown as such
     tail = rest[max(rest.rfind(" Power="), rest.rfind(" StdOut="), 0) :]
-    for field, value in _PAIR.findall(tail):
+    for field, value in _FIELD.findall(tail):
         if field.startswith("TresPer"):
             known.setdefault(field, value)
     return {field: value for field, value in known.items() if value not in ("", "(null)")}
 
 
-_PAIR = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
 
 
 def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
@@ -84,18 +84,18 @@ def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
 
 def parse_job(text: str, *, name: str | None = None) -> Job:
     """Return the job of one line of `scontrol show job --oneliner`; `name`: its name, where `is_ambiguous`."""
-    known = fields(text, name=name)
-    options = {option: known[field] for field, option in _KEPT.items() if field in known}
+    known = job_fields(text, name=name)
+    options = {option: known[field] for field, option in _KEPT_OPTIONS.items() if field in known}
     if "MinMemoryCPU" in known:
         options["mem-per-cpu"] = known["MinMemoryCPU"]
     elif known.get("MinMemoryNode", "0") != "0":
         options["mem"] = known["MinMemoryNode"]
     if gpus := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
         options["gpus-per-node"] = gpus[1]
-    start, end = timestamp(known.get("StartTime", "")), timestamp(known.get("EndTime", ""))
+    start, end = parse_timestamp(known.get("StartTime", "")), parse_timestamp(known.get("EndTime", ""))
     limit = None if known.get("TimeLimit", "UNLIMITED") == "UNLIMITED" else parse_time(known["TimeLimit"])
     state, comment = known.get("JobState", "UNKNOWN"), known.get("Comment", "")
-    failed = re.match(rf"{BEGIN_FAILED}(\d+)@(.*)", comment)
+    failed = re.match(rf"{BEGIN_FAILED_COMMENT}(\d+)@(.*)", comment)
     return Job(
         id=known["JobId"],
         name=known.get("JobName", ""),
@@ -103,22 +103,22 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         nodes=known.get("NodeList", ""),
         num_nodes=int(known.get("NumNodes", "1").partition("-")[0]),
         batch_host=known.get("BatchHost", ""),
-        end_time=end if limit is not None or not is_live(state) else None,
-        submit_time=timestamp(known.get("SubmitTime", "")),
-        eligible_time=timestamp(known.get("EligibleTime", "")),
+        end_time=end if limit is not None or not is_live_state(state) else None,
+        submit_time=parse_timestamp(known.get("SubmitTime", "")),
+        eligible_time=parse_timestamp(known.get("EligibleTime", "")),
         start_time=None if state == "PENDING" else start,  # until then it is a guess
         options=options,
         at_limit=known.get("Reason") == "TimeLimit"  # also of a job whose reservation was over
         or (start is not None and end is not None and limit is not None and end - start >= limit),
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
-        stopped_by=comment.removeprefix(STOPPED_BY) if comment.startswith(STOPPED_BY) else "",
+        stopped_by=comment.removeprefix(STOPPED_BY_COMMENT) if comment.startswith(STOPPED_BY_COMMENT) else "",
         failed_begins=int(failed[1]) if failed else 0,
         begin_failed_on=failed[2] if failed else "",
     )
 
 
-def timestamp(text: str) -> float | None:
+def parse_timestamp(text: str) -> float | None:
     """Seconds since 1970 of one of Slurm's times, which are such seconds or local ones; None where it is none."""
     if text.isdecimal():
         return float(text)

@@ -13,16 +13,18 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-MARK = "RELAYRUN_RANKS"
+RANKS_VARIABLE = "RELAYRUN_RANKS"
 """Environment variable that tells one start of ranks from every other one."""
 
-GRACE = 1.0
+LEFTOVER_GRACE_SECONDS = 1.0
 """Seconds in which they may end by themselves: some tidy up behind a program, as Python's resource tracker does."""
-PATIENCE = 10.0
+LEFTOVER_PATIENCE_SECONDS = 10.0
 """Seconds for which processes are looked for that do not end; one that waits for a disk cannot."""
 
 
-def end(environment: Mapping[str, str | None], *, but: Collection[int] = (), patience: float = PATIENCE) -> list[str]:
+def kill_leftover_processes(
+    environment: Mapping[str, str | None], *, but: Collection[int] = (), patience: float = LEFTOVER_PATIENCE_SECONDS
+) -> list[str]:
     """SIGKILL every process of this machine whose environment has all these variables; return their command lines.
 
     Those that end by themselves within GRACE are none of them. A variable with None may have any value. `but`:
@@ -30,8 +32,8 @@ def end(environment: Mapping[str, str | None], *, but: Collection[int] = (), pat
     """
     ended: dict[int, str] = {}
     begun = time.monotonic()
-    while (found := _processes(environment, but)) and time.monotonic() < begun + GRACE + patience:
-        for pid, command in found.items() if time.monotonic() > begun + GRACE else ():
+    while (found := _processes_with(environment, but)) and time.monotonic() < begun + LEFTOVER_GRACE_SECONDS + patience:
+        for pid, command in found.items() if time.monotonic() > begun + LEFTOVER_GRACE_SECONDS else ():
             ended.setdefault(pid, command)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -39,7 +41,7 @@ def end(environment: Mapping[str, str | None], *, but: Collection[int] = (), pat
     return list(ended.values())
 
 
-def _processes(environment: Mapping[str, str | None], but: Collection[int]) -> dict[int, str]:
+def _processes_with(environment: Mapping[str, str | None], but: Collection[int]) -> dict[int, str]:
     """Process ids, each with its command line; those of other users cannot be read, and are none of ours."""
     wanted = {f"{name}={value}".encode() for name, value in environment.items() if value is not None}
     named = {name.encode() for name, value in environment.items() if value is None}
@@ -52,7 +54,7 @@ def _processes(environment: Mapping[str, str | None], but: Collection[int]) -> d
                 variables = set(file.read().split(b"\0"))
             if not wanted <= variables or not named <= {variable.partition(b"=")[0] for variable in variables}:
                 continue
-            if but and (int(name) in but or _parent(name) in but):
+            if but and (int(name) in but or _parent_of(name) in but):
                 continue
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 words = file.read().split(b"\0")
@@ -60,6 +62,6 @@ def _processes(environment: Mapping[str, str | None], but: Collection[int]) -> d
     return found
 
 
-def _parent(name: str) -> int:
+def _parent_of(name: str) -> int:
     with open(f"/proc/{name}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[1])

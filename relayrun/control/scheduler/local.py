@@ -24,18 +24,25 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason, write_stop
 from relayrun.control.scheduler import leftover
-from relayrun.control.scheduler.auxiliary import Auxiliary
-from relayrun.control.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS, Fewest, Job, RankLaunch, is_live
+from relayrun.control.scheduler.auxiliary import AuxiliaryJobs
+from relayrun.control.scheduler.base import (
+    BEGIN_BACKOFF,
+    MAX_FAILED_BEGINS,
+    Job,
+    MinimumNodes,
+    RankLaunch,
+    is_live_state,
+)
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 from relayrun.errors import SchedulerError
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
 
-AGAIN = 75
+REQUEUE_EXIT_CODE = 75
 """Exit code of a job whose supervisor failed; see `launchers/lib/again.sh`."""
 
-DISK_PATIENCE = 3600.0
+DISK_RETRY_SECONDS = 3600.0
 """Seconds for which who runs the queue tries again what a full or silent disk refuses."""
 
 T = TypeVar("T")
@@ -100,7 +107,7 @@ class LocalScheduler:
         )
 
     def named(self, name: str) -> str | None:
-        return next((job.id for job in self._queue.every_job() if job.name == name and is_live(job.state)), None)
+        return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
 
     def cancel(self, job_id: str) -> None:
         if not self._queue.path(job_id).exists():
@@ -131,7 +138,7 @@ class LocalScheduler:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
 
-    def requeue(self, job_id: str, *, delay: int = 0, few: Fewest | None = None) -> None:
+    def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job_id), requeue_delay=delay))
 
@@ -220,7 +227,7 @@ class LocalScheduler:
                     "this run's jobs are being run by another terminal", where=self._queue.folder
                 ) from None
             self._patiently("ended jobs are not recorded", self._bury_orphans, on_event)
-            auxiliary = Auxiliary(self._queue, on_event)
+            auxiliary = AuxiliaryJobs(self._queue, on_event)
 
             def look() -> None:
                 for duty in (poll, auxiliary.poll):
@@ -250,7 +257,7 @@ class LocalScheduler:
 
         Raises SchedulerError after DISK_PATIENCE, with the reason in STOP if that can be written.
         """
-        deadline, pause, said = time.monotonic() + DISK_PATIENCE, 0.1, False
+        deadline, pause, said = time.monotonic() + DISK_RETRY_SECONDS, 0.1, False
         while True:
             try:
                 return work()
@@ -264,7 +271,7 @@ class LocalScheduler:
                         hint="mend the file system, and submit again with --resume",
                     ) from error
                 if not said:
-                    on_event(f"{failure}: {error}; it is tried again for {DISK_PATIENCE:.0f} s")
+                    on_event(f"{failure}: {error}; it is tried again for {DISK_RETRY_SECONDS:.0f} s")
                     said = True
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
@@ -286,7 +293,9 @@ class LocalScheduler:
         finally:
             signal_group(process, signal.SIGKILL)
             code = process.wait()
-            leftover.end({JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), leftover.MARK: None})
+            leftover.kill_leftover_processes(
+                {JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), leftover.RANKS_VARIABLE: None}
+            )
             if state == "COMPLETED" and code:
                 state = "FAILED"
             job = self._patiently(
@@ -298,7 +307,7 @@ class LocalScheduler:
         """Record that a job runs; return whether the disk took it."""
         try:
             with self._queue.locked():
-                self._queue.write_job(_started(self._queue.read_job(job.id), job))
+                self._queue.write_job(_with_start(self._queue.read_job(job.id), job))
         except OSError:
             return False
         return True
@@ -306,9 +315,9 @@ class LocalScheduler:
     def _close(self, started: LocalJob, state: str, code: int) -> LocalJob:
         """Record how a job ended, or queue it again; return it as it stands then."""
         with self._queue.locked():
-            job = _started(self._queue.read_job(started.id), started)
+            job = _with_start(self._queue.read_job(started.id), started)
             job = replace(job, state=state, exit_code=code, end_time=time.time())
-            if state != "CANCELLED" and code == AGAIN:
+            if state != "CANCELLED" and code == REQUEUE_EXIT_CODE:
                 job = self._again(job)
             elif state != "CANCELLED" and (job.requeue_delay is not None or (job.guarded and code < 0)):
                 eligible = time.time() + (job.requeue_delay or 0)
@@ -389,7 +398,7 @@ class LocalScheduler:
                     self._queue.write_job(replace(job, state="NODE_FAIL", end_time=time.time()))
 
 
-def _started(record: LocalJob, job: LocalJob) -> LocalJob:
+def _with_start(record: LocalJob, job: LocalJob) -> LocalJob:
     """The record of a job with what only who started it knows."""
     return replace(record, state="RUNNING", pid=job.pid, start_time=job.start_time, end_time=job.end_time)
 

@@ -91,7 +91,7 @@ class LocalQueue:
             if job.auxiliary:
                 os.nice(19)
 
-        with _log(job, "out") as out, _log(job, "err") as err:
+        with _open_job_log(job, "out") as out, _open_job_log(job, "err") as err:
             started = time.time()
             process = subprocess.Popen(
                 ["bash", job.script, *job.arguments],
@@ -151,7 +151,7 @@ class LocalQueue:
             yield
 
 
-def _log(job: LocalJob, suffix: str) -> BinaryIO:
+def _open_job_log(job: LocalJob, suffix: str) -> BinaryIO:
     """A job's log, to append to. Where it cannot be opened, none: a job of a chain opens its own somewhere else."""
     try:
         Path(job.log_folder).mkdir(parents=True, exist_ok=True)

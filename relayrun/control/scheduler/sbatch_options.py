@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from relayrun.control.scheduler import slurm_command
 from relayrun.errors import ConfigError, SchedulerError
 
-KNOWN_VERSION = "22.05.8"
+KNOWN_SBATCH_VERSION = "22.05.8"
 """The Slurm whose options stand in KNOWN."""
 
-_LIST = """
+_SBATCH_OPTIONS = """
     account array bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
     cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
     exclusive export export-file extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
@@ -25,39 +25,44 @@ _LIST = """
     wait wait-all-nodes wckey wrap
 """
 
-KNOWN = frozenset(_LIST.split())
+KNOWN_SBATCH_OPTIONS = frozenset(_SBATCH_OPTIONS.split())
 
-_SECONDS = 20.0
+_SBATCH_HELP_SECONDS = 20.0
 
 
-def names_in(text: str) -> frozenset[str]:
+def option_names_in(text: str) -> frozenset[str]:
     """Long names of options in what `sbatch --help` or `sbatch --usage` prints."""
     return frozenset(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", text))
 
 
 @functools.cache
-def installed() -> frozenset[str] | None:
+def installed_sbatch_options() -> frozenset[str] | None:
     """The options of the sbatch that is installed here; None where there is none, or it prints no list."""
     try:
-        texts = [slurm_command.run(["sbatch", option], seconds=_SECONDS) for option in ("--help", "--usage")]
+        texts = [
+            slurm_command.run_slurm_command(["sbatch", option], seconds=_SBATCH_HELP_SECONDS)
+            for option in ("--help", "--usage")
+        ]
     except SchedulerError:  # not installed, or without the file that names its cluster
         return None
-    names = names_in("\n".join(texts))
-    return names | _UNLISTED if "job-name" in names else None
+    names = option_names_in("\n".join(texts))
+    return names | _UNLISTED_SBATCH_OPTIONS if "job-name" in names else None
 
 
-_UNLISTED = frozenset({"kill-on-invalid-dep", "mem-bind", "network", "ntasks-per-gpu", "open-mode", "wait-all-nodes"})
+_UNLISTED_SBATCH_OPTIONS = frozenset(
+    {"kill-on-invalid-dep", "mem-bind", "network", "ntasks-per-gpu", "open-mode", "wait-all-nodes"}
+)
 """Options that every sbatch takes and not every one lists."""
 
 
-def check(names: Iterable[str], *, where: str) -> None:
+def check_sbatch_options(names: Iterable[str], *, where: str) -> None:
     """Raise ConfigError, with the nearest name, for the first that sbatch does not have. `where`: the setting."""
     names = list(names)
     if not names:
         return
-    known, whose = installed(), "the sbatch that is installed here"
+    known, whose = installed_sbatch_options(), "the sbatch that is installed here"
     if known is None:
-        known, whose = KNOWN, f"sbatch {KNOWN_VERSION}"
+        known, whose = KNOWN_SBATCH_OPTIONS, f"sbatch {KNOWN_SBATCH_VERSION}"
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

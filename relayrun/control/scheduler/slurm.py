@@ -17,18 +17,30 @@ from pathlib import Path
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import gres, slurm_command
 from relayrun.control.scheduler.base import (
-    PATIENCE,
+    CONTROLLER_PATIENCE,
     FallbackJobs,
-    Fewest,
     Job,
+    MinimumNodes,
     NodeControl,
     RankLaunch,
     clean_environment,
 )
-from relayrun.control.scheduler.job_text import BEGIN_FAILED, COMMENT, STOPPED_BY, is_ambiguous, parse_job, timestamp
+from relayrun.control.scheduler.job_text import (
+    BEGIN_FAILED_COMMENT,
+    COMMENT_PREFIX,
+    STOPPED_BY_COMMENT,
+    is_job_text_ambiguous,
+    parse_job,
+    parse_timestamp,
+)
 from relayrun.control.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.control.scheduler.slurm_fallback import SlurmFallbackJobs
-from relayrun.control.scheduler.slurm_nodes import SUFFICE_SECONDS, SlurmNodes, fewer, says_too_few
+from relayrun.control.scheduler.slurm_nodes import (
+    NODES_TEST_SECONDS,
+    SlurmNodes,
+    fewer_nodes_changes,
+    says_too_few_nodes,
+)
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.slurmtime import format_time
 
@@ -48,7 +60,7 @@ class Slurm:
     For `patience` seconds, questions are asked again whatever the error, orders where the controller did not answer.
     """
 
-    def __init__(self, *, patience: float = PATIENCE, pause: float = 2.0) -> None:
+    def __init__(self, *, patience: float = CONTROLLER_PATIENCE, pause: float = 2.0) -> None:
         self._patience = patience
         self._pause = pause
 
@@ -60,7 +72,7 @@ class Slurm:
 
     @property
     def nodes(self) -> NodeControl:
-        return SlurmNodes(self, Slurm(patience=min(self._patience, SUFFICE_SECONDS), pause=self._pause))
+        return SlurmNodes(self, Slurm(patience=min(self._patience, NODES_TEST_SECONDS), pause=self._pause))
 
     @property
     def fallback_jobs(self) -> FallbackJobs:
@@ -71,7 +83,7 @@ class Slurm:
         try:
             self.test(script)
         except SchedulerError as error:
-            if plan.spare_nodes and says_too_few(error):
+            if plan.spare_nodes and says_too_few_nodes(error):
                 error.hint = (
                     f"job.nodes and job.spare_nodes ask for {plan.nodes_of_job} nodes; where so many are not up, "
                     "set job.spare_nodes to fewer"
@@ -112,7 +124,7 @@ class Slurm:
         command = ["--dependency=singleton"]
         if delay:
             command.append(f"--begin=now+{delay}")
-        again = gres.in_the_same_way(options, plan.sbatch_options)
+        again = gres.gpu_options_like_script(options, plan.sbatch_options)
         command += [f"--{name}={value}" for name, value in again.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
         return self.submit_once([*command, str(script)], name=plan.job_name)
@@ -128,7 +140,7 @@ class Slurm:
         So each job carries a word of its own in its comment, and is looked for by it before the next try.
         `name` is the job's, `comment` one that is its own already. Returns its id; raises SchedulerError.
         """
-        comment = comment or f"{COMMENT}{secrets.token_hex(6)}"
+        comment = comment or f"{COMMENT_PREFIX}{secrets.token_hex(6)}"
         command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
         deadline, pause = time.monotonic() + self._patience, self._pause
         while True:
@@ -157,7 +169,7 @@ class Slurm:
             self.order(["scancel", job_id])
 
     def note_stop(self, job_id: str, user: str) -> None:
-        self.order(["scontrol", "update", f"JobId={job_id}", f"Comment={STOPPED_BY}{user}"])
+        self.order(["scontrol", "update", f"JobId={job_id}", f"Comment={STOPPED_BY_COMMENT}{user}"])
 
     def cancelled_by(self, job_id: str) -> str | None:
         try:
@@ -178,19 +190,21 @@ class Slurm:
     def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
         changes = ["Requeue=0"] if followed else []
         if job.begin_failed and not followed:  # a job that comes back must know which nodes it left out for that
-            changes.append(f"Comment={BEGIN_FAILED}0@{job.begin_failed_on}")
+            changes.append(f"Comment={BEGIN_FAILED_COMMENT}0@{job.begin_failed_on}")
         else:  # its StdOut says nothing: the script opened its log itself
-            changes.append(f"Comment={COMMENT}log={log}" if log else "Comment=")
+            changes.append(f"Comment={COMMENT_PREFIX}log={log}" if log else "Comment=")
         self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
-    def requeue(self, job_id: str, *, delay: int = 0, few: Fewest | None = None) -> None:
+    def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
         job = self._seen_once(job_id)
         if job is None or not job.requeue:
             with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
                 self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
         later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job)
         # each by itself: a site may refuse one. Such a list is one process: with the first order Slurm ends this job
-        updates = [" ".join([f"update JobId={job_id}", *changes]) for changes in (later, fewer(few)) if changes]
+        updates = [
+            " ".join([f"update JobId={job_id}", *changes]) for changes in (later, fewer_nodes_changes(few)) if changes
+        ]
         try:
             if updates:
                 self.order(["scontrol"], [f"requeue {job_id}", *updates])
@@ -220,7 +234,7 @@ class Slurm:
         return [f"ExcNodeList={','.join(node for node in given if node not in tried)}", "Comment="]
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        step = [*self._step_on_batch_host(job_id), f"--output={literal(str(log))}", "--export=ALL"]
+        step = [*self._step_on_batch_host(job_id), f"--output={escape_file_pattern(str(log))}", "--export=ALL"]
         environment = clean_environment(os.environ)  # srun would take the job's own options from it
         devnull = subprocess.DEVNULL
         try:  # it ends with the job; nobody waits for it
@@ -269,7 +283,9 @@ class Slurm:
                 return None
             raise
         name = None
-        if is_ambiguous(text):  # some text of a person's looks like the fields around it; the name alone stands first
+        if is_job_text_ambiguous(
+            text
+        ):  # some text of a person's looks like the fields around it; the name alone stands first
             command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
             name = self.ask(command, answer="Invalid job id").removesuffix("\n")
         return parse_job(text, name=name)
@@ -285,7 +301,7 @@ class Slurm:
             return math.inf
         if "FLEX" in flags:  # a job may go on behind the end of such a one
             return None
-        return timestamp(found.get("EndTime", ""))
+        return parse_timestamp(found.get("EndTime", ""))
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
@@ -414,7 +430,7 @@ class Slurm:
 
     def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
         seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
-        return slurm_command.run(command, lines, seconds=seconds, words=words)
+        return slurm_command.run_slurm_command(command, lines, seconds=seconds, words=words)
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:
@@ -439,7 +455,7 @@ def whole_job_command(srun_options: Sequence[str]) -> list[str]:
     return ["srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--export=ALL", *srun_options]
 
 
-def literal(path: str) -> str:
+def escape_file_pattern(path: str) -> str:
     """A path inside a Slurm file name pattern, where `%` begins a field."""
     if "\n" in path:
         raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))

@@ -27,9 +27,9 @@ class TooManyJobsError(SchedulerError):
     """So many jobs are there that Slurm takes no more now."""
 
 
-TELL_TIMES = ("sacct", "scontrol", "squeue")
+COMMANDS_WITH_TIMES = ("sacct", "scontrol", "squeue")
 """Commands whose times a program reads; those of `sbatch --test-only` are for people."""
-EPOCH = {"SLURM_TIME_FORMAT": "%s"}
+EPOCH_TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
 """Times are seconds since 1970: local ones come twice in the night in which summer time ends."""
 
 _NO_ANSWER = re.compile(
@@ -43,7 +43,7 @@ _TOO_MANY = re.compile(r"(Max|Grp)Submit")
 """What sbatch says where the number of jobs is the trouble, and not the job."""
 
 
-def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, words: bool = False) -> str:
+def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, words: bool = False) -> str:
     """Run one command, for at most so many seconds; return what it printed.
 
     `lines`: orders for its standard input. `words`: return what it said on standard error, too. Raises
@@ -55,7 +55,7 @@ def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, wo
             input="".join(f"{line}\n" for line in lines),
             capture_output=True,
             text=True,
-            env=clean_environment(os.environ) | (EPOCH if command[0] in TELL_TIMES else {}),
+            env=clean_environment(os.environ) | (EPOCH_TIME_FORMAT if command[0] in COMMANDS_WITH_TIMES else {}),
             check=False,
             timeout=seconds,
             errors="replace",

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Protocol
 
 from relayrun.control.scheduler.base import FallbackOrder, Job
-from relayrun.control.scheduler.job_text import BEGIN_FAILED, COMMENT
+from relayrun.control.scheduler.job_text import BEGIN_FAILED_COMMENT, COMMENT_PREFIX
 from relayrun.control.scheduler.slurm_command import NoAnswerError
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time
 
-OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
+FALLBACK_OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
 """Options of the chain's jobs that its fallback job always has: where it may run, and who pays."""
 
-OF_THE_TIME = ("time", "time-min", "begin", "deadline")
+TIME_OPTIONS = ("time", "time-min", "begin", "deadline")
 """Options of the chain's jobs that it never has."""
 
 
-class Commands(Protocol):
+class FallbackCommands(Protocol):
     """Slurm's commands: `relayrun.control.scheduler.slurm.Slurm`."""
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
@@ -45,7 +45,7 @@ class Commands(Protocol):
 class SlurmFallbackJobs:
     """The fallback jobs of a Slurm cluster."""
 
-    def __init__(self, slurm: Commands) -> None:
+    def __init__(self, slurm: FallbackCommands) -> None:
         self._slurm = slurm
 
     def live(self, name: str, *, anyone: bool = False) -> list[Job]:
@@ -56,37 +56,37 @@ class SlurmFallbackJobs:
     ) -> str:
         time = f"--time={format_time(limit)}"
         first = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes", time]
-        small = _words({option: options[option] for option in OPTIONS if options.get(option)})
-        whole = _words({option: value for option, value in options.items() if option not in OF_THE_TIME})
+        small = _option_words({option: options[option] for option in FALLBACK_OPTIONS if options.get(option)})
+        whole = _option_words({option: value for option, value in options.items() if option not in TIME_OPTIONS})
         try:  # a partition may have a least number of nodes, and sbatch take a job that waits there for ever
             self._slurm.order(["sbatch", "--test-only", time, *small, str(script)])
-            return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_comment(order))
+            return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_order_comment(order))
         except NoAnswerError:
             raise
         except SchedulerError:  # a site may demand GPUs, or several nodes, of every job
-            return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_comment(order))
+            return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_order_comment(order))
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
-        changes = [f"Dependency=afternotok:{order.job_id}", f"Comment={_comment(order)}"]
+        changes = [f"Dependency=afternotok:{order.job_id}", f"Comment={_order_comment(order)}"]
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", *changes])
 
     def order(self, job_id: str) -> FallbackOrder:
         text = self._slurm.ask(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%k"]).strip()
-        found = _ORDER.fullmatch(text)
+        found = _ORDER_COMMENT.fullmatch(text)
         if found is None:
             raise SchedulerError(f"the comment of job {job_id} does not say which job it stands behind: {text!r}")
         return FallbackOrder(job_id=found[1], failed_begins=int(found[2]))
 
     def count_failed_begins(self, job_id: str, count: int, nodes: str) -> None:
-        self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"Comment={BEGIN_FAILED}{count}@{nodes}"])
+        self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"Comment={BEGIN_FAILED_COMMENT}{count}@{nodes}"])
 
 
-def _words(options: Mapping[str, str | None]) -> list[str]:
+def _option_words(options: Mapping[str, str | None]) -> list[str]:
     return [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
 
 
-_ORDER = re.compile(rf"{COMMENT}starts-only-if-job=(\d+)-fails,failed-begins=(\d+)")
+_ORDER_COMMENT = re.compile(rf"{COMMENT_PREFIX}starts-only-if-job=(\d+)-fails,failed-begins=(\d+)")
 
 
-def _comment(order: FallbackOrder) -> str:
-    return f"{COMMENT}starts-only-if-job={order.job_id}-fails,failed-begins={order.failed_begins}"
+def _order_comment(order: FallbackOrder) -> str:
+    return f"{COMMENT_PREFIX}starts-only-if-job={order.job_id}-fails,failed-begins={order.failed_begins}"

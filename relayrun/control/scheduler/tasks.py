@@ -31,8 +31,8 @@ from relayrun.files import write_atomic
 
 log = logging.getLogger(__name__)
 
-CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LEAST_PORT = 21_000
+CONNECTION_PORTS_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST_PORT = 21_000
 """Jobs on Slurm take theirs from 20,000 on, by their numbers."""
 PF_EXITING = 0x4
 """Flag of a process in /proc/PID/stat."""
@@ -57,8 +57,8 @@ def free_port(address: str = "127.0.0.1") -> int:
     It lies below the ports that the kernel takes for connections, where there is room: one of those may be in use
     again before a program that is still importing listens on it.
     """
-    first = int(CONNECTION_PORTS.read_text().split()[0])
-    tried = random.SystemRandom().sample(range(LEAST_PORT, first), 20) if first >= LEAST_PORT + 1000 else []
+    first = int(CONNECTION_PORTS_FILE.read_text().split()[0])
+    tried = random.SystemRandom().sample(range(LOWEST_PORT, first), 20) if first >= LOWEST_PORT + 1000 else []
     for port in [*tried, 0]:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind((address, port))
@@ -77,7 +77,7 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
 
     for handled in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(handled, forward)
-    mark = {leftover.MARK: f"{os.getpid()}-{time.time_ns()}"}
+    mark = {leftover.RANKS_VARIABLE: f"{os.getpid()}-{time.time_ns()}"}
     starter = {"SLURM_NTASKS": str(ntasks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared = {**os.environ, **mark, **starter}
     for number in range(ntasks):
@@ -102,7 +102,7 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
         if kill_at is not None and time.monotonic() > kill_at:
             forward(signal.SIGKILL, None)
         time.sleep(0.05)
-    for command_line in leftover.end(mark):
+    for command_line in leftover.kill_leftover_processes(mark):
         log.error("a process that the ranks left behind is ended: %s", command_line)
     return first_failure or max(_exit_code(rank.returncode) for rank in ranks)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Literal, Protocol
 
-from relayrun.control.rundir.lineage import Durable
+from relayrun.control.rundir.lineage import ResumePoint
 from relayrun.control.rundir.records import AttemptStart
 
 
@@ -39,7 +39,7 @@ class FoundCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class ProgramEnding:
     """How the program says that it ended."""
 
     outcome: Literal["done", "left", "fatal"]
@@ -62,7 +62,7 @@ class Trainer(Protocol):
     def asked_by(self) -> Sequence[Signals]:
         """Every signal by which the chain asks the program for something."""
 
-    def prepare(self, base: Durable, *, attempt: int) -> list[str]:
+    def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
         """Make the program start from `base` and from nothing else. Returns what was done for that, in words.
 
         No rank lives, and nobody follows the program. It is called when an attempt begins, and again before each of its
@@ -78,11 +78,11 @@ class Trainer(Protocol):
         PYTHONPATH: folders that come before all others.
         """
 
-    def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> Observing | None:
+    def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
         """Who writes the records of this attempt; None where the program writes them itself."""
 
 
-class Observing(Protocol):
+class AttemptObserver(Protocol):
     """Writes the records of an attempt, from beside it and behind it. Every method may raise OSError."""
 
     def look(self) -> None:
@@ -92,7 +92,7 @@ class Observing(Protocol):
         """Record what is left, and how the program ended. `exit_code`: of all ranks together, None where unknown."""
 
 
-class Program(Protocol):
+class TrainerProgram(Protocol):
     """One attempt of a foreign program, seen from the node of its batch script.
 
     What its log and files say is read anew by each process that looks: `watch` may be killed and started again.
@@ -111,5 +111,5 @@ class Program(Protocol):
     def ask_to_save(self) -> str | None:
         """Have it save and go on. Returns why it cannot, in words; None where it will."""
 
-    def ending(self, exit_code: int | None) -> Ending | None:
+    def ending(self, exit_code: int | None) -> ProgramEnding | None:
         """How it ended; None where that is not on purpose. `exit_code`: of all ranks together, None where unknown."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from relayrun.control.logs import logs_of, size
+from relayrun.control.logs import file_size, job_logs
 from relayrun.control.rundir import hand_over
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import AttemptStart
-from relayrun.control.trainers.base import Observing
+from relayrun.control.trainers.base import AttemptObserver
 
 
-class ByRounds:
+class RestartObserver:
     """The observer of whichever round there is.
 
     Args:
@@ -27,21 +27,21 @@ class ByRounds:
     """
 
     def __init__(
-        self, attempt: Attempt, begin: AttemptStart, *, follow: Callable[[AttemptStart], Observing | None]
+        self, attempt: Attempt, begin: AttemptStart, *, follow: Callable[[AttemptStart], AttemptObserver | None]
     ) -> None:
         self._attempt, self._begin, self._follow = attempt, begin, follow
-        self._observer: Observing | None = None
+        self._observer: AttemptObserver | None = None
         """None: nobody has looked since the round began, or since this process did."""
 
     def look(self) -> None:
         """Record what is new in a round that runs, or, once, what is left of one that is over. Raises OSError."""
-        over = hand_over.asked(self._attempt)
+        over = hand_over.pending_hand_over(self._attempt)
         if over is None:
             if (observer := self._of_round()) is not None:
                 observer.look()
         elif not over.recorded:
             self.conclude(over.exit_code)
-            output, log = [size(path) for path, _ in logs_of(self._begin)] or (0, 0)
+            output, log = [file_size(path) for path, _ in job_logs(self._begin)] or (0, 0)
             told = replace(over, recorded=True, log_offset=log, output_offset=output)
             told.write(self._attempt.hand_over)
             self._observer = None  # the next round has another base and another log
@@ -54,7 +54,7 @@ class ByRounds:
         if (observer := self._of_round()) is not None:
             observer.conclude(exit_code)
 
-    def _of_round(self) -> Observing | None:
+    def _of_round(self) -> AttemptObserver | None:
         if self._observer is None:
-            self._observer = self._follow(hand_over.begin_of_round(self._attempt, self._begin))
+            self._observer = self._follow(hand_over.attempt_start_of_restart(self._attempt, self._begin))
         return self._observer

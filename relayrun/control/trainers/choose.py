@@ -5,9 +5,9 @@ from __future__ import annotations
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import Trainer
-from relayrun.control.trainers.command_trainer import Command, CommandSettings
+from relayrun.control.trainers.command import CommandSettings, CommandTrainer
 from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings, MegatronTrainer
-from relayrun.control.trainers.native import Native
+from relayrun.control.trainers.native import NativeTrainer
 from relayrun.errors import RunDirError
 
 
@@ -16,9 +16,9 @@ def trainer_of(plan: Plan, run: Run) -> Trainer:
     try:
         match plan.trainer:
             case "native":
-                return Native(plan)
+                return NativeTrainer(plan)
             case "command":
-                return Command(run, CommandSettings.of(plan.trainer_settings), total_steps=plan.total_steps)
+                return CommandTrainer(run, CommandSettings.of(plan.trainer_settings), total_steps=plan.total_steps)
             case "megatron-lm":
                 return MegatronTrainer(run, MegatronSettings.of(plan.trainer_settings))
     except (TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.trainers.base import FoundCheckpoint
-from relayrun.control.trainers.quarantine import quarantine
+from relayrun.control.trainers.quarantine import quarantine_checkpoints
 from relayrun.errors import RunDirError
 from relayrun.files import fsync_directory, temporary_prefix, write_atomic
 
@@ -71,7 +71,9 @@ class CheckpointRule:
         """Leave nothing beyond iteration `base` that the program could go on from. Returns what was done, in words."""
         beyond = [path for iteration, path in self.every() if iteration > base]
         newest = self.tracked()
-        done = quarantine(self.folder, beyond, attempt=attempt, fault=lambda path: self._fault(path, newest))
+        done = quarantine_checkpoints(
+            self.folder, beyond, attempt=attempt, fault=lambda path: self._fault(path, newest)
+        )
         if self.tracker is not None and (self._tracker_text() is not None or base) and newest != (base or None):
             self._track(base)
             done.append(f"{self.folder / self.tracker} named iteration {newest}; it names {base or 'none'} now")
@@ -127,7 +129,7 @@ class CheckpointRule:
 
     def _fault(self, path: Path, newest: int | None) -> str | None:
         """What is missing of a checkpoint; None where nothing is. `newest`: the iteration that the tracker names."""
-        if self.whole_when is not None and (what := _unwritten(path / self.whole_when)) is not None:
+        if self.whole_when is not None and (what := _unwritten_fault(path / self.whole_when)) is not None:
             return f"{self.whole_when} {what}"
         if self.tracker is not None and (self._iteration(path.name) or 0) > (newest or 0):
             return f"{self.tracker} does not name it"
@@ -138,7 +140,7 @@ def _is_number(text: str) -> bool:
     return re.fullmatch("[0-9]+", text) is not None
 
 
-def _unwritten(path: Path) -> str | None:
+def _unwritten_fault(path: Path) -> str | None:
     """What is wrong with a file that is written last; None where nothing is."""
     try:
         found = path.stat()

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relayrun.control.new_lines import NewLines
-from relayrun.control.trainers.base import ENDED_BY_ITSELF, Ending, FoundCheckpoint, ObservedStep
+from relayrun.control.new_lines import LogFollower
+from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding
 from relayrun.control.trainers.command_checkpoints import CheckpointRule
 from relayrun.control.trainers.progress import LogPattern, json_step
 from relayrun.files import read_lines
@@ -48,9 +48,9 @@ class CommandProgram:
         self._folder = folder
         self._base = base
         self._total_steps = total_steps
-        self._said = NewLines(client / "steps.jsonl")
-        self._file = None if progress_file is None else NewLines(progress_file[0], offset=progress_file[1])
-        self._logs = [NewLines(path, offset=offset) for path, offset in logs]
+        self._said = LogFollower(client / "steps.jsonl")
+        self._file = None if progress_file is None else LogFollower(progress_file[0], offset=progress_file[1])
+        self._logs = [LogFollower(path, offset=offset) for path, offset in logs]
         self._progress = progress
         self._rule = rule
         self._save = save
@@ -59,9 +59,9 @@ class CommandProgram:
 
     def steps(self) -> list[ObservedStep]:
         """The iterations that it has said since the last call, as it said them; from its beginning for the first."""
-        found = _steps(self._said)
+        found = _json_steps(self._said)
         if self._file is not None:
-            written = _steps(self._file)  # who goes on may write the file anew, with the lines up to its base
+            written = _json_steps(self._file)  # who goes on may write the file anew, with the lines up to its base
             goes_on = any(step.iteration >= self._base for step in written)
             found += [step for step in written if step.iteration >= self._base or not goes_on]
         if self._progress is not None:
@@ -94,7 +94,7 @@ class CommandProgram:
             self._save()
         return None
 
-    def ending(self, exit_code: int | None) -> Ending | None:
+    def ending(self, exit_code: int | None) -> ProgramEnding | None:
         """A program that ends well has done all it had to do, or was asked to leave.
 
         Many end with another exit code than 0 when they have done what a signal asked for. That is on purpose too where
@@ -107,16 +107,16 @@ class CommandProgram:
         if exit_code != 0 and not (asked and saved > self._base and saved >= self._newest):
             return None
         if self._total_steps is not None and saved >= self._total_steps:  # also where it was asked at the last moment
-            return Ending(outcome="done", words=f"the last iteration, {saved}, is saved")
+            return ProgramEnding(outcome="done", words=f"the last iteration, {saved}, is saved")
         if exit_code != 0:
-            return Ending(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
+            return ProgramEnding(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
         if asked:
-            return Ending(outcome="left", words="it was asked to leave")
+            return ProgramEnding(outcome="left", words="it was asked to leave")
         if self._total_steps is not None:
-            return Ending(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self._total_steps}")
-        return Ending(outcome="done", words=ENDED_BY_ITSELF)
+            return ProgramEnding(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self._total_steps}")
+        return ProgramEnding(outcome="done", words=ENDED_BY_ITSELF)
 
 
-def _steps(lines: NewLines) -> list[ObservedStep]:
+def _json_steps(lines: LogFollower) -> list[ObservedStep]:
     """The iterations that new lines of JSON tell of."""
     return [step for line in lines.read() if (step := json_step(line)) is not None]

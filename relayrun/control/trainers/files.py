@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 
-class Unreadable(Exception):
+class UnreadableMetadataError(Exception):
     """The bytes are not those of a checkpoint's metadata; the text says why."""
 
 
-class _Inert:
+class _InertObject:
     """Stands for whatever a pickle names."""
 
     def __init__(self, *args: Any) -> None:
@@ -35,13 +35,13 @@ class _Inert:
         """Take a value, as a list does."""
 
 
-class _Reader(pickle.Unpickler):
+class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         del module, name
-        return _Inert
+        return _InertObject
 
 
-def least_sizes(metadata: Path) -> dict[str, int]:
+def least_file_sizes(metadata: Path) -> dict[str, int]:
     """Bytes that each file beside `.metadata` must have at least, by name.
 
     Raises Unreadable where the pickle is torn, and OSError. Of records that a later torch may write in another way
@@ -49,9 +49,9 @@ def least_sizes(metadata: Path) -> dict[str, int]:
     """
     data = metadata.read_bytes()
     try:
-        records = _Reader(io.BytesIO(data)).load()
+        records = _InertUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # whatever a pickle of torn bytes makes of it
-        raise Unreadable(f"{type(error).__name__}: {error}") from None
+        raise UnreadableMetadataError(f"{type(error).__name__}: {error}") from None
     found: dict[str, int] = {}
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         for block in records.state["storage_data"].values():

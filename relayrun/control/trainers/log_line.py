@@ -14,7 +14,7 @@ import re
 
 from relayrun.control.trainers.base import ObservedStep
 
-NAMES = {
+METRIC_NAMES = {
     "lm loss": "loss",
     "grad norm": "grad_norm",
     "learning rate": "lr",
@@ -37,7 +37,7 @@ def parse_step(line: str) -> ObservedStep | None:
     seconds: float | None = None
     samples: int | None = None
     for name, text in _FIELD.findall(line[found.end() - 1 :]):
-        value = _number(text)
+        value = _finite_number(text)
         if value is None:
             continue
         if name == "elapsed time per iteration (ms)":
@@ -45,7 +45,7 @@ def parse_step(line: str) -> ObservedStep | None:
         elif name == "consumed samples":
             samples = int(value)
         else:
-            metrics[NAMES.get(name, _plain(name))] = int(value) if name == "global batch size" else value
+            metrics[METRIC_NAMES.get(name, _plain_name(name))] = int(value) if name == "global batch size" else value
     return ObservedStep(iteration=int(found[1]), seconds=seconds, consumed_samples=samples, metrics=metrics)
 
 
@@ -55,7 +55,7 @@ def parse_save(line: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _number(text: str) -> float | None:
+def _finite_number(text: str) -> float | None:
     """A number; infinite ones are kept out, since JSON has none."""
     try:
         value = float(text)
@@ -64,5 +64,5 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -18,73 +18,73 @@ from collections.abc import Container
 from pathlib import Path
 
 from relayrun.control.trainers.base import FoundCheckpoint
-from relayrun.control.trainers.files import Unreadable, least_sizes
-from relayrun.control.trainers.quarantine import quarantine
+from relayrun.control.trainers.files import UnreadableMetadataError, least_file_sizes
+from relayrun.control.trainers.quarantine import quarantine_checkpoints
 from relayrun.files import fsync_directory, write_atomic
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 
-DISTRIBUTED = ("metadata.json", METADATA, "common.pt")
+TORCH_DIST_FILES = ("metadata.json", METADATA_FILE, "common.pt")
 """Files without which a folder of the format torch_dist cannot be loaded; metadata.json is written last."""
 
-_NAME = re.compile(r"iter_(\d{7,})")
+_FOLDER_NAME = re.compile(r"iter_(\d{7,})")
 
 
-def folder_name(iteration: int) -> str:
+def checkpoint_folder_name(iteration: int) -> str:
     """The name of a checkpoint's folder."""
     return f"iter_{iteration:07d}"
 
 
-def iteration_of(name: str) -> int | None:
+def iteration_of_folder(name: str) -> int | None:
     """The iteration that a folder's name tells; None where it is no checkpoint's."""
-    match = _NAME.fullmatch(name)
+    match = _FOLDER_NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
-def tracked(folder: Path) -> int | None:
+def tracked_iteration(folder: Path) -> int | None:
     """The iteration that the tracker names; None where there is no tracker, or it names no iteration."""
     try:
-        text = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        text = (folder / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     return int(text) if text.isdecimal() else None
 
 
-def track(folder: Path, iteration: int) -> None:
+def write_tracker(folder: Path, iteration: int) -> None:
     """Let Megatron go on from this iteration; 0: from the beginning."""
     if iteration:
-        write_atomic(folder / TRACKER, str(iteration))
+        write_atomic(folder / TRACKER_FILE, str(iteration))
         return
     with contextlib.suppress(FileNotFoundError):
-        (folder / TRACKER).unlink()
+        (folder / TRACKER_FILE).unlink()
         fsync_directory(folder)
 
 
-def fault(checkpoint: Path) -> str | None:
+def checkpoint_fault(checkpoint: Path) -> str | None:
     """What is missing in a checkpoint's folder, as far as names and sizes tell; None where nothing is.
 
     Raises OSError where that cannot be looked at: a file system that is away for a moment makes nothing torn.
     """
     ranks = sorted(checkpoint.glob("mp_rank_*"))
     if ranks:
-        empty = next((rank for rank in ranks if not _filled(rank / "model_optim_rng.pt")), None)
+        empty = next((rank for rank in ranks if not _is_not_empty(rank / "model_optim_rng.pt")), None)
         return None if empty is None else f"{empty.name}/model_optim_rng.pt is missing"
     if not (checkpoint / "common.pt").exists() and not (checkpoint / "metadata.json").exists():
-        needed: tuple[str, ...] = (METADATA,)  # torch's own format, as of NVIDIA's torch_dcp and fsdp_dtensor
+        needed: tuple[str, ...] = (METADATA_FILE,)  # torch's own format, as of NVIDIA's torch_dcp and fsdp_dtensor
     else:
-        needed = DISTRIBUTED
-    missing = next((name for name in needed if not _filled(checkpoint / name)), None)
-    return f"{missing} is missing" if missing is not None else _short(checkpoint)
+        needed = TORCH_DIST_FILES
+    missing = next((name for name in needed if not _is_not_empty(checkpoint / name)), None)
+    return f"{missing} is missing" if missing is not None else _short_file(checkpoint)
 
 
-def _short(checkpoint: Path) -> str | None:
+def _short_file(checkpoint: Path) -> str | None:
     """Which file that `.metadata` names is not there, or not as long as its blocks; None where all are."""
     try:
-        sizes = least_sizes(checkpoint / METADATA)
-    except Unreadable as error:
-        return f"{METADATA} cannot be read ({error})"
+        sizes = least_file_sizes(checkpoint / METADATA_FILE)
+    except UnreadableMetadataError as error:
+        return f"{METADATA_FILE} cannot be read ({error})"
     for name, least in sorted(sizes.items()):
         try:
             size = (checkpoint / name).stat().st_size
@@ -95,46 +95,46 @@ def _short(checkpoint: Path) -> str | None:
     return None
 
 
-def whole(folder: Path, *, known: Container[int] = ()) -> list[FoundCheckpoint]:
+def whole_checkpoints(folder: Path, *, known: Container[int] = ()) -> list[FoundCheckpoint]:
     """Every checkpoint that is there, whole, and not beyond the tracker, rising.
 
     `known`: iterations that were whole when somebody looked before; they are not looked into again.
     """
-    newest = tracked(folder)
+    newest = tracked_iteration(folder)
     if newest is None:
         return []
     return [
         FoundCheckpoint(iteration=iteration, path=str(path))
-        for iteration, path in every(folder)
-        if iteration <= newest and (iteration in known or fault(path) is None)
+        for iteration, path in all_checkpoints(folder)
+        if iteration <= newest and (iteration in known or checkpoint_fault(path) is None)
     ]
 
 
-def every(folder: Path) -> list[tuple[int, Path]]:
+def all_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Iteration and folder of everything that looks like a checkpoint, rising."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    found = ((_NAME.fullmatch(name), folder / name) for name in names)
+    found = ((_FOLDER_NAME.fullmatch(name), folder / name) for name in names)
     return sorted((int(match[1]), path) for match, path in found if match is not None and path.is_dir())
 
 
-def prepare(folder: Path, *, base: int, attempt: int) -> list[str]:
+def prepare_checkpoints(folder: Path, *, base: int, attempt: int) -> list[str]:
     """Make Megatron start from iteration `base`, which is whole; 0: from the beginning. Returns what was done.
 
     Folders of later iterations are of saves that a kill cut off: Megatron would write into them, or load one. They go
     to `.quarantine`; nothing is deleted.
     """
-    beyond = [path for iteration, path in every(folder) if iteration > base]
-    done = quarantine(folder, beyond, attempt=attempt, fault=fault)
-    if (named := tracked(folder) or 0) != base:
-        track(folder, base)
-        done.append(f"{folder / TRACKER} named iteration {named}; it names {base or 'none'} now")
+    beyond = [path for iteration, path in all_checkpoints(folder) if iteration > base]
+    done = quarantine_checkpoints(folder, beyond, attempt=attempt, fault=checkpoint_fault)
+    if (named := tracked_iteration(folder) or 0) != base:
+        write_tracker(folder, base)
+        done.append(f"{folder / TRACKER_FILE} named iteration {named}; it names {base or 'none'} now")
     return done
 
 
-def _filled(path: Path) -> bool:
+def _is_not_empty(path: Path) -> bool:
     try:
         return path.stat().st_size > 0
     except (FileNotFoundError, NotADirectoryError):

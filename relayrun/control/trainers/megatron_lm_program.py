@@ -10,13 +10,13 @@ from enum import Enum
 from pathlib import Path
 from signal import Signals
 
-from relayrun.control.new_lines import NewLines
+from relayrun.control.new_lines import LogFollower
 from relayrun.control.trainers import megatron_lm_checkpoints
-from relayrun.control.trainers.base import Ending, FoundCheckpoint, ObservedStep
+from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding
 from relayrun.control.trainers.log_line import parse_save, parse_step
 
 
-class Dialect(Enum):
+class MegatronDialect(Enum):
     """The two families of checkouts, as far as a chain sees them."""
 
     SWISS_AI = "swiss-ai"
@@ -26,7 +26,7 @@ class Dialect(Enum):
 
     def leave_signal(self, flags: Sequence[str]) -> Signals:
         """On which a program with these flags saves and leaves, with `--exit-signal-handler`."""
-        if self is Dialect.SWISS_AI:
+        if self is MegatronDialect.SWISS_AI:
             return Signals.SIGUSR2
         told = [flags[at + 1] for at, flag in enumerate(flags[:-1]) if flag == EXIT_SIGNAL]
         told += [flag.partition("=")[2] for flag in flags if flag.startswith(f"{EXIT_SIGNAL}=")]
@@ -40,26 +40,26 @@ LONG_STEP = 10.0
 STEP_EDGE = 2.0
 """Seconds at either end of such a step in which its end may be."""
 
-_LEFT = re.compile(r"exiting program (after receiving \w+|after [\d.]+ minutes|at iteration \d+)")
+_LEFT_LINE = re.compile(r"exiting program (after receiving \w+|after [\d.]+ minutes|at iteration \d+)")
 """What both print when they have saved because of the signal, of --exit-duration-in-mins, or of --exit-interval."""
 
-CANNOT = "An error has been detected; Canceling pending scheduled jobs."
+DATA_REFUSED_LINE = "An error has been detected; Canceling pending scheduled jobs."
 """What swiss-ai prints before a failed check of its data is raised."""
 
-_REFUSED = re.compile(
+_FLAGS_REFUSED_LINE = re.compile(
     r"\.py: error: ((?:unrecognized arguments|argument --|ambiguous option|the following arguments are required).*)"
 )
 """What argparse prints of flags that it does not know, or whose values it cannot read, with the end of each rank."""
 
 
-def dialect_of(checkout: Path) -> Dialect:
+def megatron_dialect_of(checkout: Path) -> MegatronDialect:
     """Which dialect a checkout speaks, by the text of its arguments. Raises OSError where that cannot be read."""
     arguments = checkout / "megatron" / "training" / "arguments.py"
     text = arguments.read_text(encoding="utf-8", errors="replace")
-    return Dialect.SWISS_AI if "--trigger-path" in text else Dialect.NVIDIA
+    return MegatronDialect.SWISS_AI if "--trigger-path" in text else MegatronDialect.NVIDIA
 
 
-class MegatronLM:
+class MegatronProgram:
     """What Megatron-LM says and leaves on disk.
 
     Args:
@@ -73,7 +73,7 @@ class MegatronLM:
     def __init__(
         self,
         *,
-        dialect: Dialect,
+        dialect: MegatronDialect,
         logs: Sequence[tuple[str, int]],
         folder: Path,
         trigger_folder: Path,
@@ -81,7 +81,7 @@ class MegatronLM:
     ) -> None:
         self._dialect = dialect
         self._logs = logs
-        self._lines = [NewLines(path, offset=offset) for path, offset in logs]
+        self._lines = [LogFollower(path, offset=offset) for path, offset in logs]
         self._folder = folder
         self._trigger_folder = trigger_folder
         self._total_steps = total_steps
@@ -92,7 +92,7 @@ class MegatronLM:
         self._whole: set[int] = set()
         """Iterations of the checkpoints that have been found whole."""
         self._said_to_save: int | None = None
-        self._ending: Ending | None = None
+        self._ending: ProgramEnding | None = None
 
     def steps(self) -> list[ObservedStep]:
         """The iterations that it has said since the last call, rising; from its beginning for the first call."""
@@ -107,23 +107,27 @@ class MegatronLM:
                 elif (iteration := parse_save(line)) is not None:
                     self._said_to_save = iteration
                 else:
-                    self._ending = _ending(line) or self._ending
+                    self._ending = _ending_of_line(line) or self._ending
         return found
 
     def checkpoints(self) -> list[FoundCheckpoint]:
         """Every whole checkpoint that is there now, rising."""
-        found = megatron_lm_checkpoints.whole(self._folder, known=self._whole)
+        found = megatron_lm_checkpoints.whole_checkpoints(self._folder, known=self._whole)
         self._whole = {checkpoint.iteration for checkpoint in found}
         return found
 
     def saving(self) -> int | None:
         """The iteration of a checkpoint that it has begun and not finished."""
         begun = self._said_to_save
-        return begun if begun is not None and begun > (megatron_lm_checkpoints.tracked(self._folder) or 0) else None
+        return (
+            begun
+            if begun is not None and begun > (megatron_lm_checkpoints.tracked_iteration(self._folder) or 0)
+            else None
+        )
 
     def ask_to_save(self) -> str | None:
         """Touch its own trigger, which it removes itself. Returns why it cannot save now, in words."""
-        if self._dialect is not Dialect.SWISS_AI:
+        if self._dialect is not MegatronDialect.SWISS_AI:
             return "this Megatron-LM has no way to be asked for a checkpoint; set checkpoint.interval"
         self._trigger_folder.mkdir(parents=True, exist_ok=True)
         self.wait_inside_step()
@@ -138,14 +142,14 @@ class MegatronLM:
         takes at most one and a half short steps, or a few seconds.
         """
         seconds = self._step_seconds
-        if self._dialect is not Dialect.SWISS_AI or seconds is None:
+        if self._dialect is not MegatronDialect.SWISS_AI or seconds is None:
             return
         if seconds >= LONG_STEP:
             into = (time.monotonic() - self._step_seen) % seconds
             if not STEP_EDGE <= into <= seconds - STEP_EDGE:
                 time.sleep(STEP_EDGE - into if into < STEP_EDGE else seconds - into + STEP_EDGE)
             return
-        lines = [NewLines(path, offset=_size(path)) for path, _ in self._logs]
+        lines = [LogFollower(path, offset=_log_size(path)) for path, _ in self._logs]
         deadline = time.monotonic() + 2 * seconds + 1
         while time.monotonic() < deadline:
             if any(parse_step(line) is not None for each in lines for line in each.read()):
@@ -160,25 +164,25 @@ class MegatronLM:
         for name in ("save", "exit"):
             (self._trigger_folder / name).touch()
 
-    def ending(self, exit_code: int | None) -> Ending | None:
+    def ending(self, exit_code: int | None) -> ProgramEnding | None:
         """How it ended, by what it said and saved; its forks' exit codes alone tell nothing."""
         durable = self.checkpoints()
         if durable and durable[-1].iteration >= self._total_steps:
-            return Ending(outcome="done", words=f"the last iteration, {durable[-1].iteration}, is saved")
+            return ProgramEnding(outcome="done", words=f"the last iteration, {durable[-1].iteration}, is saved")
         if self._ending is None and exit_code == 0 and (self._trigger_folder / "exit").exists():
-            return Ending(outcome="left", words="its own exit file")
+            return ProgramEnding(outcome="left", words="its own exit file")
         return self._ending
 
 
-def _size(path: str) -> int:
+def _log_size(path: str) -> int:
     return os.stat(path).st_size if os.path.exists(path) else 0
 
 
-def _ending(line: str) -> Ending | None:
-    if (left := _LEFT.search(line)) is not None:
-        return Ending(outcome="left", words=left[1].removeprefix("after receiving "))
-    if CANNOT in line:
-        return Ending(outcome="fatal", words="Megatron-LM refuses its data (see the log): it would do so again")
-    if (refused := _REFUSED.search(line)) is not None:
-        return Ending(outcome="fatal", words=f"Megatron-LM refuses its flags: {refused[1]}")
+def _ending_of_line(line: str) -> ProgramEnding | None:
+    if (left := _LEFT_LINE.search(line)) is not None:
+        return ProgramEnding(outcome="left", words=left[1].removeprefix("after receiving "))
+    if DATA_REFUSED_LINE in line:
+        return ProgramEnding(outcome="fatal", words="Megatron-LM refuses its data (see the log): it would do so again")
+    if (refused := _FLAGS_REFUSED_LINE.search(line)) is not None:
+        return ProgramEnding(outcome="fatal", words=f"Megatron-LM refuses its flags: {refused[1]}")
     return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from signal import Signals
 
-from relayrun.control.rundir.lineage import Durable
+from relayrun.control.rundir.lineage import ResumePoint
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
-from relayrun.control.trainers.base import Observing
+from relayrun.control.trainers.base import AttemptObserver
 
 
-class Native:
+class NativeTrainer:
     """`python -m relayrun.train`, as the plan has it."""
 
     leave_signal = Signals.SIGUSR2
@@ -20,7 +20,7 @@ class Native:
     def __init__(self, plan: Plan) -> None:
         self._program = plan.program
 
-    def prepare(self, base: Durable, *, attempt: int) -> list[str]:
+    def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
         """Nothing: every rank reads begin.json."""
         del base, attempt
         return []
@@ -34,7 +34,7 @@ class Native:
         del begin
         return {"PYTHONSAFEPATH": "1"}
 
-    def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> Observing | None:
+    def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
         """Nobody: rank 0 writes the records."""
         del begin, signal_ranks
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-TRACE = "nvtx,cudnn,cublas,cuda"
+NSYS_TRACE = "nvtx,cudnn,cublas,cuda"
 
 
 def nsys_command(output: str, options: Sequence[str] = ()) -> list[str]:
@@ -15,7 +15,7 @@ def nsys_command(output: str, options: Sequence[str] = ()) -> list[str]:
     """
     own = [
         "--sample=none",
-        f"--trace={TRACE}",
+        f"--trace={NSYS_TRACE}",
         f"--output={output}",
         "--force-overwrite=true",
         "--capture-range=cudaProfilerApi",

@@ -18,21 +18,28 @@ from dataclasses import asdict
 
 from relayrun.control.rundir import hand_over, triggers
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lead import SAVES, STEPS, lead_of, percentile
-from relayrun.control.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName, Started
+from relayrun.control.rundir.lead import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
+from relayrun.control.rundir.records import (
+    AttemptOutcome,
+    AttemptOutcomeName,
+    AttemptStart,
+    CheckpointCommit,
+    Heartbeat,
+    StartTimes,
+)
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, Program
-from relayrun.control.trainers.retention import Retention
-from relayrun.files import append_line, sizes, write_atomic, write_json
+from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, TrainerProgram
+from relayrun.control.trainers.retention import CheckpointRetention
+from relayrun.files import append_line, file_sizes, write_atomic, write_json
 
 LOOK_SECONDS = 1.0
 """Between two looks; a save that begins and ends between them takes less."""
 
-STEPS_TO_OBEY = 2
+SAVE_STEPS = 2
 """A program that has been asked to leave, and makes so many steps more, has not heard it."""
 
 
-class Observer:
+class ProgramObserver:
     """Follows one attempt.
 
     Args:
@@ -49,10 +56,10 @@ class Observer:
         run: Run,
         attempt: Attempt,
         begin: AttemptStart,
-        program: Program,
+        program: TrainerProgram,
         *,
         leave: Callable[[], None],
-        retention: Retention | None = None,
+        retention: CheckpointRetention | None = None,
         end: Callable[[], None] | None = None,
         ask_again: bool = False,
     ) -> None:
@@ -75,8 +82,8 @@ class Observer:
         """The first iteration that it said in this attempt; 0 is no iteration that it has done."""
         self._samples: dict[int, int] = {}
         """Samples consumed with the iterations whose checkpoints may still come."""
-        self._steps: deque[float] = deque(maxlen=STEPS)
-        self._saves: deque[float] = deque(maxlen=SAVES)
+        self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
+        self._saves: deque[float] = deque(maxlen=GRACE_SAVES)
         self._committed = begin.base_iteration
         self._save_begun: tuple[int, float] | None = None
         """Iteration of the save under way, and when it was first seen (monotonic)."""
@@ -112,8 +119,8 @@ class Observer:
         ending = self._program.ending(exit_code)
         if ending is None:
             return
-        exit_trigger = triggers.look(self._run, "exit")
-        outcome: OutcomeName
+        exit_trigger = triggers.read_trigger(self._run, "exit")
+        outcome: AttemptOutcomeName
         if ending.outcome == "left":
             if self._committed < self._iteration:
                 return  # it says that it saved, and what it saved is not whole: no outcome, the law judges
@@ -125,9 +132,11 @@ class Observer:
         else:
             outcome, words = ending.outcome, ending.words
         now = time.time()
-        Outcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
+        AttemptOutcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
         if exit_trigger is not None:  # behind the outcome: what is acknowledged has come
-            triggers.acknowledge(self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}")
+            triggers.acknowledge_trigger(
+                self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}"
+            )
         if outcome == "done" and self._retention is not None:
             self._retention.finish(self._program.checkpoints())
 
@@ -136,7 +145,7 @@ class Observer:
         for line in self._attempt.metrics_backwards():
             self._iteration = max(self._iteration, int(line["iteration"]))
             break
-        start = hand_over.start_of(self._attempt)
+        start = hand_over.read_restart_base(self._attempt)
         for number, commit in enumerate(self._attempt.read_commits()):
             if start is None or number >= start.commits:  # those of earlier rounds that count are not behind the base
                 self._committed = max(self._committed, commit.iteration)
@@ -184,7 +193,7 @@ class Observer:
             f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
             "given, and say iterations counted from the beginning of the run"
         )
-        Outcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time()).write(
+        AttemptOutcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time()).write(
             self._attempt.outcome
         )
 
@@ -203,7 +212,7 @@ class Observer:
                 moved, self._said = True, (step.iteration, now)
         if self._said is not None and not self._attempt.started.exists():
             begun = self._begin.start_time  # nothing is known of the start's parts
-            over = Started(process=begun, imported=begun, initialised=begun, loaded=time.time())
+            over = StartTimes(process=begun, imported=begun, initialised=begun, loaded=time.time())
             over.write(self._attempt.started)
         return moved
 
@@ -218,7 +227,7 @@ class Observer:
         """
         if not checkpoint.may_change:
             return True
-        now = sizes(checkpoint.path)
+        now = file_sizes(checkpoint.path)
         before, self._files[checkpoint.path] = self._files.get(checkpoint.path), now
         return before == now
 
@@ -243,13 +252,13 @@ class Observer:
         begun = self._save_begun
         seen = begun is not None and begun[0] == checkpoint.iteration
         seconds = time.monotonic() - begun[1] if begun is not None and seen else LOOK_SECONDS
-        commit = Commit(
+        commit = CheckpointCommit(
             iteration=checkpoint.iteration,
             path=checkpoint.path,
             consumed_samples=self._samples.get(checkpoint.iteration, -1),
             time=time.time(),
             seconds=seconds,
-            files=sizes(checkpoint.path),
+            files=file_sizes(checkpoint.path),
         )
         self._attempt.append_commit(commit)
         self._committed = checkpoint.iteration
@@ -258,7 +267,7 @@ class Observer:
         self._files.pop(checkpoint.path, None)
         if self._save_asked is not None:
             result = f"saved iteration {checkpoint.iteration}"
-            triggers.acknowledge(self._run, self._save_asked, iteration=checkpoint.iteration, result=result)
+            triggers.acknowledge_trigger(self._run, self._save_asked, iteration=checkpoint.iteration, result=result)
             self._save_asked = None
 
     def _heartbeat(self, phase: str, *, moved: bool) -> None:
@@ -278,26 +287,26 @@ class Observer:
         write_json(self._attempt.heartbeats / "program.json", asdict(self._beat), durable=False)
 
     def _obey_save(self) -> None:
-        asked = triggers.look(self._run, "save")
+        asked = triggers.read_trigger(self._run, "save")
         if asked is None or asked == self._save_asked:
             return
         why_not = self._program.ask_to_save()
         if why_not is None:
             self._save_asked = asked  # answered when a checkpoint has come
         else:
-            triggers.acknowledge(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
+            triggers.acknowledge_trigger(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
 
     def _obey_leave(self) -> None:
         """Who finds `attempts/N/stop` knows that the program has been asked; the ranks of one that heard it leave."""
         if self._attempt.stop.exists():
             if self._asked_at is None:
                 self._asked_at = self._iteration
-            elif self._ask_again and self._iteration >= self._asked_at + STEPS_TO_OBEY:
+            elif self._ask_again and self._iteration >= self._asked_at + SAVE_STEPS:
                 self._leave()
                 self._asked_at = self._iteration
             return
         begin = self._begin
-        exit_trigger = triggers.look(self._run, "exit")
+        exit_trigger = triggers.read_trigger(self._run, "exit")
         if exit_trigger is not None:
             why = f"exit trigger by {exit_trigger.user}"
         elif begin.job_end_time is not None and time.time() >= begin.job_end_time - self._lead():
@@ -309,4 +318,4 @@ class Observer:
 
     def _lead(self) -> float:
         under_way = None if self._save_begun is None else time.monotonic() - self._save_begun[1]
-        return lead_of(self._begin, self._steps, self._saves, under_way=under_way)
+        return current_grace_period(self._begin, self._steps, self._saves, under_way=under_way)

@@ -24,7 +24,7 @@ from relayrun.control.trainers.base import ObservedStep
 
 log = logging.getLogger(__name__)
 
-ITERATION = ("iteration", "step", "global_step")
+ITERATION_KEYS = ("iteration", "step", "global_step")
 """What programs call the iteration in a line of JSON; the first that is there counts."""
 
 LINE_SECONDS = 0.25
@@ -48,13 +48,13 @@ class LogPattern:
                 continue
             begun = time.thread_time()
             try:
-                with _limited(LINE_SECONDS):
+                with _time_limited(LINE_SECONDS):
                     found = self._pattern.search(line)
-            except _TooSlow:
+            except _PatternTooSlow:
                 found = None
                 spent += time.thread_time() - begun
                 self._complain(line)
-            if found is not None and (step := _step(found.groupdict())) is not None:
+            if found is not None and (step := _make_step(found.groupdict())) is not None:
                 yield step
 
     def _complain(self, line: str) -> None:
@@ -79,17 +79,17 @@ def json_step(line: str) -> ObservedStep | None:
         return None
     if not isinstance(entry, dict):
         return None
-    iteration = next((entry[name] for name in ITERATION if name in entry), None)
+    iteration = next((entry[name] for name in ITERATION_KEYS if name in entry), None)
     metrics = entry["metrics"] if isinstance(entry.get("metrics"), dict) else entry
-    return _step({**metrics, "iteration": iteration})
+    return _make_step({**metrics, "iteration": iteration})
 
 
-def _step(values: Mapping[str, Any]) -> ObservedStep | None:
-    numbers = {name: number for name, value in values.items() if (number := _number(value)) is not None}
+def _make_step(values: Mapping[str, Any]) -> ObservedStep | None:
+    numbers = {name: number for name, value in values.items() if (number := _finite_number(value)) is not None}
     iteration = numbers.pop("iteration", None)
     if iteration is None or iteration < 0:
         return None
-    for name in ITERATION:
+    for name in ITERATION_KEYS:
         numbers.pop(name, None)
     seconds, samples = numbers.pop("step_seconds", None), numbers.pop("consumed_samples", None)
     return ObservedStep(
@@ -100,7 +100,7 @@ def _step(values: Mapping[str, Any]) -> ObservedStep | None:
     )
 
 
-def _number(value: object) -> float | None:
+def _finite_number(value: object) -> float | None:
     """A finite number, or text that is one; JSON has no others."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -111,12 +111,12 @@ def _number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class _TooSlow(Exception):
+class _PatternTooSlow(Exception):
     pass
 
 
 @contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
+def _time_limited(seconds: float) -> Iterator[None]:
     """Raise _TooSlow inside after so much processor time of this process.
 
     A search looks for signals now and then, and nothing else ends one. In another thread than the main one, where
@@ -127,7 +127,7 @@ def _limited(seconds: float) -> Iterator[None]:
         return
 
     def interrupt(_number: int, _frame: object) -> None:
-        raise _TooSlow
+        raise _PatternTooSlow
 
     before = signal.signal(signal.SIGVTALRM, interrupt)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

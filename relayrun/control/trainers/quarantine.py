@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relayrun.files import free_name, fsync_directory
+from relayrun.files import fsync_directory, unused_name
 
 
-def quarantine(folder: Path, paths: Sequence[Path], *, attempt: int, fault: Callable[[Path], str | None]) -> list[str]:
+def quarantine_checkpoints(
+    folder: Path, paths: Sequence[Path], *, attempt: int, fault: Callable[[Path], str | None]
+) -> list[str]:
     """Move checkpoints of `folder` to its `.quarantine`. Returns what was moved, in words.
 
     `attempt`: which moves them. `fault`: what is wrong with one, None where nothing is.
@@ -18,7 +20,7 @@ def quarantine(folder: Path, paths: Sequence[Path], *, attempt: int, fault: Call
     for path in paths:
         away = folder / ".quarantine"
         away.mkdir(exist_ok=True)
-        target = free_name(away, f"{path.name}-{attempt:04}")
+        target = unused_name(away, f"{path.name}-{attempt:04}")
         why = fault(path) or "no attempt has it on record"
         os.rename(path, target)
         moved.append(f"{path} ({why}) moved to {target}")

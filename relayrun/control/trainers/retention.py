@@ -18,13 +18,13 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import FoundCheckpoint
-from relayrun.files import free_name, fsync_directory
+from relayrun.files import fsync_directory, unused_name
 
-SLICE_SECONDS = 0.5
+REMOVE_SECONDS = 0.5
 """How long one look removes files: the watch has more to do."""
 
 
-class Retention:
+class CheckpointRetention:
     """Keeps a run's newest checkpoints, and those of every so many iterations.
 
     Args:
@@ -59,7 +59,7 @@ class Retention:
         """
         if not saving:
             self._take_away(found)
-        self._remove(time.monotonic() + SLICE_SECONDS)
+        self._remove(time.monotonic() + REMOVE_SECONDS)
 
     def finish(self, found: Sequence[FoundCheckpoint]) -> None:
         """The same when the program has trained all it was to train: no look comes behind this one."""
@@ -75,13 +75,18 @@ class Retention:
         old = [checkpoint for checkpoint in line[: -self._keep_last] if not self._is_multiple(checkpoint.iteration)]
         if not old:
             return
-        stays = evaluations.held(self._run) | mirror.held(self._run) | campaign.held(self._run) | {self._tracked()}
+        stays = (
+            evaluations.iterations_held_by_evaluations(self._run)
+            | mirror.iterations_held_by_mirror(self._run)
+            | campaign.iterations_held_by_campaign(self._run)
+            | {self._tracked()}
+        )
         for checkpoint in old:
             if checkpoint.iteration in stays:
                 continue
             self._folder.mkdir(exist_ok=True)
             path = Path(checkpoint.path)
-            os.rename(path, free_name(self._folder, path.name))
+            os.rename(path, unused_name(self._folder, path.name))
             fsync_directory(path.parent)
 
     def _is_multiple(self, iteration: int) -> bool:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Literal
 
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import record_streams
+from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.errors import RunDirError
 
-Mode = Literal["online", "offline"]
+WandbMode = Literal["online", "offline"]
 
 log = logging.getLogger(__name__)
 
 
-def wandb_mode(environment: Mapping[str, str]) -> Mode | None:
+def wandb_mode(environment: Mapping[str, str]) -> WandbMode | None:
     """Return whether W&B is on, from its own variables: WANDB_API_KEY, or WANDB_MODE=offline; None where it is off."""
     wanted = environment.get("WANDB_MODE", "online" if environment.get("WANDB_API_KEY") else "disabled")
     if wanted == "offline":
@@ -23,10 +23,10 @@ def wandb_mode(environment: Mapping[str, str]) -> Mode | None:
     return "online" if wanted in ("online", "run") and environment.get("WANDB_API_KEY") else None
 
 
-def variables(run: Run) -> dict[str, str]:
+def wandb_variables(run: Run) -> dict[str, str]:
     """Return the environment variables that name W&B's run: the same one up to a rewind."""
     try:
-        return {"WANDB_RUN_ID": record_streams(run)[-1].id, "WANDB_RESUME": "allow"}
+        return {"WANDB_RUN_ID": update_tracker_runs(run)[-1].id, "WANDB_RESUME": "allow"}
     except RunDirError as error:  # no attempt fails for it: W&B begins another run
         log.warning("%s: %s", run.streams, error.message)
         return {}

@@ -29,35 +29,35 @@ from pathlib import Path
 from rich.console import Console
 
 from relayrun import places
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.lead import SAVES, measured_lead
-from relayrun.control.rundir.lineage import Lineage, durable
+from relayrun.control.rundir.lead import GRACE_SAVES, measured_grace_period
+from relayrun.control.rundir.lineage import Lineage, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.start_time import start_seconds
-from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_lines
 from relayrun.lab.demo import continuation, corpus, stories, unigram
-from relayrun.lab.demo.continuation import first_words
+from relayrun.lab.demo.continuation import first_heldout_words
 from relayrun.slurmtime import format_time
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
-from relayrun.watch.follow import Follower
-from relayrun.watch.report import report
-from relayrun.watch.report.report import Report
+from relayrun.watch.follow import ProgressFollower
+from relayrun.watch.report import terminal_report
+from relayrun.watch.report.terminal_report import AttemptsReport
 
-OUTPUT = places.CODE / "demo-output"
-MARKER = OUTPUT / ".made-by-relayrun-demo"
+OUTPUT = places.CODE_ROOT / "demo-output"
+OUTPUT_MARKER = OUTPUT / ".made-by-relayrun-demo"
 MARGIN = 1.0
 """Nats per token that the held-out loss must lie below the unigram entropy."""
-TRAINED_ON = {"stories": 0.8, "docs": 0.12, "code": 0.08}
+MIXTURE_WEIGHTS = {"stories": 0.8, "docs": 0.12, "code": 0.08}
 """Shares of the mixture."""
-SHARE_OF_A_JOB = 0.55
+JOB_SHARE = 0.55
 """The time limit of the next jobs suffices for this share of the iterations that are left, so two jobs are needed."""
-WIDTH = 48
+CHART_WIDTH = 48
 """Characters of the relay's track."""
-TRIES = 4
+MAX_EMPTY_JOBS = 4
 """Jobs in a row without a new checkpoint, each with twice the time of the one before, after which the demo gives up."""
 
 console = Console(stderr=True, highlight=False)
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument(
         "--size",
         choices=sorted(
-            path.stem.removeprefix("llama-") for path in places.shared("configs/models").glob("llama-*m.yaml")
+            path.stem.removeprefix("llama-") for path in places.shared_file("configs/models").glob("llama-*m.yaml")
         ),
         default="3m",
     )
@@ -85,27 +85,29 @@ def main() -> int:
     )
     options = parser.parse_args()
     started = time.monotonic()
-    model = yamlfile.read(places.shared(f"configs/models/llama-{options.size}.yaml")).values["model"]
+    model = yaml_file.read_yaml(places.shared_file(f"configs/models/llama-{options.size}.yaml")).values["model"]
     overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
-    config_file = places.shared("configs/runs") / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
-    config = compose.native(compose.load(config_file, overrides))
+    config_file = places.shared_file("configs/runs") / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
+    config = compose.require_native(compose.load_run_config(config_file, overrides))
     run = Run(Path(config.run_dir or ""))
-    clear_former(run, f"{config.project}/{config.name}")
+    remove_former_output(run, f"{config.project}/{config.name}")
 
-    headline("1. text: made-up stories, and documentation and sources of this Python installation, as parquet")
-    told = stories.build(OUTPUT / "stories", megabytes=options.megabytes)
+    print_headline("1. text: made-up stories, and documentation and sources of this Python installation, as parquet")
+    told = stories.build_stories(OUTPUT / "stories", megabytes=options.megabytes)
     corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
     texts = {
         "stories": told.train,
         "heldout": told.heldout,
         **{name: OUTPUT / "text" / name for name in ("docs", "code")},
     }
-    console.print(f"{told.documents:,} stories; the first words of one: {first_words(told.train, words=16)} ...")
-    headline("2. tokenizer: byte-level BPE, trained on this text")
-    tokenizer = train_tokenizer([texts[name] for name in TRAINED_ON], OUTPUT / "tokenizer")
+    console.print(
+        f"{told.documents:,} stories; the first words of one: {first_heldout_words(told.train, words=16)} ..."
+    )
+    print_headline("2. tokenizer: byte-level BPE, trained on this text")
+    tokenizer = train_tokenizer([texts[name] for name in MIXTURE_WEIGHTS], OUTPUT / "tokenizer")
     console.print(str(tokenizer))
 
-    headline("3. tokens: dumps, tokenized with datatrove as jobs")
+    print_headline("3. tokens: dumps, tokenized with datatrove as jobs")
     for name, folder in texts.items():
         dumps = OUTPUT / "dumps" / name
         run_program(
@@ -120,25 +122,27 @@ def main() -> int:
         executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
         run_program("launchers/submit_tokenization.py", write_tokenization_config(name, dumps, tokenizer), *executor)
 
-    headline("4. mixture: a folder of links, " + ", ".join(f"{share:.0%} {name}" for name, share in TRAINED_ON.items()))
+    print_headline(
+        "4. mixture: a folder of links, " + ", ".join(f"{share:.0%} {name}" for name, share in MIXTURE_WEIGHTS.items())
+    )
     run_program(
         "scripts/tools/create_data_mixture.py",
         "--folders",
-        *(OUTPUT / "tokens" / "demo" / name for name in TRAINED_ON),
+        *(OUTPUT / "tokens" / "demo" / name for name in MIXTURE_WEIGHTS),
         "--weights",
-        *TRAINED_ON.values(),
+        *MIXTURE_WEIGHTS.values(),
         "--output",
         OUTPUT / "mixture",
     )
 
-    headline("5. training: a Llama on two ranks, through as many jobs as their time limits ask for")
-    train(run, config, [config_file, *(f"--set={text}" for text in overrides)], slurm=options.slurm)
+    print_headline("5. training: a Llama on two ranks, through as many jobs as their time limits ask for")
+    train_to_end(run, config, [config_file, *(f"--set={text}" for text in overrides)], slurm=options.slurm)
 
-    headline("6. the model as a Hugging Face folder")
+    print_headline("6. the model as a Hugging Face folder")
     run_relayrun("export", "hf", run.path, "--output", OUTPUT / "hf", "--test-logits")
 
-    headline("7. report")
-    return show(run, config, seconds=time.monotonic() - started)
+    print_headline("7. report")
+    return print_results(run, config, seconds=time.monotonic() - started)
 
 
 def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Path) -> Path:
@@ -155,17 +159,17 @@ def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Pa
         "executor": "local",
         "max_parallel": 2,
     }
-    path.write_text(yamlfile.dump(settings), encoding="utf-8")
+    path.write_text(yaml_file.dump_yaml(settings), encoding="utf-8")
     return path
 
 
-def train(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool) -> None:
+def train_to_end(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool) -> None:
     """Train to the last step. Raises RelayrunError, with the reason, where several jobs in a row save nothing."""
     third = f"--set=training.stop_after={config.training.steps // 3}"
     run_chain(run, partial(run_program, "launchers/submit.py", *submit, third, chain=True), slurm=slurm)
     fruitless = 0
-    while (done := durable(run).iteration) < config.training.steps:
-        work, lead = work_and_lead(run, left=config.training.steps - done)
+    while (done := resume_point(run).iteration) < config.training.steps:
+        work, lead = work_and_grace_time(run, left=config.training.steps - done)
         unit = 60 if slurm else 1  # Slurm counts minutes
         limit = math.ceil((work * 2**fruitless + lead) / unit) * unit
         lead = limit - math.ceil(work * 2**fruitless)
@@ -175,13 +179,13 @@ def train(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool)
         changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.lead={lead}")
         words = ("resume", run.path, *(f"--set={change}" for change in changes))
         run_chain(run, partial(run_relayrun, *words, chain=True), slurm=slurm)
-        fruitless = fruitless + 1 if durable(run).iteration == done else 0
-        if fruitless == TRIES:
+        fruitless = fruitless + 1 if resume_point(run).iteration == done else 0
+        if fruitless == MAX_EMPTY_JOBS:
             why = (
                 run.stop.read_text(encoding="utf-8").partition("\n")[0] if run.stop.exists() else "its jobs have ended"
             )
             raise RelayrunError(
-                f"{TRIES} chains in a row saved nothing behind iteration {done}: {why}",
+                f"{MAX_EMPTY_JOBS} chains in a row saved nothing behind iteration {done}: {why}",
                 where=run.path,
                 hint=f"relayrun status {run.path} says what its jobs did, relayrun logs {run.path} what they printed",
             )
@@ -195,12 +199,12 @@ def run_chain(run: Run, start: Callable[[], bool], *, slurm: bool) -> None:
     wait_for_chain(run, slurm=slurm)
 
 
-def work_and_lead(run: Run, *, left: int) -> tuple[float, float]:
+def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
     """Seconds in which a job does a little more than half of the iterations that are left, and seconds to leave in.
 
     By the newest attempt: what it took besides its steps (start, evaluation, saves), the next one takes as well.
     """
-    attempts = [row for row in report.read_report(run).attempts if row.seconds is not None]
+    attempts = [row for row in terminal_report.read_attempts_report(run).attempts if row.seconds is not None]
     trained = [row for row in attempts if row.trained]
     if not trained:
         took = sum(row.seconds or 0.0 for row in attempts) or 60.0
@@ -209,37 +213,37 @@ def work_and_lead(run: Run, *, left: int) -> tuple[float, float]:
     steps = [line for line in read_lines(run.attempt(newest.number).metrics) if "step_seconds" in line]
     step: float = statistics.mean(line["step_seconds"] for line in steps)
     besides: float = max((newest.seconds or 0.0) - step * len(steps), *start_seconds(run))
-    lead = measured_lead([step], Lineage(run).newest_saves(SAVES), floor=0.0, ceiling=math.inf)
-    return besides + step * SHARE_OF_A_JOB * left, besides if lead is None else lead
+    lead = measured_grace_period([step], Lineage(run).newest_saves(GRACE_SAVES), floor=0.0, ceiling=math.inf)
+    return besides + step * JOB_SHARE * left, besides if lead is None else lead
 
 
-def relay(summary: Report) -> str:
+def attempts_chart(summary: AttemptsReport) -> str:
     """The attempts as a relay: what each trained, one under the other."""
     last = max((row.last_iteration for row in summary.attempts), default=0) or 1
     lines = []
     for row in summary.attempts:
         if row.trained:
             begin, end = (
-                round(WIDTH * iteration / last) for iteration in (row.first_iteration - 1, row.last_iteration)
+                round(CHART_WIDTH * iteration / last) for iteration in (row.first_iteration - 1, row.last_iteration)
             )
             bar = " " * begin + "█" * max(1, end - begin)
             why = row.reason.partition(";")[0]
-            lines.append(f"  job {row.number}  {bar:{WIDTH}}  {row.first_iteration}-{row.last_iteration}: {why}")
+            lines.append(f"  job {row.number}  {bar:{CHART_WIDTH}}  {row.first_iteration}-{row.last_iteration}: {why}")
     return "\n".join(lines)
 
 
-def show(run: Run, config: RunConfig, *, seconds: float) -> int:
+def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print what was made; return 1 if the model has not learned."""
-    summary = report.read_report(run)
+    summary = terminal_report.read_attempts_report(run)
     output = Console(highlight=False)
     output.width = max(output.width, 110)
-    output.print(report.attempts_table(summary))
+    output.print(terminal_report.attempts_table(summary))
     if not summary.validation.get("heldout"):
         raise RelayrunError(
             "the training ended before its last iteration", where=run.path, hint=f"relayrun status {run.path} says why"
         )
     picture = run.path / "loss.png"
-    report.write_png(summary, picture)
+    terminal_report.write_png(summary, picture)
     for what, path in (
         ("text", f"{OUTPUT / 'stories'}, {OUTPUT / 'text'}"),
         ("tokens", OUTPUT / "tokens"),
@@ -247,21 +251,21 @@ def show(run: Run, config: RunConfig, *, seconds: float) -> int:
         ("run directory", run.path),
         ("model", OUTPUT / "hf"),
         ("loss curve", picture),
-        ("logs", places.CODE / "logs/slurm/training"),
+        ("logs", places.CODE_ROOT / "logs/slurm/training"),
     ):
         print(f"{what:14} {path}")
-    print(report.terminal_curve(summary))
-    print("The relay: each job went on from the checkpoint of the one before.\n" + relay(summary))
+    print(terminal_report.terminal_curve(summary))
+    print("The relay: each job went on from the checkpoint of the one before.\n" + attempts_chart(summary))
     iteration, loss = summary.validation["heldout"][-1]
-    entropy = unigram.entropy(config, run, "heldout")
+    entropy = unigram.unigram_entropy(config, run, "heldout")
     learned = loss <= entropy - MARGIN
     print(
         f"\nheld-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
         f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
         f"{'learned' if learned else 'NOT LEARNED'}"
     )
-    prompt = continuation.first_words(OUTPUT / "stories/heldout", words=continuation.WORDS)
-    before, after = continuation.before_and_after(OUTPUT / "hf", prompt)
+    prompt = continuation.first_heldout_words(OUTPUT / "stories/heldout", words=continuation.PROMPT_WORDS)
+    before, after = continuation.continue_before_and_after(OUTPUT / "hf", prompt)
     print(
         f"\nThe first words of a story that it never saw, and how the model goes on:\n  {prompt} ...\n"
         f"  before training: {before}\n  after training:  {after}\n\n"
@@ -276,9 +280,9 @@ def wait_for_chain(run: Run, *, slurm: bool) -> None:
     if not slurm:
         return
     plan = Plan.load(run)
-    follower = Follower(run, total_steps=plan.total_steps)
+    follower = ProgressFollower(run, total_steps=plan.total_steps)
     seen: dict[str, str] = {}
-    while jobs := {job.id: job.state for job in for_plan(plan, run).jobs(plan)}:
+    while jobs := {job.id: job.state for job in scheduler_for_plan(plan, run).jobs(plan)}:
         if jobs != seen:
             console.print(
                 time.strftime("%H:%M:%S")
@@ -290,14 +294,14 @@ def wait_for_chain(run: Run, *, slurm: bool) -> None:
         time.sleep(1)
 
 
-def clear_former(run: Run, name: str) -> None:
+def remove_former_output(run: Run, name: str) -> None:
     """Remove what an earlier demo made, and nothing else. Raises RelayrunError."""
     if OUTPUT.exists():
-        if not MARKER.exists():
+        if not OUTPUT_MARKER.exists():
             raise RelayrunError("this folder was not made by the demo", where=OUTPUT, hint="move it away")
         shutil.rmtree(OUTPUT)
     OUTPUT.mkdir()
-    MARKER.touch()
+    OUTPUT_MARKER.touch()
     if run.path.exists():
         plan = Plan.load(run)
         if plan.run != name:
@@ -310,7 +314,7 @@ def run_program(program: str, *arguments: object, chain: bool = False) -> bool:
 
     `chain`: it waits for a chain, whose records say how that went; return whether it failed.
     """
-    return run_python([places.shared(program), *arguments], shown=[program, *arguments], chain=chain)
+    return run_python([places.shared_file(program), *arguments], shown=[program, *arguments], chain=chain)
 
 
 def run_relayrun(*arguments: object, chain: bool = False) -> bool:
@@ -323,13 +327,13 @@ def run_python(command: Sequence[object], *, shown: Sequence[object], chain: boo
     """Run a Python program, and show it as a user would write it; return whether it failed. Raises RelayrunError."""
     words = shlex.join(map(str, shown))
     console.print("[bold]$[/] " + words, soft_wrap=True)
-    failed = subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE, check=False).returncode
+    failed = subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE_ROOT, check=False).returncode
     if failed and not chain:
         raise RelayrunError("this step of the demo failed; its message stands above", where=words)
     return failed != 0
 
 
-def headline(text: str) -> None:
+def print_headline(text: str) -> None:
     console.print(f"\n[bold]== {text}[/]", soft_wrap=True)
 
 

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
 
-WORDS = 12
+PROMPT_WORDS = 12
 NEW_TOKENS = 60
 
 
-def first_words(folder: Path, *, words: int) -> str:
+def first_heldout_words(folder: Path, *, words: int) -> str:
     """The first words of the first text in the parquet files below `folder`. Raises InputError if there is none."""
     for path in sorted(folder.glob("*.parquet")):
         for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
@@ -21,7 +21,7 @@ def first_words(folder: Path, *, words: int) -> str:
     raise InputError("no text in these files", where=folder)
 
 
-def before_and_after(model_folder: Path, prompt: str) -> tuple[str, str]:
+def continue_before_and_after(model_folder: Path, prompt: str) -> tuple[str, str]:
     """Continue `prompt` with random weights and with those of a Hugging Face folder; one seed draws both texts."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils.logging import disable_progress_bar

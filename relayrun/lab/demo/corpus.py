@@ -27,8 +27,8 @@ from pathlib import Path
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import replaced_folder, write_json
 
-SETS = ("docs", "code", "heldout")
-RECORD = "corpus.json"
+CORPUS_SETS = ("docs", "code", "heldout")
+CORPUS_RECORD = "corpus.json"
 DOCS_SHARE = 0.6
 HELDOUT_SHARE = 0.02
 PARTS = 4
@@ -70,7 +70,7 @@ class Corpus:
 
 
 @dataclass
-class _Gathering:
+class _SetDocuments:
     """The documents of one set while files are read, as (path, text)."""
 
     wanted: int
@@ -101,15 +101,15 @@ def build_corpus(
     _check_output(output)
     wanted = int(megabytes * 1e6)
     sets = {
-        "docs": _Gathering(wanted=int(wanted * DOCS_SHARE)),
-        "code": _Gathering(wanted=wanted - int(wanted * DOCS_SHARE)),
-        "heldout": _Gathering(wanted=0),
+        "docs": _SetDocuments(wanted=int(wanted * DOCS_SHARE)),
+        "code": _SetDocuments(wanted=wanted - int(wanted * DOCS_SHARE)),
+        "heldout": _SetDocuments(wanted=0),
     }
     seen: set[bytes] = set()
     for kind, path, text in _documents(_ordered(_library_files(), seed), sets):
         data = text.encode()
         digest = hashlib.sha256(data).digest()
-        if sets[kind].full or digest in seen or not SMALLEST <= len(data) <= LARGEST or not learnable(text):
+        if sets[kind].full or digest in seen or not SMALLEST <= len(data) <= LARGEST or not is_learnable(text):
             continue
         seen.add(digest)
         held = int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32
@@ -133,12 +133,12 @@ def build_corpus(
             documents = sorted(gathering.documents, key=lambda document: _keyed(document[0], seed))
             _write_parquet(building / name, documents, parts=1 if name == "heldout" else PARTS)
         counts = {name: {"documents": s.documents, "bytes": s.bytes} for name, s in made.items()}
-        write_json(building / RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
+        write_json(building / CORPUS_RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
         _check_output(output)  # again: something else may have come meanwhile
     return Corpus(**made)
 
 
-def learnable(text: str) -> bool:
+def is_learnable(text: str) -> bool:
     """Whether a text is language or code, rather than data: decided by its lines and its characters."""
     if "\0" in text or UNBROKEN.search(text) or max(map(len, text.split("\n"))) > 2000:
         return False
@@ -169,7 +169,7 @@ def docstrings(source: str, module: str) -> str:
     return "\n\n".join(pieces)
 
 
-def topics(source: str) -> list[tuple[str, str]]:
+def pydoc_topics(source: str) -> list[tuple[str, str]]:
     """The help texts of `pydoc`: a module with one dictionary of strings."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -205,16 +205,16 @@ def _keyed(path: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}/".encode() + os.fsencode(path)).digest()
 
 
-def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _Gathering]) -> Iterator[tuple[str, str, str]]:
+def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _SetDocuments]) -> Iterator[tuple[str, str, str]]:
     """Yield (set, path, text) until the training sets are full."""
     for relative, path in files:
         if sets["docs"].full and sets["code"].full:
             return
-        text = _read(path)
+        text = _read_text(path)
         if text is None or not relative.isprintable():
             continue
         if relative == TOPICS:
-            yield from (("docs", f"{relative}#{name}", topic) for name, topic in topics(text))
+            yield from (("docs", f"{relative}#{name}", topic) for name, topic in pydoc_topics(text))
         elif relative.endswith(SOURCE):
             if sum(map(len, TRIPLE.findall(text))) < 0.2 * len(text):
                 yield "code", relative, text
@@ -230,7 +230,7 @@ def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _Gathering]) ->
             yield "docs", relative, text
 
 
-def _read(path: str) -> str | None:
+def _read_text(path: str) -> str | None:
     """The text of a file, or None if it is too small, too large, unreadable or not UTF-8."""
     try:
         if not SMALLEST <= os.stat(path).st_size <= LARGEST:
@@ -269,7 +269,7 @@ def _check_output(output: Path) -> None:
         return
     if not output.is_dir():
         raise InputError("the output exists and is not a folder", where=output)
-    ours = re.compile(rf"{re.escape(RECORD)}|({'|'.join(SETS)})/part-\d{{3}}\.parquet")
+    ours = re.compile(rf"{re.escape(CORPUS_RECORD)}|({'|'.join(CORPUS_SETS)})/part-\d{{3}}\.parquet")
     for folder, _, names in os.walk(output):
         for name in names:
             relative = os.path.relpath(os.path.join(folder, name), output)

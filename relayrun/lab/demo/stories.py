@@ -122,7 +122,7 @@ PLOTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stories:
+class StorySets:
     """The folders that `build` made, each of parquet files with a column `text`."""
 
     train: Path
@@ -132,7 +132,7 @@ class Stories:
     """Bytes of all texts in `train`, as UTF-8."""
 
 
-def build(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Stories:
+def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> StorySets:
     """Write stories of so many million bytes below `output`; about 1 in 100 is held out, chosen by its content.
 
     No story occurs twice. The same arguments give the same files.
@@ -140,7 +140,7 @@ def build(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Stories:
     train: list[str] = []
     heldout: list[str] = []
     size, seen = 0, set[bytes]()
-    for text in stories(seed):
+    for text in generate_stories(seed):
         if size >= megabytes * 1e6:
             break
         digest = hashlib.sha256(text.encode()).digest()
@@ -153,19 +153,19 @@ def build(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Stories:
             train.append(text)
             size += len(text.encode())
     with replaced_folder(output) as building:
-        _write(building / "train", train, parts=PARTS)
-        _write(building / "heldout", heldout, parts=1)
-    return Stories(train=output / "train", heldout=output / "heldout", documents=len(train), bytes=size)
+        _write_texts(building / "train", train, parts=PARTS)
+        _write_texts(building / "heldout", heldout, parts=1)
+    return StorySets(train=output / "train", heldout=output / "heldout", documents=len(train), bytes=size)
 
 
-def stories(seed: int) -> Iterator[str]:
+def generate_stories(seed: int) -> Iterator[str]:
     """Yield stories without end; the same ones for the same seed."""
     draw = random.Random(seed)
     while True:
         plot = draw.choice(PLOTS)
-        (hero, her), (friend, his) = _somebody(draw), _somebody(draw)
+        (hero, her), (friend, his) = _draw_character(draw), _draw_character(draw)
         while friend == hero:
-            friend, his = _somebody(draw)
+            friend, his = _draw_character(draw)
         animal, other = draw.sample(ANIMALS, 2)
         wrong, hiding = draw.sample(HIDING, 2)
         words = {name: draw.choice(values) for name, values in DRAWN.items()} | {
@@ -186,14 +186,14 @@ def stories(seed: int) -> Iterator[str]:
         yield " ".join(draw.choice(forms).format(**words) for forms in plot)
 
 
-def _somebody(draw: random.Random) -> tuple[str, tuple[str, str, str]]:
+def _draw_character(draw: random.Random) -> tuple[str, tuple[str, str, str]]:
     """A name, and its pronouns: subject, possessive, object."""
     if draw.random() < 0.5:
         return draw.choice(SHE), ("she", "her", "her")
     return draw.choice(HE), ("he", "his", "him")
 
 
-def _write(folder: Path, texts: Sequence[str], *, parts: int) -> None:
+def _write_texts(folder: Path, texts: Sequence[str], *, parts: int) -> None:
     """Write texts to `parts` parquet files."""
     import pyarrow as pa
     import pyarrow.parquet as pq

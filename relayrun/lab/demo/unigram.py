@@ -6,14 +6,14 @@ import numpy as np
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.tokens.order.samples import SampleOrder
+from relayrun.tokens.order.samples import WindowOrder
 from relayrun.tokens.shards.manifest import Manifest
 
 
-def entropy(config: RunConfig, run: Run, name: str) -> float:
+def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
     """Entropy in nats of the distribution of exactly those tokens that an evaluation on set `name` predicts."""
     manifest = Manifest.read(run.manifest)
-    order = SampleOrder(
+    order = WindowOrder(
         manifest.validation[name],
         seq_length=config.training.seq_length,
         seed=config.training.seed,

@@ -9,12 +9,12 @@ from typing import Protocol
 from relayrun import places
 from relayrun.errors import InputError, SchedulerError
 
-SCRIPT = "scripts/tools/test_cluster.sh"
-SECONDS = 400
+TEST_CLUSTER_SCRIPT = "scripts/tools/test_cluster.sh"
+CONTROL_SECONDS = 400
 """How long a start or a stop of a daemon may take."""
 
 
-class Control(Protocol):
+class ClusterControl(Protocol):
     """Rights over a cluster whose nodes all are this machine."""
 
     conf: Path
@@ -57,9 +57,9 @@ class TestClusterControl:
         self._script("start-node", node)
 
     def _script(self, verb: str, *arguments: str) -> None:
-        command = [str(places.shared(SCRIPT)), verb, str(self._folder), *arguments]
+        command = [str(places.shared_file(TEST_CLUSTER_SCRIPT)), verb, str(self._folder), *arguments]
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CONTROL_SECONDS, check=False
         )
         if done.returncode != 0:
-            raise SchedulerError(f"{Path(SCRIPT).name} {verb}: {done.stderr.strip()}", where=self._folder)
+            raise SchedulerError(f"{Path(TEST_CLUSTER_SCRIPT).name} {verb}: {done.stderr.strip()}", where=self._folder)

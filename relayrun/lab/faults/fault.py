@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from relayrun.lab.faults import acts
-from relayrun.lab.faults.stage import Stage
+from relayrun.lab.faults import actions
+from relayrun.lab.faults.stage import FaultTarget
 
 
-class Need(Enum):
+class FaultRequirement(Enum):
     """What a fault takes that nobody has on a cluster of others; its value says why the row is left out there."""
 
     CONTROL = "it ends daemons of Slurm or changes slurm.conf: only on a test cluster"
@@ -32,12 +32,12 @@ class Fault:
     expect: Literal["resumed", "stopped"]
     causes: Sequence[str]
     """How the attempts must end, in order; see `End.cause`. `a|b`: either."""
-    act: Callable[[Stage], None] = acts.nothing
+    act: Callable[[FaultTarget], None] = actions.do_nothing
     """Is called when the first attempt has begun."""
     before_begin: bool = False
     """`act` is called as soon as the run is submitted: what it does keeps the first attempt from beginning."""
     inject: str = ""
-    """For `relayrun.lab.faults.inject.Faults`, in every rank."""
+    """For `relayrun.lab.faults.injection.FaultInjection`, in every rank."""
     config: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Changes of the run config, by section."""
     says: str = ""
@@ -49,7 +49,7 @@ class Fault:
     Each by the command's name. `${real}` is the command; who does harm makes the file `${provoked}`."""
     small_disk: str = ""
     """The folder of the run directory that is a small file system of its own; `.` is all of it."""
-    needs: Need | None = None
+    needs: FaultRequirement | None = None
     """None: whoever may queue jobs can do it."""
     long: bool = False
     """It waits for Slurm's own clocks."""

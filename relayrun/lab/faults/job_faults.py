@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from relayrun.lab.faults import acts
-from relayrun.lab.faults.fault import Fault, Need
+from relayrun.lab.faults import actions
+from relayrun.lab.faults.fault import Fault, FaultRequirement
 
 JOB_FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -11,14 +11,14 @@ JOB_FAULTS: tuple[Fault, ...] = (
         what="SIGKILL of the batch script",
         expect="resumed",
         causes=("saved|unknown", "done"),
-        act=acts.kill_batch_script,
+        act=actions.kill_batch_script,
     ),
     Fault(
         name="batch-script-killed-requeue",
         what="the same in requeue mode",
         expect="resumed",
         causes=("saved|unknown", "done"),
-        act=acts.kill_guarded_batch_script,
+        act=actions.kill_batch_script_under_guard,
         config={"chain": {"mode": "requeue"}},
         long=True,
     ),
@@ -27,7 +27,7 @@ JOB_FAULTS: tuple[Fault, ...] = (
         what="scancel of the running job",
         expect="stopped",
         causes=("cancelled",),
-        act=acts.cancel,
+        act=actions.cancel,
         says="cancelled",
     ),
     Fault(
@@ -35,65 +35,65 @@ JOB_FAULTS: tuple[Fault, ...] = (
         what="scancel while the batch script cannot see it",
         expect="stopped",
         causes=("cancelled",),
-        act=acts.cancel_after_killing_the_batch_script,
+        act=actions.cancel_after_killing_the_batch_script,
         says="cancelled",
         long=True,
     ),
     Fault(
         name="preempted",
         what="a job of a higher partition takes the nodes",
-        needs=Need.PARTITIONS,
+        needs=FaultRequirement.PARTITIONS,
         expect="resumed",
         causes=("saved", "done"),
-        act=acts.preempt,
+        act=actions.preempt,
         config={"job": {"partition": "low"}},
         long=True,
     ),
     Fault(
         name="preempted-requeue",
         what="the same in requeue mode",
-        needs=Need.PARTITIONS,
+        needs=FaultRequirement.PARTITIONS,
         expect="resumed",
         causes=("saved", "done"),
-        act=acts.preempt,
+        act=actions.preempt,
         config={"job": {"partition": "low"}, "chain": {"mode": "requeue"}},
         long=True,
     ),
     Fault(
         name="node-lost",
         what="slurmd of a node killed",
-        needs=Need.CONTROL,
+        needs=FaultRequirement.CONTROL,
         expect="resumed",
         causes=("saved|failed|unknown", "done"),
-        act=acts.kill_node,
+        act=actions.kill_node,
         inject="step-delay=1.5",
         long=True,
     ),
     Fault(
         name="controller-down-at-submission",
         what="slurmctld away for 60 s when the successor is queued",
-        needs=Need.CONTROL,
+        needs=FaultRequirement.CONTROL,
         expect="resumed",
         causes=("done",),
-        act=acts.controller_down_at_submission,
+        act=actions.controller_down_at_submission,
         long=True,
     ),
     Fault(
         name="controller-down-at-exit",
         what="slurmctld away for 60 s when the job ends",
-        needs=Need.CONTROL,
+        needs=FaultRequirement.CONTROL,
         expect="resumed",
         causes=("saved", "done"),
-        act=acts.controller_down_at_exit,
+        act=actions.controller_down_at_exit,
         long=True,
     ),
     Fault(
         name="predecessor-completing",
         what="a slow epilog: the predecessor stays COMPLETING, and its successor is lost",
-        needs=Need.CONTROL,
+        needs=FaultRequirement.CONTROL,
         expect="resumed",
         causes=("saved", "saved|unknown", "done"),
-        act=acts.keep_completing,
+        act=actions.hold_job_in_completing,
         long=True,
     ),
     Fault(
@@ -101,7 +101,7 @@ JOB_FAULTS: tuple[Fault, ...] = (
         what="one node where the supervisor cannot start",
         expect="resumed",
         causes=("done",),
-        act=acts.hurry,
+        act=actions.start_next_job_now,
         commands={
             "python3": """
 [[ -s "${provoked}" ]] || echo "${SLURMD_NODENAME}" >"${provoked}"
@@ -113,10 +113,10 @@ JOB_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="run-directory-read-only",
         what="the run directory is read-only for a while when a job begins",
-        needs=Need.ROOT,
+        needs=FaultRequirement.ROOT,
         expect="resumed",
         causes=("saved", "done"),
-        act=acts.read_only_at_boundary,
+        act=actions.read_only_between_jobs,
         small_disk=".",
         logged="begin failed in job",
         long=True,
@@ -124,10 +124,10 @@ JOB_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="node-lost-at-begin",
         what="a node lost with its batch script, before anything is queued",
-        needs=Need.CONTROL,
+        needs=FaultRequirement.CONTROL,
         expect="resumed",
         causes=("done",),
-        act=acts.lose_node_before_begin,
+        act=actions.lose_node_before_begin,
         before_begin=True,
         commands={"python3": '[[ -e "${provoked}" ]] || { touch "${provoked}"; sleep 1000; }'},
         long=True,
@@ -156,7 +156,7 @@ fi"""
         what="SIGKILL of the supervisor's watch, then a rank hangs",
         expect="resumed",
         causes=("hang", "done"),
-        act=acts.kill_watch,
+        act=actions.kill_watch,
         config={"chain": {"hang_timeout": 5}},
         says="ranks 1 did not answer",
         logged="watch ended (exit code 137); it starts again",
@@ -167,7 +167,7 @@ fi"""
         what="a view that cannot be written and a torn heartbeat, then a rank hangs",
         expect="resumed",
         causes=("hang", "done"),
-        act=acts.blind_watch,
+        act=actions.disable_watch,
         config={"chain": {"hang_timeout": 5}},
         says="ranks 1 did not answer",
         logged="the merged views: left for later",
@@ -208,12 +208,12 @@ exit 1"""
         what="SIGKILL of end and of the batch script before STOP, with an exit asked for",
         expect="stopped",
         causes=("exit",),
-        act=acts.ask_to_exit,
+        act=actions.ask_to_exit,
         commands={
             "python3": """
 if [[ " $* " == *" relayrun.control.chain end "* ]]; then
   touch "${provoked}"
-  exec "${real}" -m relayrun.lab.faults.killed STOP WITH-PARENT "$@"
+  exec "${real}" -m relayrun.lab.faults.kill_at_rename STOP WITH-PARENT "$@"
 fi"""
         },
         says="exit trigger by",
@@ -224,13 +224,13 @@ fi"""
         what="SIGKILL of begin before begin.json, behind an attempt that nobody closed",
         expect="resumed",
         causes=("saved|unknown", "done"),
-        act=acts.kill_begin,
+        act=actions.kill_begin,
         config={"chain": {"max_failed_attempts": 1}},
         commands={
             "python3": """
 if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
   touch "${provoked}"
-  exec "${real}" -m relayrun.lab.faults.killed begin.json ALONE "$@"
+  exec "${real}" -m relayrun.lab.faults.kill_at_rename begin.json ALONE "$@"
 fi"""
         },
         logged="killed before begin.json",
@@ -241,7 +241,7 @@ fi"""
         what="SIGKILL of the batch script inside begin, which has queued nothing",
         expect="resumed",
         causes=("saved", "done"),
-        act=acts.kill_batch_script_at_begin,
+        act=actions.kill_batch_script_at_begin,
         commands={
             "python3": """
 if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
@@ -259,7 +259,7 @@ fi"""
         what="scancel of the waiting successor",
         expect="stopped",
         causes=("saved",),
-        act=acts.cancel_successor,
+        act=actions.cancel_successor,
         says=", was cancelled",
     ),
     Fault(
@@ -268,7 +268,7 @@ fi"""
         expect="resumed",
         causes=("failed", "done"),
         inject="crash-at=5",
-        act=acts.hold_successor,
+        act=actions.hold_successor,
         long=True,
     ),
     Fault(
@@ -276,7 +276,7 @@ fi"""
         what="the merged metrics cannot be read when a job begins",
         expect="resumed",
         causes=("saved", "done"),
-        act=acts.leave_behind_an_unreadable_view,
+        act=actions.block_metrics_view,
         logged="the merged views: left for later",
         long=True,
     ),
@@ -285,12 +285,12 @@ fi"""
         what="another user's take-over writes the plan while a job begins, finds its attempt, and puts the plan back",
         expect="resumed",
         causes=("saved", "done"),
-        act=acts.leave,
+        act=actions.ask_to_leave,
         commands={
             "python3": """
 if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
   touch "${provoked}"
-  exec "${real}" -m relayrun.lab.faults.taken_over "$@"
+  exec "${real}" -m relayrun.lab.faults.change_owner "$@"
 fi"""
         },
         logged="another user is about to take this run over",

@@ -23,13 +23,13 @@ ROLES = ("rank", "batch", "watch")
 Environment = dict[bytes, bytes]
 
 
-def ranks(run_dir: str, job_id: str) -> dict[int, int]:
+def rank_processes(run_dir: str, job_id: str) -> dict[int, int]:
     """Process ids of the ranks by rank: the programs themselves, not srun's or what stands in for them."""
     found = {}
-    for pid, words, variables in _of_job(job_id):
+    for pid, words, variables in _job_environments(job_id):
         if f"--run-dir={run_dir}".encode() not in words or b"python" not in words[0]:
             continue
-        name = _name(pid)
+        name = _program_name(pid)
         if name.startswith("rank-"):  # one that a server of an agent forked
             found[int(name.removeprefix("rank-"))] = pid
         elif b"RANK" in variables and b"relayrun.train" in words:
@@ -37,24 +37,24 @@ def ranks(run_dir: str, job_id: str) -> dict[int, int]:
     return found
 
 
-def batch(job_id: str) -> list[int]:
+def batch_script_processes(job_id: str) -> list[int]:
     """The shell that runs the job script: Slurm names its copy in the spool slurm_script."""
     return [
         pid
-        for pid, words, _ in _of_job(job_id)
+        for pid, words, _ in _job_environments(job_id)
         if any(word.endswith(b"slurm_script") for word in words) and b"bash" in words[0]
     ]
 
 
-def watch(run_dir: str, job_id: str) -> list[int]:
+def watch_processes(run_dir: str, job_id: str) -> list[int]:
     """The supervisor's `watch`."""
     wanted = {b"watch", b"relayrun.control.chain", run_dir.encode()}
-    return [pid for pid, words, _ in _of_job(job_id) if wanted <= set(words)]
+    return [pid for pid, words, _ in _job_environments(job_id) if wanted <= set(words)]
 
 
-def of_job(job_id: str) -> list[int]:
+def job_processes(job_id: str) -> list[int]:
     """All processes that were started inside a job, on this machine."""
-    return [pid for pid, _, _ in _of_job(job_id)]
+    return [pid for pid, _, _ in _job_environments(job_id)]
 
 
 def step_daemons(pids: list[int]) -> list[int]:
@@ -62,13 +62,13 @@ def step_daemons(pids: list[int]) -> list[int]:
     found = set()
     for pid in pids:
         with suppress(OSError):  # it has gone meanwhile
-            while pid > 1 and _name(pid) != "slurmstepd":
+            while pid > 1 and _program_name(pid) != "slurmstepd":
                 pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             found.add(pid)
     return sorted(found - {0, 1})
 
 
-def _of_job(job_id: str) -> Iterator[tuple[int, list[bytes], Environment]]:
+def _job_environments(job_id: str) -> Iterator[tuple[int, list[bytes], Environment]]:
     """Process id, command line and environment of what was started inside a job, but for this process.
 
     Inside a step of Slurm it is what runs on the step's node: on a test cluster all nodes are one machine.
@@ -87,7 +87,7 @@ def _of_job(job_id: str) -> Iterator[tuple[int, list[bytes], Environment]]:
             yield int(entry.name), words, variables
 
 
-def _name(pid: int) -> str:
+def _program_name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -100,9 +100,16 @@ def main(arguments: list[str]) -> int:
     found: list[tuple[str, int]] = []
     if role == "rank":
         wanted = [int(rank) for rank in only]
-        found = [(f"rank {rank}", pid) for rank, pid in ranks(run_dir, job_id).items() if not wanted or rank in wanted]
+        found = [
+            (f"rank {rank}", pid)
+            for rank, pid in rank_processes(run_dir, job_id).items()
+            if not wanted or rank in wanted
+        ]
     elif role in ROLES:
-        found = [(role, pid) for pid in (batch(job_id) if role == "batch" else watch(run_dir, job_id))]
+        found = [
+            (role, pid)
+            for pid in (batch_script_processes(job_id) if role == "batch" else watch_processes(run_dir, job_id))
+        ]
     for name, pid in found:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.Signals[number])

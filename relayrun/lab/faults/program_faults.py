@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from relayrun.lab.faults import acts
-from relayrun.lab.faults.fault import Fault, Need
+from relayrun.lab.faults import actions
+from relayrun.lab.faults.fault import Fault, FaultRequirement
 
 PROGRAM_FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -11,7 +11,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         what="SIGKILL of a rank after a checkpoint",
         expect="resumed",
         causes=("failed", "done"),
-        act=acts.kill_rank,
+        act=actions.kill_rank,
     ),
     Fault(
         name="crash-loop",
@@ -20,7 +20,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         causes=("failed", "failed"),
         inject="crash-at-once",
         config={"chain": {"max_failed_attempts": 2}},
-        act=acts.hurry,
+        act=actions.start_next_job_now,
         says="2 attempts in a row without a new durable iteration",
     ),
     Fault(
@@ -44,7 +44,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         what="SIGSTOP of a rank",
         expect="resumed",
         causes=("hang", "done"),
-        act=acts.stop_rank,
+        act=actions.stop_rank,
         config={"chain": {"hang_timeout": 5}},
         says="ranks 1 did not answer",
         long=True,
@@ -65,7 +65,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         expect="resumed",
         causes=("failed", "done"),
         inject="publish-delay=10",  # time to reach the nodes
-        act=acts.kill_while_staging,
+        act=actions.kill_while_staging,
         long=True,
     ),
     Fault(
@@ -73,14 +73,14 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         what="the newest checkpoint is torn",
         expect="resumed",
         causes=("failed", "done"),
-        act=acts.tear_latest,
+        act=actions.tear_latest,
     ),
     Fault(
         name="tracker-missing",
         what="latest_checkpointed_iteration.txt is gone",
         expect="resumed",
         causes=("failed", "done"),
-        act=acts.lose_tracker,
+        act=actions.lose_tracker,
         long=True,
     ),
     Fault(
@@ -89,7 +89,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         expect="stopped",
         causes=("failed", "failed"),
         config={"chain": {"max_failed_attempts": 2}, "cluster": {"modules": ["no/such"]}},
-        act=acts.hurry,
+        act=actions.start_next_job_now,
         says="module load no/such failed",
         long=True,
     ),
@@ -114,21 +114,21 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
     Fault(
         name="disk-full",
         what="no space during a save, space again later",
-        needs=Need.ROOT,
+        needs=FaultRequirement.ROOT,
         expect="resumed",
         causes=("done",),
-        act=acts.fill_disk,
+        act=actions.fill_disk,
         small_disk="checkpoints",
         long=True,
     ),
     Fault(
         name="overtaken",
         what="an attempt stopped inside its save goes on beside its successor",
-        needs=Need.ROOT,
+        needs=FaultRequirement.ROOT,
         expect="resumed",
         causes=("unknown", "done"),
         inject="publish-delay=2",
-        act=acts.overtake,
+        act=actions.revive_replaced_attempt,
         long=True,
     ),
     Fault(
@@ -137,7 +137,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         expect="resumed",
         causes=("saved", "done"),
         inject="commit-full=2",
-        act=acts.leave,
+        act=actions.ask_to_leave,
         config={"checkpoint": {"interval": 1000}},
         logged="SAVE FAILED at iteration",
         long=True,

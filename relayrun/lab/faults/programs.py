@@ -9,7 +9,7 @@ from pathlib import Path
 from relayrun.errors import InputError
 
 
-def program(folder: Path, name: str, text: str) -> Path:
+def write_wrapper(folder: Path, name: str, text: str) -> Path:
     """Write a Bash script `folder/bin/NAME`, and return its path."""
     path = folder / "bin" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,12 +18,12 @@ def program(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def provoked(folder: Path) -> Path:
+def wrapper_marker(folder: Path) -> Path:
     """The file that a command leaves which has done harm."""
     return folder / "provoked"
 
 
-def write_commands(commands: Mapping[str, str], folder: Path, *, search: str, real: Mapping[str, str]) -> None:
+def write_wrappers(commands: Mapping[str, str], folder: Path, *, search: str, real: Mapping[str, str]) -> None:
     """Write the commands of a fault.
 
     Each acts only where the process above it is a part of a job: the supervisor or the batch script. `search`: a PATH
@@ -34,4 +34,6 @@ def write_commands(commands: Mapping[str, str], folder: Path, *, search: str, re
         if found is None:
             raise InputError(f"{real.get(name, name)} is not on PATH")
         inside = f"if grep -qz '^SLURM_JOB_ID=' /proc/${{PPID}}/environ; then\n{text.strip()}\nfi"
-        program(folder, name, f'real="{found}" provoked="{provoked(folder)}"\n{inside}\nexec "${{real}}" "$@"')
+        write_wrapper(
+            folder, name, f'real="{found}" provoked="{wrapper_marker(folder)}"\n{inside}\nexec "${{real}}" "$@"'
+        )

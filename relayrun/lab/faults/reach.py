@@ -16,7 +16,7 @@ from relayrun.errors import SchedulerError
 from relayrun.lab.faults import processes
 
 
-class Reach(Protocol):
+class SignalSender(Protocol):
     """Sends signals to the processes of a job."""
 
     def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
@@ -26,7 +26,7 @@ class Reach(Protocol):
         """
 
 
-class StepReach:
+class StepSignalSender:
     """Through a step of the job, beside its ranks, as whoever owns the job may start one."""
 
     def __init__(self, slurm: Slurm) -> None:
@@ -42,7 +42,7 @@ class StepReach:
         return [line.rpartition(" ")[0] for line in said.splitlines()]
 
 
-class HereReach:
+class LocalSignalSender:
     """Directly: all nodes of the cluster are this machine."""
 
     def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
@@ -50,7 +50,11 @@ class HereReach:
             found = {rank: pid for rank, pid in self.rank_pids(run, job_id).items() if not only or rank in only}
             named = [(f"rank {rank}", pid) for rank, pid in found.items()]
         else:
-            pids = processes.batch(job_id) if role == "batch" else processes.watch(str(run.path), job_id)
+            pids = (
+                processes.batch_script_processes(job_id)
+                if role == "batch"
+                else processes.watch_processes(str(run.path), job_id)
+            )
             named = [(role, pid) for pid in pids]
         reached = []
         for name, pid in named:
@@ -61,4 +65,4 @@ class HereReach:
 
     def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
         """Process ids of the ranks by rank."""
-        return processes.ranks(str(run.path), job_id)
+        return processes.rank_processes(str(run.path), job_id)

@@ -8,7 +8,7 @@ from relayrun.control.rundir.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Record):
+class FaultResult(Record):
     """One row that was done."""
 
     name: str

@@ -18,27 +18,27 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from typing import Any
 
 from relayrun.config.compose import compose
-from relayrun.control.chain.cancel import cancel
-from relayrun.errors import ConfigError, InputError, RelayrunError, nearest
-from relayrun.files import free_name, read_json, write_json
+from relayrun.control.chain.cancel import cancel_chain
+from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
+from relayrun.files import read_json, unused_name, write_json
 from relayrun.lab.faults import perform
-from relayrun.lab.faults.fault import Fault, Need
-from relayrun.lab.faults.perform import Company
-from relayrun.lab.faults.result import Result
-from relayrun.lab.faults.site import REFERENCE, Site
-from relayrun.lab.faults.table import BY_NAME, FAULTS
+from relayrun.lab.faults.fault import Fault, FaultRequirement
+from relayrun.lab.faults.perform import DrillTools
+from relayrun.lab.faults.result import FaultResult
+from relayrun.lab.faults.small_run import UNDISTURBED_RUN, DrillSite
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
 from relayrun.submit import submission
-from relayrun.submit.check.state import Intent
+from relayrun.submit.check.state import SubmitIntent
 
-NEVER_RUN = "check"
+CHECKED_CONFIG_NAME = "check"
 """Name of the run config that is looked at alone: a run of the drill may be there already."""
 
-MINUTES_OF_A_JOB = 3.0
+MINUTES_PER_JOB = 3.0
 """What a job of a row takes for about, its start included, in minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class DrillCost:
     """What rows would take."""
 
     rows: int
@@ -57,66 +57,68 @@ class Cost:
         )
 
 
-def chosen(names: str) -> list[Fault]:
+def select_faults(names: str) -> list[Fault]:
     """The faults that are asked for: `all`, or names with commas between. Raises ConfigError for an unknown one."""
     if names == "all":
         return list(FAULTS)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted:
-        raise ConfigError("no fault is named", where="--faults", hint=f"there are: {', '.join(BY_NAME)}; or all")
+        raise ConfigError("no fault is named", where="--faults", hint=f"there are: {', '.join(FAULTS_BY_NAME)}; or all")
     for name in wanted:
-        if name not in BY_NAME:
-            close = nearest(name, BY_NAME)
+        if name not in FAULTS_BY_NAME:
+            close = did_you_mean(name, FAULTS_BY_NAME)
             raise ConfigError(
-                f"unknown fault {name!r}", where="--faults", hint=close or f"there are: {', '.join(BY_NAME)}; or all"
+                f"unknown fault {name!r}",
+                where="--faults",
+                hint=close or f"there are: {', '.join(FAULTS_BY_NAME)}; or all",
             )
-    return [BY_NAME[name] for name in dict.fromkeys(wanted)]
+    return [FAULTS_BY_NAME[name] for name in dict.fromkeys(wanted)]
 
 
-def left_out(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, str]:
+def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, str]:
     """Faults that cannot be done here, with the reason."""
     reasons = {}
     for fault in faults:
         if fault.needs is not None and not test_cluster:
             reasons[fault.name] = fault.needs.value
-        elif fault.needs is Need.ROOT and os.geteuid() != 0:
+        elif fault.needs is FaultRequirement.ROOT and os.geteuid() != 0:
             reasons[fault.name] = "it needs root's rights"
     return reasons
 
 
-class Session:
+class DrillSession:
     """A drill in a folder."""
 
-    def __init__(self, company: Company, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
+    def __init__(self, company: DrillTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
         """`skipped`: faults that are left out, with the reason."""
         self.company = company
-        self.site: Site = company.site
+        self.site: DrillSite = company.site
         self.folder = company.site.folder
         self.faults = list(faults)
         self.skipped = dict(skipped)
 
-    def result(self, name: str) -> Result | None:
+    def result(self, name: str) -> FaultResult | None:
         """What became of a row; None where it is not done. Raises RunDirError where the record is damaged."""
-        return Result.read(self.folder / "results" / f"{name}.json")
+        return FaultResult.read(self.folder / "results" / f"{name}.json")
 
-    def results(self) -> list[Result]:
+    def results(self) -> list[FaultResult]:
         """All rows that are done, in the order of the table, the undisturbed run first."""
-        found = [self.result(name) for name in (REFERENCE, *BY_NAME)]
+        found = [self.result(name) for name in (UNDISTURBED_RUN, *FAULTS_BY_NAME)]
         return [each for each in found if each is not None]
 
     def to_do(self) -> list[str]:
         """Names of the rows that are asked for and not done, the undisturbed run first."""
         names = [fault.name for fault in self.faults if fault.name not in self.skipped]
         names = [name for name in names if self.result(name) is None]
-        reference = self.result(REFERENCE)
-        return [REFERENCE, *names] if names and (reference is None or not reference.passed) else names
+        reference = self.result(UNDISTURBED_RUN)
+        return [UNDISTURBED_RUN, *names] if names and (reference is None or not reference.passed) else names
 
-    def cost(self, names: Sequence[str]) -> Cost:
+    def cost(self, names: Sequence[str]) -> DrillCost:
         """What these rows would take."""
-        jobs = sum(len(BY_NAME[name].causes) if name in BY_NAME else 1 for name in names)
+        jobs = sum(len(FAULTS_BY_NAME[name].causes) if name in FAULTS_BY_NAME else 1 for name in names)
         nodes, site = self.site.nodes, self.site
-        minutes = jobs * (MINUTES_OF_A_JOB + site.step_seconds * 30 / 60)
-        return Cost(
+        minutes = jobs * (MINUTES_PER_JOB + site.step_seconds * 30 / 60)
+        return DrillCost(
             rows=len(names),
             jobs=jobs,
             node_minutes=minutes * nodes,
@@ -136,8 +138,8 @@ class Session:
                 hint="--nodes 2, or job.ntasks_per_node in the cluster's file",
             )
         self._own_cluster()
-        config = compose.load(self.site.write_config(NEVER_RUN, None))
-        submission.report_on(config, intent=Intent()).findings.raise_errors()
+        config = compose.load_run_config(self.site.write_config(CHECKED_CONFIG_NAME, None))
+        submission.check_submission(config, intent=SubmitIntent()).findings.raise_errors()
 
     def _own_cluster(self) -> None:
         """Raise InputError where the folder has a drill of another cluster or of other numbers."""
@@ -154,7 +156,7 @@ class Session:
         for fault in self.faults:
             path = self.folder / "results" / f"{fault.name}.json"
             if path.exists():
-                os.rename(path, free_name(self.folder / "results", f"{fault.name}.json.before"))
+                os.rename(path, unused_name(self.folder / "results", f"{fault.name}.json.before"))
 
     def go_on(self) -> None:
         """Do the rows that are not done. Raises RelayrunError where the undisturbed run fails."""
@@ -162,13 +164,13 @@ class Session:
         for name in self.to_do():
             self.clear(name)
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
-            if name == REFERENCE:
-                result = perform.undisturbed(self.company)
+            if name == UNDISTURBED_RUN:
+                result = perform.run_undisturbed(self.company)
             else:
-                result = perform.row(self.company, BY_NAME[name])
+                result = perform.run_fault(self.company, FAULTS_BY_NAME[name])
             result.write(self.folder / "results" / f"{name}.json")
-            tell(f"{time.strftime('%H:%M:%S')} {line(result)}")
-            if name == REFERENCE and not result.passed:
+            tell(f"{time.strftime('%H:%M:%S')} {result_line(result)}")
+            if name == UNDISTURBED_RUN and not result.passed:
                 raise RelayrunError(
                     f"the undisturbed run failed, so no fault is tried: {'; '.join(result.wrong)}",
                     where=result.run_dir,
@@ -177,17 +179,17 @@ class Session:
 
     def clear(self, name: str) -> None:
         """End what a drill that was killed has left of a row, and put its run directory out of the way."""
-        run, fault = self.site.run(name), BY_NAME.get(name)
+        run, fault = self.site.run(name), FAULTS_BY_NAME.get(name)
         if fault is not None and fault.small_disk and os.path.ismount(mounted := run.path / fault.small_disk):
             subprocess.run(["umount", str(mounted)], check=True)
         if run.plan.exists():
             if not run.stop.exists():
-                said = cancel(run, self.company.slurm, user="the drill")
+                said = cancel_chain(run, self.company.slurm, user="the drill")
                 self.company.tell(f"{name}: left by a drill that was stopped: {said}")
-            os.rename(run.path, free_name(run.path.parent, f"{name}.stopped"))
+            os.rename(run.path, unused_name(run.path.parent, f"{name}.stopped"))
         provoked = self.site.commands(name)
         if provoked.exists():
-            os.rename(provoked, free_name(provoked.parent, f"{name}.stopped"))
+            os.rename(provoked, unused_name(provoked.parent, f"{name}.stopped"))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -201,7 +203,7 @@ class Session:
             yield
 
 
-def line(result: Result) -> str:
+def result_line(result: FaultResult) -> str:
     """What became of a row, in one line."""
     if result.passed:
         return f"{result.name}: passed ({', '.join(result.seen)}), {result.seconds:.0f} s"

@@ -17,30 +17,30 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import RelayrunError, SchedulerError
 from relayrun.files import read_lines
 from relayrun.lab.faults import processes
-from relayrun.lab.faults.control import Control
-from relayrun.lab.faults.programs import program
-from relayrun.lab.faults.reach import HereReach, Reach
+from relayrun.lab.faults.control import ClusterControl
+from relayrun.lab.faults.programs import write_wrapper
+from relayrun.lab.faults.reach import LocalSignalSender, SignalSender
 
-POLL = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two looks at files."""
 WAIT_SECONDS = 600.0
 """How long what a fault needs is waited for: a start takes a minute on a busy machine."""
 
 
-class DidNotHappen(RelayrunError):
+class FaultNotInjected(RelayrunError):
     """A fault could not be done, so that nothing is known of what would have come of it."""
 
 
 @dataclass(kw_only=True)
-class Stage:
+class FaultTarget:
     """What a fault can reach: a running chain and the cluster that it runs on."""
 
     run: Run
     commands: Path
     """Folder with the commands of `Fault.commands`, and what they leave there."""
     slurm: Slurm
-    reach: Reach
-    control: Control | None = None
+    reach: SignalSender
+    control: ClusterControl | None = None
     """Rights over a test cluster; None on a cluster of others."""
     patience: float = 1.0
     """What the seconds of waits are multiplied by."""
@@ -61,9 +61,9 @@ class Stage:
         while not condition():
             if time.monotonic() - begin - queued > limit:
                 if queued > self.queue_seconds or not self._all_wait():
-                    raise DidNotHappen(f"{what}: not within {limit:.0f} s", where=self.run.path)
+                    raise FaultNotInjected(f"{what}: not within {limit:.0f} s", where=self.run.path)
                 queued += limit
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     def wait_iteration(self, iteration: int, *, attempt: int = 1) -> None:
         """Wait until the attempt has done this iteration."""
@@ -76,7 +76,7 @@ class Stage:
     def must(self, holds: object, words: str) -> None:
         """Raise DidNotHappen with these words unless something holds."""
         if not holds:
-            raise DidNotHappen(words, where=self.run.path)
+            raise FaultNotInjected(words, where=self.run.path)
 
     def signal_ranks(self, number: signal.Signals, *only: int) -> None:
         """Send a signal to these ranks of the running job, or to all of them."""
@@ -158,7 +158,7 @@ class Stage:
         self.must(job is not None, f"job {job_id} has gone")
         assert job is not None
         self._lose(job.batch_host)
-        pids = processes.of_job(job_id)
+        pids = processes.job_processes(job_id)
         for pid in {*pids, *processes.step_daemons(pids)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -180,7 +180,7 @@ class Stage:
         """Inside, a job that has ended stays COMPLETING."""
         slow = self.commands / "slow"
         slow.touch()
-        epilog = program(self.commands, "epilog", f'while [[ -e "{slow}" ]]; do sleep 0.5; done')
+        epilog = write_wrapper(self.commands, "epilog", f'while [[ -e "{slow}" ]]; do sleep 0.5; done')
         before = self._control.conf.read_text(encoding="utf-8")
         self._control.conf.write_text(f"{before}Epilog={epilog}\n", encoding="utf-8")
         self.order("scontrol", "reconfigure")
@@ -206,8 +206,8 @@ class Stage:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Stop the ranks, and what Slurm has above them, with SIGSTOP; they go on behind it. Needs root's rights."""
-        self.must(isinstance(self.reach, HereReach), "slurmstepd is out of reach")
-        assert isinstance(self.reach, HereReach)
+        self.must(isinstance(self.reach, LocalSignalSender), "slurmstepd is out of reach")
+        assert isinstance(self.reach, LocalSignalSender)
         ranks = list(self.reach.rank_pids(self.run, self.job_id()).values())
         daemons = processes.step_daemons(ranks)
         for pid in (*daemons, *ranks):
@@ -219,9 +219,9 @@ class Stage:
                 os.kill(pid, signal.SIGCONT)
 
     @property
-    def _control(self) -> Control:
+    def _control(self) -> ClusterControl:
         if self.control is None:
-            raise DidNotHappen("nothing here has rights over the cluster", where=self.run.path)
+            raise FaultNotInjected("nothing here has rights over the cluster", where=self.run.path)
         return self.control
 
     def _nodes(self) -> list[str]:

@@ -7,4 +7,4 @@ from relayrun.lab.faults.job_faults import JOB_FAULTS
 from relayrun.lab.faults.program_faults import PROGRAM_FAULTS
 
 FAULTS: tuple[Fault, ...] = (*PROGRAM_FAULTS, *JOB_FAULTS)
-BY_NAME = {fault.name: fault for fault in FAULTS}
+FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from relayrun.lab.gpucheck.ranks import add_program
-from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
+from relayrun.lab.gpucheck.ranks import run_and_record_program
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
 
 
-def measure(setup: Setup, figures: Figures) -> None:
+def measure_attention(setup: CheckSetup, figures: PartFigures) -> None:
     """Measure one layer's attention. Raises CheckFailed where whole sequences could not be measured."""
-    found = add_program(setup, figures, "relayrun.lab.gpucheck.programs.attention")
+    found = run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.attention")
     if "not_measured" in found["whole"]:
         raise CheckFailed(f"attention of whole sequences: {found['whole']['not_measured']}")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from relayrun.files import read_json
 from relayrun.lab.gpucheck.ranks import run_program
-from relayrun.lab.gpucheck.setup import Figures, Setup
+from relayrun.lab.gpucheck.setup import CheckSetup, PartFigures
 
-PROGRAM = "relayrun.lab.gpucheck.programs.bandwidth"
-OF_NODES = "bandwidth-of-nodes.json"
+BANDWIDTH_PROGRAM = "relayrun.lab.gpucheck.programs.bandwidth"
+NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
 """What all ranks of the job measured together, before the check began; see `job.py`."""
 
 
-def measure(setup: Setup, figures: Figures) -> None:
+def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
     """Measure the bandwidth where there are several GPUs, or say that there are not."""
-    nodes = setup.path / OF_NODES
+    nodes = setup.path / NODES_BANDWIDTH_FILE
     if nodes.exists():
         figures.add("nodes", read_json(nodes))
     elif setup.nodes > 1:
@@ -22,4 +22,4 @@ def measure(setup: Setup, figures: Figures) -> None:
     if ranks < 2:
         figures.add("machine", {"not_measured": "this machine has one GPU"})
     else:
-        figures.add("machine", run_program(setup, PROGRAM, ranks=ranks))
+        figures.add("machine", run_program(setup, BANDWIDTH_PROGRAM, ranks=ranks))

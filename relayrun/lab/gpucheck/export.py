@@ -5,28 +5,28 @@ from __future__ import annotations
 import shutil
 
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.ranks import add_program
-from relayrun.lab.gpucheck.setup import Figures, Setup
+from relayrun.lab.gpucheck.ranks import run_and_record_program
+from relayrun.lab.gpucheck.setup import CheckSetup, PartFigures
 
-STEPS = 3
+EXPORT_STEPS = 3
 
 
-def measure(setup: Setup, figures: Figures) -> None:
+def measure_export(setup: CheckSetup, figures: PartFigures) -> None:
     """Train a few iterations, export, compare. Raises CheckFailed."""
     sizes = setup.sizes
     sections = {
         "model": dict(sizes.resumed_model),
-        "data": runs.real_data(setup),
+        "data": runs.data_with_tokenizer(setup),
         "training": {
-            "steps": STEPS,
+            "steps": EXPORT_STEPS,
             "micro_batch_size": sizes.resumed_batch,
             "global_batch_size": sizes.resumed_batch * setup.ranks,
             "seq_length": sizes.resumed_seq_length,
         },
     }
-    run = runs.train(setup, "export", sections, steps=STEPS)
+    run = runs.train_run(setup, "export", sections, steps=EXPORT_STEPS)
     folder = setup.path / "exported"
     shutil.rmtree(folder, ignore_errors=True)
-    add_program(setup, figures, "relayrun.lab.gpucheck.programs.export", run_dir=run.path, folder=folder)
-    runs.forget(run)
+    run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.export", run_dir=run.path, folder=folder)
+    runs.remove_checkpoints(run)
     shutil.rmtree(folder, ignore_errors=True)

@@ -9,14 +9,14 @@ from typing import Any
 
 from relayrun import places
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.chain import render
+from relayrun.control.chain import job_script as chain_job_script
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.lab.gpucheck import bandwidth, runs, speed
 from relayrun.lab.gpucheck.ranks import rank_command
-from relayrun.lab.gpucheck.setup import Setup
+from relayrun.lab.gpucheck.setup import CheckSetup
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit import run_plan
 from relayrun.submit.check import job as job_check
@@ -25,27 +25,29 @@ SRUN_MINUTES = 3
 """How long the ranks of all nodes may take for their all-reduce."""
 
 
-def submit(setup: Setup, cluster: dict[str, Any], program: Sequence[str], *, time: str) -> tuple[str, Path]:
+def submit_check_job(
+    setup: CheckSetup, cluster: dict[str, Any], program: Sequence[str], *, time: str
+) -> tuple[str, Path]:
     """Queue the job; return its id and script. Raises ConfigError and SchedulerError; then nothing was queued.
 
     `cluster`: the site's file. `program`: what Python runs inside the job.
     """
     config = job_config(setup, cluster)
-    job_check.check_job(config)
+    job_check.refuse_job_settings(config)
     path = setup.path / "job.sbatch"
-    write_atomic(path, script(setup, config, program, time=time), mode=0o777)
+    write_atomic(path, job_script(setup, config, program, time=time), mode=0o777)
     slurm = Slurm()
-    plan = run_plan.make_plan(config, Run(setup.path), places.CODE, revision=1)
+    plan = run_plan.make_plan(config, Run(setup.path), places.CODE_ROOT, revision=1)
     Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
     slurm.test(path)
     name = f"{plan.job_name}-check"
     return slurm.submit_auxiliary(plan, path, name=name, arguments=[], limit=parse_time(time)), path
 
 
-def job_config(setup: Setup, cluster: dict[str, Any]) -> RunConfig:
+def job_config(setup: CheckSetup, cluster: dict[str, Any]) -> RunConfig:
     """The config of the run that is timed, as it would be on the site: one rank a GPU, on all nodes."""
-    first = runs.values(setup, "job", speed.sections(setup, micro_batch=1, steps=1))
-    gpus = 0 if setup.tiny else gpus_of_a_node(setup, cluster)
+    first = runs.run_config_values(setup, "job", speed.large_run_sections(setup, micro_batch=1, steps=1))
+    gpus = 0 if setup.tiny else gpus_per_node(setup, cluster)
     ranks = gpus or setup.sizes.cpu_ranks
     first["job"] = dict(cluster.get("job", {})) | {
         "time": "01:00:00",
@@ -55,10 +57,10 @@ def job_config(setup: Setup, cluster: dict[str, Any]) -> RunConfig:
     }
     first["training"]["global_batch_size"] = first["training"]["micro_batch_size"] * ranks * setup.nodes
     first["cluster"] = cluster
-    return runs.composed(setup, first)
+    return runs.compose_values(setup, first)
 
 
-def gpus_of_a_node(setup: Setup, cluster: dict[str, Any]) -> int:
+def gpus_per_node(setup: CheckSetup, cluster: dict[str, Any]) -> int:
     """Return how many GPUs a node has, by the overrides or the site's defaults. Raises ConfigError if none says so."""
     given = [text.partition("=")[2] for text in setup.overrides if text.startswith("job.gpus_per_node=")]
     found = str(given[-1] if given else cluster.get("job", {}).get("gpus_per_node", ""))
@@ -69,9 +71,9 @@ def gpus_of_a_node(setup: Setup, cluster: dict[str, Any]) -> int:
     return int(found)
 
 
-def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str) -> str:
+def job_script(setup: CheckSetup, config: RunConfig, program: Sequence[str], *, time: str) -> str:
     """Return the sbatch script."""
-    plan = run_plan.make_plan(config, Run(setup.path), places.CODE, revision=1)
+    plan = run_plan.make_plan(config, Run(setup.path), places.CODE_ROOT, revision=1)
     job, slurm = config.job, Slurm()
     options: dict[str, str | None] = {
         "time": format_time(parse_time(time)),
@@ -81,19 +83,19 @@ def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str
         **plan.sbatch_options,
     }
     given = replace(setup, gpus=job.gpus_per_node)
-    entered = config.cluster.container.with_mounts([str(places.CODE), str(setup.path)]).command
+    entered = config.cluster.container.with_mounts([str(places.CODE_ROOT), str(setup.path)]).command
     before = []
     if job.nodes > 1:
-        setup_file, output = setup.path / "nodes.setup.json", setup.path / bandwidth.OF_NODES
+        setup_file, output = setup.path / "nodes.setup.json", setup.path / bandwidth.NODES_BANDWIDTH_FILE
         given.write(setup_file)
         output.unlink(missing_ok=True)
         srun = slurm.every_task_command(plan, nodes=job.nodes, cpus_per_task=str(job.cpus_per_task))
         measured = rank_command(
-            given, bandwidth.PROGRAM, f"--setup={setup_file}", f"--output={output}", container=entered
+            given, bandwidth.BANDWIDTH_PROGRAM, f"--setup={setup_file}", f"--output={output}", container=entered
         )
         before.append([*srun, f"--time={SRUN_MINUTES}", *measured])
     single = slurm.single_task_command(plan, cpus_per_task=str(job.cpus_per_task * job.ntasks_per_node))
-    return render.program_script(
+    return chain_job_script.program_script(
         plan,
         "check",
         options,

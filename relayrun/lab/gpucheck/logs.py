@@ -9,7 +9,7 @@ from pathlib import Path
 from relayrun.files import last_lines
 
 
-def last_line(path: Path) -> str:
+def last_log_line(path: Path) -> str:
     """Return the last line of a log that says something."""
     try:
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -18,7 +18,7 @@ def last_line(path: Path) -> str:
     return lines[-1] if lines else "nothing"
 
 
-def tail(path: Path, lines: int = 40) -> str:
+def log_tail(path: Path, lines: int = 40) -> str:
     """Return the last lines of a log, for a person who cannot open it."""
     try:
         text, size = last_lines(path, lines)
@@ -29,7 +29,7 @@ def tail(path: Path, lines: int = 40) -> str:
     return "\n".join([f"== {path}", *text.decode(errors="replace").splitlines()])
 
 
-def why(log_file: Path, code: int) -> str:
+def log_error(log_file: Path, code: int) -> str:
     """Return the error of a program, from its log: what stands behind its last `error:`, or else its last line."""
     try:
         text = log_file.read_text(errors="replace")
@@ -38,4 +38,4 @@ def why(log_file: Path, code: int) -> str:
     at = text.rfind("error: ")
     if at >= 0 and (at == 0 or text[at - 1] == "\n"):
         return " ".join(text[at + len("error: ") :].split())[:1500]
-    return f"{last_line(log_file)} (exit code {code}, {log_file})"
+    return f"{last_log_line(log_file)} (exit code {code}, {log_file})"

@@ -15,15 +15,15 @@ from relayrun.config.compose import compose
 from relayrun.errors import RelayrunError
 from relayrun.files import write_atomic
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.ranks import add_program
-from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
+from relayrun.lab.gpucheck.ranks import run_and_record_program
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
 
-PROGRAM = "relayrun.lab.gpucheck.programs.models"
+MODELS_PROGRAM = "relayrun.lab.gpucheck.programs.models"
 Sections = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class ModelVariant:
     """A model, an optimizer or a type that is tried."""
 
     what: str
@@ -35,22 +35,22 @@ class Way:
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01}
-ENGINE = {"transformer_impl": "transformer_engine"}
-WAYS: dict[str, Way] = {
-    "llama": Way(what="a Llama"),
-    "documents": Way(
+TRANSFORMER_ENGINE = {"transformer_impl": "transformer_engine"}
+MODEL_VARIANTS: dict[str, ModelVariant] = {
+    "llama": ModelVariant(what="a Llama"),
+    "documents": ModelVariant(
         what="documents in rows, with positions of their own",
         sections={"data": {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}},
     ),
-    "window": Way(
+    "window": ModelVariant(
         what="a sliding window, in every second layer",
         sections={"model": {"transformer": {"window_size": [15, 0], "window_attn_skip_freq": 2}}},
     ),
-    "qwen3": Way(
+    "qwen3": ModelVariant(
         what="norms of queries and keys, heads of their own size (Qwen3)",
         sections={"model": {"transformer": {"qk_layernorm": True, "kv_channels": 32}}},
     ),
-    "apertus": Way(
+    "apertus": ModelVariant(
         what="xIELU and two matrices in feed-forward layers (Apertus)",
         sections={
             "model": {
@@ -58,11 +58,11 @@ WAYS: dict[str, Way] = {
             }
         },
     ),
-    "experts": Way(
+    "experts": ModelVariant(
         what="experts, tokens by allgather (Mixtral)",
         sections={"model": {"transformer": EXPERTS}},
     ),
-    "experts_sent": Way(
+    "experts_sent": ModelVariant(
         what="experts, tokens by alltoall, and shared experts with a gate",
         sections={
             "model": {
@@ -75,7 +75,7 @@ WAYS: dict[str, Way] = {
             }
         },
     ),
-    "latent": Way(
+    "latent": ModelVariant(
         what="multi-latent attention (DeepSeek)",
         sections={
             "model": {
@@ -92,24 +92,24 @@ WAYS: dict[str, Way] = {
             }
         },
     ),
-    "muon": Way(
+    "muon": ModelVariant(
         what="Muon",
         sections={
             "optimizer": {"name": "muon", "muon_extra_scale_factor": 0.2},
             "parallel": {"use_distributed_optimizer": False},
         },
     ),
-    "bf16_gradients": Way(
+    "bf16_gradients": ModelVariant(
         what="gradients in bf16",
         sections={"optimizer": {"main_grads_dtype": "bf16"}},
         exact={"optimizer": {"main_grads_dtype": "fp32"}},
     ),
-    "fused_loss": Way(
+    "fused_loss": ModelVariant(
         what="the fused loss",
         sections={"training": {"cross_entropy_loss_fusion": True}},
         exact={"training": {"cross_entropy_loss_fusion": False}},
     ),
-    "precision_aware": Way(
+    "precision_aware": ModelVariant(
         what="TransformerEngine's Adam, with a state in bf16",
         sections={
             "optimizer": {
@@ -126,26 +126,28 @@ WAYS: dict[str, Way] = {
             }
         },
     ),
-    "engine": Way(what="TransformerEngine's layers", sections={"training": ENGINE}),
-    "fp8": Way(
+    "engine": ModelVariant(what="TransformerEngine's layers", sections={"training": TRANSFORMER_ENGINE}),
+    "fp8": ModelVariant(
         what="products in 8 bits (fp8 hybrid, delayed scales)",
-        sections={"training": ENGINE, "model": {"transformer": {"fp8": "hybrid"}}},
+        sections={"training": TRANSFORMER_ENGINE, "model": {"transformer": {"fp8": "hybrid"}}},
         exact={"model": {"transformer": {}}},
     ),
-    "fp8_blockwise": Way(
+    "fp8_blockwise": ModelVariant(
         what="products in 8 bits, a scale for each block",
-        sections={"training": ENGINE, "model": {"transformer": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}},
+        sections={"training": TRANSFORMER_ENGINE, "model": {"transformer": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}},
         exact={"model": {"transformer": {}}},
     ),
 }
 
 
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-SENT = EXPERTS | {"moe_token_dispatcher_type": "alltoall"}
-LAYOUTS: dict[str, Way] = {
-    "tensor": Way(what="two tensor-parallel ranks, with sequence parallelism", sections={"parallel": SEQUENCE}),
-    "pipeline": Way(what="two pipeline stages", sections={"parallel": {"pipeline_model_parallel_size": 2}}),
-    "context": Way(
+EXPERT_DISPATCH = EXPERTS | {"moe_token_dispatcher_type": "alltoall"}
+LAYOUT_VARIANTS: dict[str, ModelVariant] = {
+    "tensor": ModelVariant(
+        what="two tensor-parallel ranks, with sequence parallelism", sections={"parallel": SEQUENCE}
+    ),
+    "pipeline": ModelVariant(what="two pipeline stages", sections={"parallel": {"pipeline_model_parallel_size": 2}}),
+    "context": ModelVariant(
         what="two context-parallel ranks, documents in rows",
         sections={
             "parallel": {"context_parallel_size": 2},
@@ -153,70 +155,75 @@ LAYOUTS: dict[str, Way] = {
             "training": {"transformer_impl": "local"},
         },
     ),
-    "experts": Way(
+    "experts": ModelVariant(
         what="experts over two ranks",
-        sections={"model": {"transformer": SENT}, "parallel": {"expert_model_parallel_size": 2}},
+        sections={"model": {"transformer": EXPERT_DISPATCH}, "parallel": {"expert_model_parallel_size": 2}},
     ),
-    "whole_experts": Way(
+    "whole_experts": ModelVariant(
         what="whole experts on two tensor-parallel ranks",
         sections={
-            "model": {"transformer": SENT},
+            "model": {"transformer": EXPERT_DISPATCH},
             "parallel": SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
         },
     ),
-    "instances": Way(
+    "instances": ModelVariant(
         what="two distributed optimizers", sections={"parallel": {"num_distributed_optimizer_instances": 2}}
     ),
-    "overlap": Way(
+    "overlap": ModelVariant(
         what="tp_comm_overlap, by TransformerEngine",
-        sections={"training": ENGINE, "parallel": SEQUENCE | {"tp_comm_overlap": True}},
+        sections={"training": TRANSFORMER_ENGINE, "parallel": SEQUENCE | {"tp_comm_overlap": True}},
         exact=None,
     ),
 }
 """What two ranks are tried with, each on a GPU of its own."""
 
 
-def measure(setup: Setup, figures: Figures) -> None:
+def measure_models(setup: CheckSetup, figures: PartFigures) -> None:
     """Try every way on one rank. Raises CheckFailed where the ranks' program fails as a whole."""
-    if not attempted(setup, figures, WAYS, ranks=1):
+    if not try_variants(setup, figures, MODEL_VARIANTS, ranks=1):
         raise CheckFailed("no way could be tried")
 
 
-def measure_layouts(setup: Setup, figures: Figures) -> None:
+def measure_layouts(setup: CheckSetup, figures: PartFigures) -> None:
     """Try every layout, where there are two GPUs; each by ranks that are started for it."""
     if setup.gpus == 1:
         figures.add("layouts", {"what": "layouts of two ranks", "not_measured": "this machine has one GPU"})
         return
-    for name, way in LAYOUTS.items():
+    for name, way in LAYOUT_VARIANTS.items():
         try:
-            attempted(setup, figures, {name: way}, ranks=2)
+            try_variants(setup, figures, {name: way}, ranks=2)
         except CheckFailed as error:  # the ranks of the others are theirs
             figures.add(name, {"what": way.what, "failed": error.message})
 
 
-def attempted(setup: Setup, figures: Figures, ways: Mapping[str, Way], *, ranks: int) -> bool:
+def try_variants(setup: CheckSetup, figures: PartFigures, ways: Mapping[str, ModelVariant], *, ranks: int) -> bool:
     """Put what becomes of each way on record; return whether there was one that could be tried. Raises CheckFailed."""
     folder = setup.path / "models"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, way in ways.items():
         try:
-            write_atomic(folder / f"{name}.yaml", text(setup, name, way.sections, ranks=ranks, precision="bf16"))
+            write_atomic(
+                folder / f"{name}.yaml", variant_config_text(setup, name, way.sections, ranks=ranks, precision="bf16")
+            )
             if way.exact is not None:
-                exact = runs.merged(way.sections, way.exact)
-                write_atomic(folder / f"{name}-exact.yaml", text(setup, name, exact, ranks=ranks, precision="fp32"))
+                exact = runs.merge_sections(way.sections, way.exact)
+                write_atomic(
+                    folder / f"{name}-exact.yaml",
+                    variant_config_text(setup, name, exact, ranks=ranks, precision="fp32"),
+                )
         except RelayrunError as error:
             (folder / f"{name}.yaml").unlink(missing_ok=True)
             figures.add(name, {"what": way.what, "not_measured": error.message})
     if not any(folder.iterdir()):
         return False
-    found: dict[str, Any] = add_program(setup, figures, PROGRAM, ranks=ranks, configs=folder)
+    found: dict[str, Any] = run_and_record_program(setup, figures, MODELS_PROGRAM, ranks=ranks, configs=folder)
     for name, one in found.items():
         figures.add(name, {"what": ways[name].what} | one)
     return True
 
 
-def text(setup: Setup, name: str, sections: Sections, *, ranks: int, precision: str) -> str:
+def variant_config_text(setup: CheckSetup, name: str, sections: Sections, *, ranks: int, precision: str) -> str:
     """Return the run config of a way, resolved. Raises ConfigError."""
     sizes = setup.sizes
     common = {
@@ -232,7 +239,9 @@ def text(setup: Setup, name: str, sections: Sections, *, ranks: int, precision: 
         "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "job": {"time": "01:00:00", "ntasks_per_node": ranks, "gpus_per_node": min(ranks, setup.gpus)},
     }
-    made = runs.merged(runs.merged(runs.values(setup, f"models-{name}", {}), common), sections)
+    made = runs.merge_sections(
+        runs.merge_sections(runs.run_config_values(setup, f"models-{name}", {}), common), sections
+    )
     if made["model"].get("transformer", {}).get("multi_latent_attention"):  # every head has keys of its own
         made["model"]["num_query_groups"] = made["model"]["num_attention_heads"]
-    return compose.dump(runs.composed(setup, made))
+    return compose.dump_run_config(runs.compose_values(setup, made))

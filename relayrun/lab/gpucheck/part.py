@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 from relayrun.errors import run_main
-from relayrun.lab.gpucheck.setup import Figures, Setup
+from relayrun.lab.gpucheck.setup import CheckSetup, PartFigures
 
 
 def main() -> int:
     """Measure one part; what it raises goes on, but for a RelayrunError, which is printed as its message."""
     what, setup, figures = sys.argv[1:4]
     module, _, name = what.partition(":")
-    getattr(importlib.import_module(module), name)(Setup.read(Path(setup)), Figures(Path(figures)))
+    getattr(importlib.import_module(module), name)(CheckSetup.read(Path(setup)), PartFigures(Path(figures)))
     return 0
 
 

@@ -18,44 +18,44 @@ from relayrun import places
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import write_json
 from relayrun.lab.gpucheck import report
-from relayrun.lab.gpucheck.check import PARTS, Outcome, Part, run
-from relayrun.lab.gpucheck.report import Row
-from relayrun.lab.gpucheck.setup import TRACE, Setup
+from relayrun.lab.gpucheck.check import PARTS, CheckPart, PartOutcome, run_parts
+from relayrun.lab.gpucheck.report import CheckRow
+from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckSetup
 
-RESULTS = places.CODE / "benchmarks" / "results"
-STRETCH = 10.0
+RESULTS_FOLDER = places.CODE_ROOT / "benchmarks" / "results"
+TINY_TIME_FACTOR = 10.0
 """Tiny parts take seconds; where a machine has other work, they may take this much longer than those on a GPU."""
 
 
-def perform(
-    setup: Setup,
+def run_check(
+    setup: CheckSetup,
     *,
     only: Sequence[str] = (),
     output: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
-    parts: Sequence[Part] = PARTS,
-) -> tuple[Path, list[Row]]:
+    parts: Sequence[CheckPart] = PARTS,
+) -> tuple[Path, list[CheckRow]]:
     """Run the check; return the file of the result and its table. Raises RelayrunError where nothing can be checked.
 
     `only`: names of parts; default: all. The first part, which says what is here, always runs.
     """
     began = time.monotonic()
-    chosen = select(only, parts)
-    prepare(setup)
-    stretch = STRETCH if setup.tiny else 1.0
-    found = run(setup, chosen[:1], say, began=began, stretch=stretch)
-    setup = learn(setup, found[0])
-    found += run(setup, chosen[1:], say, began=began, stretch=stretch)
-    result = record(setup, found, seconds=time.monotonic() - began)
-    path = output or place(setup, partial=bool(only))
+    chosen = select_parts(only, parts)
+    prepare_folder(setup)
+    stretch = TINY_TIME_FACTOR if setup.tiny else 1.0
+    found = run_parts(setup, chosen[:1], say, began=began, stretch=stretch)
+    setup = with_device(setup, found[0])
+    found += run_parts(setup, chosen[1:], say, began=began, stretch=stretch)
+    result = result_record(setup, found, seconds=time.monotonic() - began)
+    path = output or result_path(setup, partial=bool(only))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
-    if output is not None and (setup.path / TRACE).exists():
-        shutil.copyfile(setup.path / TRACE, path.with_name(f"{path.stem}-{TRACE}"))
-    return path, report.rows(result)
+    if output is not None and (setup.path / TRACE_FILE).exists():
+        shutil.copyfile(setup.path / TRACE_FILE, path.with_name(f"{path.stem}-{TRACE_FILE}"))
+    return path, report.check_rows(result)
 
 
-def select(only: Sequence[str], parts: Sequence[Part]) -> list[Part]:
+def select_parts(only: Sequence[str], parts: Sequence[CheckPart]) -> list[CheckPart]:
     """Return the parts that were asked for, in their order. Raises ConfigError for a name that is none."""
     known = [part.name for part in parts]
     if unknown := sorted(set(only) - set(known)):
@@ -63,17 +63,17 @@ def select(only: Sequence[str], parts: Sequence[Part]) -> list[Part]:
     return [part for number, part in enumerate(parts) if number == 0 or not only or part.name in only]
 
 
-def prepare(setup: Setup) -> None:
+def prepare_folder(setup: CheckSetup) -> None:
     """Make the folder of the check, without what an earlier one left there. Raises ConfigError if it is another's."""
     if setup.path.exists() and any(setup.path.iterdir()) and not setup.parts.is_dir():
         raise ConfigError("this folder holds other things than a check", where=setup.path, hint="give one that is new")
-    (setup.path / TRACE).unlink(missing_ok=True)
+    (setup.path / TRACE_FILE).unlink(missing_ok=True)
     for name in ("parts", "runs", "configs", "data", "exported"):
         shutil.rmtree(setup.path / name, ignore_errors=True)
     setup.parts.mkdir(parents=True, exist_ok=True)
 
 
-def learn(setup: Setup, environment: Outcome) -> Setup:
+def with_device(setup: CheckSetup, environment: PartOutcome) -> CheckSetup:
     """Return the setup with what the first part has found. Raises RelayrunError where that is no device to check."""
     gpus = environment.figures.get("gpus")
     if not gpus and not setup.tiny:
@@ -83,7 +83,7 @@ def learn(setup: Setup, environment: Outcome) -> Setup:
     return replace(setup, gpus=len(gpus), device=gpus[0]["name"], memory_bytes=gpus[0]["memory_bytes"])
 
 
-def record(setup: Setup, found: Sequence[Outcome], *, seconds: float) -> dict[str, Any]:
+def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: float) -> dict[str, Any]:
     """Return what goes into the file: all that was measured, and no path of this machine."""
     made: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,19 +97,21 @@ def record(setup: Setup, found: Sequence[Outcome], *, seconds: float) -> dict[st
         "stall_allowance": setup.sizes.stall_allowance,
         "parts": [outcome.record() for outcome in found],
     }
-    shown = {str(setup.path): "(folder of the check)", str(places.CODE): "(repository)", sys.prefix: "(Python)"}
-    without: dict[str, Any] = _replaced(made, shown)
+    shown = {str(setup.path): "(folder of the check)", str(places.CODE_ROOT): "(repository)", sys.prefix: "(Python)"}
+    without: dict[str, Any] = _replace_paths(made, shown)
     return without
 
 
-def place(setup: Setup, *, partial: bool) -> Path:
+def result_path(setup: CheckSetup, *, partial: bool) -> Path:
     """Return where the result goes: among those of the benchmarks, if it is a whole one of a GPU."""
     if setup.tiny:
         return setup.path / "gpu-tiny.json"
-    return (RESULTS if RESULTS.is_dir() and not partial else setup.path) / report.file_name(setup.device)
+    return (RESULTS_FOLDER if RESULTS_FOLDER.is_dir() and not partial else setup.path) / report.result_file_name(
+        setup.device
+    )
 
 
-def show(path: Path, table: Sequence[Row]) -> None:
+def print_result(path: Path, table: Sequence[CheckRow]) -> None:
     """Print the table, what is missed once more, and where the result is."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -124,11 +126,11 @@ def show(path: Path, table: Sequence[Row]) -> None:
     console.print(f"result: {path}", soft_wrap=True, markup=False)
 
 
-def _replaced(value: Any, places: dict[str, str]) -> Any:
+def _replace_paths(value: Any, places: dict[str, str]) -> Any:
     if isinstance(value, str):
         for old, new in places.items():
             value = value.replace(old, new)
         return value
     if isinstance(value, dict):
-        return {name: _replaced(item, places) for name, item in value.items()}
-    return [_replaced(item, places) for item in value] if isinstance(value, list) else value
+        return {name: _replace_paths(item, places) for name, item in value.items()}
+    return [_replace_paths(item, places) for item in value] if isinstance(value, list) else value

@@ -14,12 +14,12 @@ from relayrun.control.rundir.run import Run
 from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.setup import CheckFailed
 
-COMPARED = (("loss", "loss"), ("grad_norm", "gradient norm"))
+COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
 """What is compared of a line of metrics.jsonl, and its name for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class AttemptValues:
     """What one attempt computed. A digest has an entry for each rank."""
 
     lines: dict[int, dict[str, Any]]
@@ -34,18 +34,18 @@ class Piece:
     """What came out otherwise when a later round computed it again, in words."""
 
     @classmethod
-    def of(cls, run: Run, attempt: int) -> Piece:
+    def of(cls, run: Run, attempt: int) -> AttemptValues:
         """Read what an attempt left."""
-        notes = [entry for entry in runs.notes_of(run, "digest") if entry["attempt"] == attempt]
+        notes = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
         twice: list[str] = []
 
         def digests(kind: str, words: str) -> dict[int, Any]:
             found = ((entry["iteration"], entry["ranks"]) for entry in notes if entry["kind"] == kind)
-            return _first(found, words, twice)
+            return _first_values(found, words, twice)
 
-        lines = runs.steps_of(run, attempt)
-        for name, words in COMPARED:
-            _first(((line["iteration"], line[name]) for line in lines), words, twice)
+        lines = runs.iteration_lines(run, attempt)
+        for name, words in COMPARED_VALUES:
+            _first_values(((line["iteration"], line[name]) for line in lines), words, twice)
         return cls(
             lines={line["iteration"]: line for line in lines},
             states=digests("state", "optimizer state"),
@@ -55,7 +55,7 @@ class Piece:
         )
 
 
-def _first(values: Iterable[tuple[int, Any]], words: str, twice: list[str]) -> dict[int, Any]:
+def _first_values(values: Iterable[tuple[int, Any]], words: str, twice: list[str]) -> dict[int, Any]:
     """The first value of each iteration; a later one that is another goes to `twice`, in words."""
     found: dict[int, Any] = {}
     for iteration, value in values:
@@ -64,17 +64,17 @@ def _first(values: Iterable[tuple[int, Any]], words: str, twice: list[str]) -> d
     return found
 
 
-def undisturbed(run: Run) -> Piece:
+def undisturbed_values(run: Run) -> AttemptValues:
     """Read what a run computed that nobody cut. Raises CheckFailed where it was cut, or left no digests."""
     if (attempts := len(run.attempt_numbers())) != 1:
         raise CheckFailed(f"{run.path.name} has {attempts} attempts, not 1")
-    found = Piece.of(run, 1)
+    found = AttemptValues.of(run, 1)
     if not found.weights or len(found.states) != len(found.lines):
         raise CheckFailed(f"{run.path.name} left no digests of its states")
     return found
 
 
-def difference(own: Piece, expected: Piece) -> str | None:
+def first_difference(own: AttemptValues, expected: AttemptValues) -> str | None:
     """Return the first thing that is not as in the undisturbed run, in words; None: all is."""
     if not own.lines:
         return "no iteration was trained"
@@ -83,7 +83,7 @@ def difference(own: Piece, expected: Piece) -> str | None:
             return f"optimizer state as loaded, of iteration {iteration}"
     for iteration, line in own.lines.items():
         other = expected.lines[iteration]
-        for name, words in COMPARED:
+        for name, words in COMPARED_VALUES:
             if line[name] != other[name] or math.isnan(line[name]):  # no number, no training
                 return f"{words} of iteration {iteration}: {line[name]!r}, not {other[name]!r}"
         if own.states.get(iteration) != expected.states[iteration]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from relayrun import places
 from relayrun.files import read_json
-from relayrun.lab.gpucheck.logs import tail, why
-from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
+from relayrun.lab.gpucheck.logs import log_error, log_tail
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
 
 
-def rank_command(setup: Setup, program: str, *arguments: str, container: Sequence[str] = ()) -> list[str]:
+def rank_command(setup: CheckSetup, program: str, *arguments: str, container: Sequence[str] = ()) -> list[str]:
     """Return what one rank executes; in front of it stands what starts one for every rank.
 
     `container`: the command of a container that the rank has to enter; inside the check's job it is in there already.
@@ -21,7 +21,7 @@ def rank_command(setup: Setup, program: str, *arguments: str, container: Sequenc
     prefix = setup.cluster.get("command_prefix", [])
     return [
         "bash",
-        str(places.shared("launchers/lib/rank.sh")),
+        str(places.shared_file("launchers/lib/rank.sh")),
         *container,
         *prefix,
         setup.python,
@@ -31,7 +31,7 @@ def rank_command(setup: Setup, program: str, *arguments: str, container: Sequenc
     ]
 
 
-def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
+def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
     """Run a module of `programs` and return what it wrote to its `--output`. Raises CheckFailed with what it found."""
     short = program.rpartition(".")[2]
     setup.parts.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: obje
     with log.open("wb") as file:
         code = subprocess.run(
             command,
-            cwd=places.CODE,
+            cwd=places.CODE_ROOT,
             env=setup.environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -53,12 +53,12 @@ def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: obje
         ).returncode
     found = read_json(output) if output.exists() else {}
     if code or not output.exists():
-        print(tail(log), flush=True)
-        raise CheckFailed(f"the program {short} failed: {why(log, code)}", found=found)
+        print(log_tail(log), flush=True)
+        raise CheckFailed(f"the program {short} failed: {log_error(log, code)}", found=found)
     return found
 
 
-def add_program(setup: Setup, figures: Figures, program: str, **arguments: Any) -> dict[str, Any]:
+def run_and_record_program(setup: CheckSetup, figures: PartFigures, program: str, **arguments: Any) -> dict[str, Any]:
     """Run a module of `programs`, put what it wrote on record, and return it; also what one that failed had written.
 
     Raises CheckFailed.

@@ -18,31 +18,33 @@ from typing import Any
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.run import Run
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.pieces import Piece, difference, undisturbed
-from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
+from relayrun.lab.gpucheck.pieces import AttemptValues, first_difference, undisturbed_values
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
 
-NODE: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
+NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
 
 
-def measure(setup: Setup, figures: Figures) -> None:
+def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
     """Run both, and compare. Raises CheckFailed where a run did not come to its end, or left nothing to compare."""
     ranks = setup.gpus or setup.sizes.cpu_ranks
-    cuts = kills(setup, ranks)
-    sections = runs.noted(setup, cuts=cuts, deterministic=True, ranks=ranks)
-    whole = runs.start(setup, "recovery-whole", runs.noted(setup, cuts=[], deterministic=True, ranks=ranks))
-    disturbed = runs.start(setup, "recovery-rounds", runs.merged(sections, NODE))
+    cuts = deaths_by_restart(setup, ranks)
+    sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=True, ranks=ranks)
+    whole = runs.start_run(
+        setup, "recovery-whole", runs.recorded_run_sections(setup, cuts=[], deterministic=True, ranks=ranks)
+    )
+    disturbed = runs.start_run(setup, "recovery-rounds", runs.merge_sections(sections, NODE_RECOVERY))
     try:
         disturbed.process.wait()
-        figures.add("job", told(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
-        expected = undisturbed(whole.wait(setup.sizes.steps))
-        figures.add("bits", compared(disturbed.wait(setup.sizes.steps), expected))
+        figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
+        expected = undisturbed_values(whole.wait(setup.sizes.steps))
+        figures.add("bits", compare_recovered_run(disturbed.wait(setup.sizes.steps), expected))
     finally:
         for chain in (whole, disturbed):
             chain.process.wait()
-            runs.forget(chain.run)
+            runs.remove_checkpoints(chain.run)
 
 
-def kills(setup: Setup, ranks: int) -> list[dict[str, Any]]:
+def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
     """Return the cuts of each round, for the hook `Cut`."""
     interval = setup.sizes.interval
     between, later = interval + interval // 2, 2 * interval + interval // 2
@@ -52,7 +54,7 @@ def kills(setup: Setup, ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-def told(run: Run) -> dict[str, Any]:
+def recorded_attempts(run: Run) -> dict[str, Any]:
     """Return what the records say of the run's attempts and failed rounds, oldest first; no name of a machine."""
     numbers = run.attempt_numbers()
     return {
@@ -69,20 +71,20 @@ def told(run: Run) -> dict[str, Any]:
                 "seconds": failed.seconds,
             }
             for number in numbers
-            for failed in rounds.read(run.attempt(number))
+            for failed in rounds.read_failed_restarts(run.attempt(number))
         ],
     }
 
 
-def compared(run: Run, expected: Piece) -> dict[str, Any]:
+def compare_recovered_run(run: Run, expected: AttemptValues) -> dict[str, Any]:
     """Hold all attempts of a run against the undisturbed one. Raises CheckFailed where it left no digests."""
-    pieces = {number: Piece.of(run, number) for number in run.attempt_numbers()}
+    pieces = {number: AttemptValues.of(run, number) for number in run.attempt_numbers()}
     for number, piece in pieces.items():
-        for failed in rounds.read(run.attempt(number)):
+        for failed in rounds.read_failed_restarts(run.attempt(number)):
             if failed.again and failed.next_iteration and failed.next_iteration not in piece.loaded:
                 raise CheckFailed(f"the round behind round {failed.round} left no digest of what it loaded")
     trained = {iteration for piece in pieces.values() for iteration in piece.lines}
     if trained != expected.lines.keys() or not any(piece.weights for piece in pieces.values()):
         raise CheckFailed(f"{run.path.name} left no record of every iteration, or no digest of its weights")
-    found = [different for piece in pieces.values() if (different := difference(piece, expected)) is not None]
+    found = [different for piece in pieces.values() if (different := first_difference(piece, expected)) is not None]
     return {"iterations": len(trained), "equal": not found, "difference": found[0] if found else None}

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from relayrun.errors import RelayrunError
-from relayrun.submit.check.finding import counted
+from relayrun.submit.check.findings import count_noun
 
-Verdict = Literal["met", "missed", "not measured", ""]
+RowVerdict = Literal["met", "missed", "not measured", ""]
 """`""`: there is no target."""
 
 MFU_TARGET, MFU_AIM = 0.50, 0.55
@@ -27,18 +27,18 @@ LEARNED, NEAR = 0.95, 0.02
 """The loss that a batch has at most behind a few iterations on it, as a share of the one before; and how far from it
 the same weights may be in fp32, as a share of that one's."""
 
-Figures = Mapping[str, Any]
+FigureMap = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckRow:
     """One line of the table."""
 
     part: str
     what: str
     value: str = ""
     target: str = ""
-    verdict: Verdict = ""
+    verdict: RowVerdict = ""
     hard: bool = False
 
     @property
@@ -46,47 +46,47 @@ class Row:
         return self.hard and self.verdict in ("missed", "not measured")
 
 
-def rows(result: Mapping[str, Any]) -> list[Row]:
+def check_rows(result: Mapping[str, Any]) -> list[CheckRow]:
     """Return the table of a result, as `result.json` holds it."""
-    found: list[Row] = []
+    found: list[CheckRow] = []
     for part in result["parts"]:
         name, figures = part["name"], part["figures"]
         if part["status"] != "done":
             value = f"{part['status']}: {part['words']}"
             # one that had no time left fails only by what it was to prove
             failed = part["status"] in ("failed", "timeout")
-            verdict: Verdict = "missed" if failed else "not measured"
-            found.append(Row(part=name, what="the part", value=value, target="done", verdict=verdict, hard=failed))
-        made = _ROWS[name](figures, result) if name in _ROWS else ()
+            verdict: RowVerdict = "missed" if failed else "not measured"
+            found.append(CheckRow(part=name, what="the part", value=value, target="done", verdict=verdict, hard=failed))
+        made = _ROWS_BY_PART[name](figures, result) if name in _ROWS_BY_PART else ()
         found += [row for row in made if part["status"] == "done" or row.value or row.hard]
     return found
 
 
-def exit_code(table: list[Row]) -> int:
+def check_exit_code(table: list[CheckRow]) -> int:
     """Return 1 where a promise is broken, or a part failed."""
     return int(any(row.fails for row in table))
 
 
-def _environment(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _environment(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     versions, gpus = figures.get("versions"), figures.get("gpus")
     if gpus:
         gib = gpus[0]["memory_bytes"] / (1 << 30)
-        yield Row(part="environment", what="GPU", value=f"{len(gpus)} x {gpus[0]['name']}, {gib:.0f} GiB")
+        yield CheckRow(part="environment", what="GPU", value=f"{len(gpus)} x {gpus[0]['name']}, {gib:.0f} GiB")
     elif gpus is not None:
-        yield Row(part="environment", what="GPU", value="none: CPUs, and the figures below say nothing of a GPU")
+        yield CheckRow(part="environment", what="GPU", value="none: CPUs, and the figures below say nothing of a GPU")
     if figures.get("nvml"):
         gpu = figures["nvml"][0]
         clocks = f"driver {gpu['driver']}, SM clock at most {gpu['sm_clock_max']} MHz, {gpu['power_limit']} W"
-        yield Row(part="environment", what="NVML", value=clocks)
+        yield CheckRow(part="environment", what="NVML", value=clocks)
     if versions:
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-        yield Row(part="environment", what="versions", value=shown)
+        yield CheckRow(part="environment", what="versions", value=shown)
     if "product_tflops" in figures:
         value = f"{figures['product_tflops']:,.4g} TFLOP/s, {figures['copy_bytes_per_second'] / 1e9:,.4g} GB/s"
-        yield Row(part="environment", what="a matrix product, a copy (read + written)", value=value)
+        yield CheckRow(part="environment", what="a matrix product, a copy (read + written)", value=value)
 
 
-def _resume(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _resume(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     for mode, words in (("deterministic", "with training.deterministic"), ("default", "without")):
         promised = mode == "deterministic"
         about = figures.get(mode) or {}
@@ -96,16 +96,16 @@ def _resume(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
             target = "bit for bit" if promised else ""
             if one is None:
                 value = about.get("failed", "") if promised else ""
-                verdict: Verdict = "not measured" if promised else ""
+                verdict: RowVerdict = "not measured" if promised else ""
             else:
                 value = "bit for bit" if one["equal"] else f"differs: {one['difference']}"
                 if one["differed_before"]:
                     value += f" (and before the cut: {one['differed_before']})"
                 verdict = ("met" if one["equal"] else "missed") if promised else ""
-            yield Row(part="resume", what=what, value=value, target=target, verdict=verdict, hard=promised)
+            yield CheckRow(part="resume", what=what, value=value, target=target, verdict=verdict, hard=promised)
 
 
-def _recovery(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _recovery(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     job, bits = figures.get("job"), figures.get("bits")
     one, state, equal = (
         "a rank killed twice, training goes on inside its job",
@@ -117,8 +117,8 @@ def _recovery(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
     failed = [] if job is None else job["rounds"]
     if job is not None:
         again = [each for each in failed if each["again"]]
-        ranks = counted(job["ranks"], "rank")
-        value = f"{counted(job['attempts'], 'attempt')} of {ranks}, {counted(len(again), 'new round')}"
+        ranks = count_noun(job["ranks"], "rank")
+        value = f"{count_noun(job['attempts'], 'attempt')} of {ranks}, {count_noun(len(again), 'new round')}"
         met = job["attempts"] == 1 and len(failed) == len(again) == job["kills"]
         if not met and failed:  # who died besides those that were killed
             value += f" ({'; '.join(dict.fromkeys(each['words'][:100] for each in failed))})"
@@ -131,14 +131,14 @@ def _recovery(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         values[equal] = "bit for bit" if bits["equal"] else f"differs: {bits['difference']}", bits["equal"]
     for what, target in targets.items():
         value, met = values.get(what, ("", False))
-        verdict: Verdict = "not measured" if what not in values else "met" if met else "missed"
-        yield Row(part="recovery", what=what, value=value, target=target, verdict=verdict, hard=True)
+        verdict: RowVerdict = "not measured" if what not in values else "met" if met else "missed"
+        yield CheckRow(part="recovery", what=what, value=value, target=target, verdict=verdict, hard=True)
     if seconds := [each["seconds"]["all"] for each in failed if "all" in each["seconds"]]:
         value = f"median {statistics.median(seconds):.3g} s, largest {max(seconds):.3g} s"
-        yield Row(part="recovery", what="from a rank's death to the next step", value=value)
+        yield CheckRow(part="recovery", what="from a rank's death to the next step", value=value)
 
 
-def _speed(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _speed(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     if "search" in figures:
         tries = ", ".join(
             f"{one['micro_batch']} ({one['tokens_per_second']:,.0f} tokens/s)"
@@ -146,11 +146,11 @@ def _speed(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
             else f"{one['micro_batch']} (out of memory)"
             for one in figures["search"]["tries"]
         )
-        yield Row(part="speed", what="micro-batches tried", value=tries)
+        yield CheckRow(part="speed", what="micro-batches tried", value=tries)
     training = figures.get("training")
     target = f"≥ {MFU_TARGET:.0%} (aim {MFU_AIM:.0%})"
     if training is None or training["mfu"] is None:
-        yield Row(
+        yield CheckRow(
             part="speed",
             what="MFU",
             target=target,
@@ -158,46 +158,46 @@ def _speed(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
             value="" if training is None else f"the peak of {result['device']} is not known",
         )
     else:
-        verdict: Verdict = "met" if training["mfu"] >= MFU_TARGET else "missed"
+        verdict: RowVerdict = "met" if training["mfu"] >= MFU_TARGET else "missed"
         size = f"{training['micro_batch_size']} x {training['seq_length']}"
         what = f"MFU, {training['precision']}, {size} tokens a micro-batch"
-        yield Row(part="speed", what=what, value=f"{training['mfu']:.1%}", target=target, verdict=verdict)
+        yield CheckRow(part="speed", what=what, value=f"{training['mfu']:.1%}", target=target, verdict=verdict)
     if training is not None:
         value = f"{training['tokens_per_second_per_gpu']:,.0f}"
-        yield Row(part="speed", what="tokens/s of a GPU" if result["gpus"] else "tokens/s", value=value)
+        yield CheckRow(part="speed", what="tokens/s of a GPU" if result["gpus"] else "tokens/s", value=value)
     again = figures.get("deterministic")
     if again is not None and "not_measured" in again:
         value = f"not measured: {again['not_measured']}"
-        yield Row(part="speed", what="time of an iteration with training.deterministic", value=value)
+        yield CheckRow(part="speed", what="time of an iteration with training.deterministic", value=value)
     elif training is not None and again is not None:
         more = again["step_seconds"] / training["step_seconds"] - 1
         value = f"{more:+.1%} ({again['tokens_per_second_per_gpu']:,.0f} tokens/s)"
-        yield Row(part="speed", what="time of an iteration with training.deterministic", value=value)
+        yield CheckRow(part="speed", what="time of an iteration with training.deterministic", value=value)
     if "memory" in figures:
         memory = figures["memory"]
         value = f"{memory['peak_bytes'] / 1e9:,.4g} GB, estimated {memory['estimate_bytes'] / 1e9:,.4g} GB"
         what = "memory at its peak" if memory["device_bytes"] else "memory of the process (no GPU), and the estimate"
-        yield Row(part="speed", what=what, value=value)
+        yield CheckRow(part="speed", what=what, value=value)
     if "by_part" in figures:
         whole = figures["by_part"]["total"]
         shares = ", ".join(
             f"{name.replace('_', ' ')} {seconds / whole:.1%}" for name, seconds in figures["by_part"]["seconds"].items()
         )
-        yield Row(part="speed", what=f"parts of an iteration of {whole:.4g} s", value=shares)
+        yield CheckRow(part="speed", what=f"parts of an iteration of {whole:.4g} s", value=shares)
     if "trace" in figures:
         trace = figures["trace"]
         share = trace["busy_seconds"] / trace["seconds"] if trace["seconds"] else 0.0
         value = f"busy {share:.1%} of {trace['seconds']:.4g} s"
         for longest in trace["longest"][:1]:
             value += f"; longest: {longest['name'][:60]}, {longest['seconds']:.4g} s"
-        yield Row(part="speed", what=f"trace of an iteration ({trace['file']})", value=value)
+        yield CheckRow(part="speed", what=f"trace of an iteration ({trace['file']})", value=value)
 
 
-def _save(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _save(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     target = f"≤ {STALL_TARGET:g} x the copy"
     saves, copy = figures.get("saves"), figures.get("copy")
     if saves is None or copy is None:
-        yield Row(part="save", what="what a save holds up", target=target, verdict="not measured", hard=True)
+        yield CheckRow(part="save", what="what a save holds up", target=target, verdict="not measured", hard=True)
     else:
         bare = copy["seconds_of_a_save"]
         later = statistics.median(one["stall_seconds"] for one in saves["saves"][1:])
@@ -206,30 +206,30 @@ def _save(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         if saves["layers"] != saves["layers_of_the_model"]:
             size += f" ({saves['layers']} of {saves['layers_of_the_model']} layers, for the disk's sake)"
         held = max(0.0, later - result["stall_allowance"])
-        verdict: Verdict = "met" if held <= STALL_TARGET * bare else "missed"
+        verdict: RowVerdict = "met" if held <= STALL_TARGET * bare else "missed"
         if result["stall_allowance"]:
             target += f" + {result['stall_allowance']:g} s"
         value = f"{later:.3g} s, {later / bare:,.3g} x the copy ({bare:.3g} s)"
-        yield Row(
+        yield CheckRow(
             part="save", what=f"what a save of {size} holds up", value=value, target=target, verdict=verdict, hard=True
         )
-        yield Row(
+        yield CheckRow(
             part="save", what="the first save of a process", value=f"{first:.3g} s, {first / bare:,.3g} x the copy"
         )
         lost = statistics.median(one["lost_seconds"] for one in saves["saves"][1:])
         durable = statistics.median(one["durable_after_seconds"] for one in saves["saves"][1:])
         value = f"{lost:.3g} s lost until it is durable, after {durable:.3g} s"
-        yield Row(part="save", what="with the iterations beside it", value=value)
+        yield CheckRow(part="save", what="with the iterations beside it", value=value)
     if "load" in figures:
         load = figures["load"]
         value = (
             f"{load['seconds']:.3g} s ({load['bytes_per_second'] / 1e9:,.3g} GB/s), after "
             f"{load['import_seconds']:.3g} s of imports and {load['set_up_seconds']:.3g} s of set-up"
         )
-        yield Row(part="save", what="a load", value=value)
+        yield CheckRow(part="save", what="a load", value=value)
 
 
-def _attention(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _attention(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     names = {
         "whole": "whole sequences",
         "packed": "packed documents",
@@ -241,7 +241,7 @@ def _attention(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         if one is None:
             continue
         if "not_measured" in one:
-            yield Row(part="attention", what=words, value=f"not measured: {one['not_measured']}")
+            yield CheckRow(part="attention", what=words, value=f"not measured: {one['not_measured']}")
             continue
         ran = (
             ", ".join(
@@ -252,30 +252,30 @@ def _attention(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
             or "unknown"
         )
         kernel = f"; {one['kernels'][0]['name'][:50]}" if one["kernels"] else ""
-        yield Row(
+        yield CheckRow(
             part="attention",
             what=words,
             value=f"{one['tflops']:,.4g} TFLOP/s, {1000 * one['seconds']:.4g} ms: {ran}{kernel}",
         )
 
 
-def _models(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _models(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     yield from _ways("models", figures)
 
 
-def _layouts(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _layouts(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     yield from _ways("layouts", figures)
 
 
-def _ways(part: str, figures: Figures) -> Iterator[Row]:
+def _ways(part: str, figures: FigureMap) -> Iterator[CheckRow]:
     for name, one in figures.items():
         what = one.get("what", name)
         if "not_measured" in one:
-            yield Row(part=part, what=what, value=f"not measured: {one['not_measured']}")
+            yield CheckRow(part=part, what=what, value=f"not measured: {one['not_measured']}")
             continue
         target = f"learns, {NEAR:.0%} of fp32's loss at most beside it"
         value = f"failed: {one.get('failed')}"
-        verdict: Verdict = "missed"
+        verdict: RowVerdict = "missed"
         if "last_loss" in one:
             first, last, exact = one["first_loss"], one["last_loss"], one.get("exact_loss")
             met = last <= LEARNED * first
@@ -285,41 +285,41 @@ def _ways(part: str, figures: Figures) -> Iterator[Row]:
                 met = met and abs(last - exact) <= NEAR * exact
             value += f"; {one['tokens_per_second']:,.0f} tokens/s, {one['peak_bytes'] / 1e9:,.3g} GB"
             verdict = "met" if met else "missed"
-        yield Row(part=part, what=what, value=value, target=target, verdict=verdict, hard=True)
+        yield CheckRow(part=part, what=what, value=value, target=target, verdict=verdict, hard=True)
 
 
-def _export(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _export(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     target = "equal but for rounding"
     if "difference" not in figures:
-        yield Row(part="export", what="logits of the export", target=target, verdict="not measured", hard=True)
+        yield CheckRow(part="export", what="logits of the export", target=target, verdict="not measured", hard=True)
         return
     value = (
         f"differ by {figures['difference']:.2g} at most "
         f"(largest logit {figures['largest']:.3g}, {figures['tokens']} tokens)"
     )
     met = figures["difference"] <= ROUNDING * max(1.0, figures["largest"])
-    verdict: Verdict = "met" if met else "missed"
-    yield Row(part="export", what="logits of the export", value=value, target=target, verdict=verdict, hard=True)
+    verdict: RowVerdict = "met" if met else "missed"
+    yield CheckRow(part="export", what="logits of the export", value=value, target=target, verdict=verdict, hard=True)
 
 
-def _bandwidth(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+def _bandwidth(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRow]:
     for name, words in (("machine", "all-reduce in this machine"), ("nodes", "all-reduce over all nodes")):
         one = figures.get(name)
         if one is None:
             continue
         if "not_measured" in one:
-            yield Row(part="bandwidth", what=words, value=f"not measured: {one['not_measured']}")
+            yield CheckRow(part="bandwidth", what=words, value=f"not measured: {one['not_measured']}")
             continue
         speeds = ", ".join(
             f"{entry['bus_bytes_per_second'] / 1e9:,.3g} GB/s at {entry['bytes'] / (1 << 20):,.3g} MiB"
             for entry in one["all_reduce"]
         )
-        yield Row(
+        yield CheckRow(
             part="bandwidth", what=f"{words}, {one['ranks']} ranks, {one['backend']}, bus bandwidth", value=speeds
         )
 
 
-_ROWS: dict[str, Callable[[Figures, Mapping[str, Any]], Iterator[Row]]] = {
+_ROWS_BY_PART: dict[str, Callable[[FigureMap, Mapping[str, Any]], Iterator[CheckRow]]] = {
     "environment": _environment,
     "resume": _resume,
     "recovery": _recovery,
@@ -333,7 +333,7 @@ _ROWS: dict[str, Callable[[Figures, Mapping[str, Any]], Iterator[Row]]] = {
 }
 
 
-def file_name(device: str) -> str:
+def result_file_name(device: str) -> str:
     """Return the name of the result's file: `gpu-h200.json` of an "NVIDIA H200"."""
     words = "".join(char if char.isalnum() else " " for char in device.lower()).split()
     kept = [word for word in words if word not in ("nvidia", "amd", "tesla", "instinct")]

@@ -15,23 +15,23 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun import places
-from relayrun.config.compose import compose, yamlfile
+from relayrun.config.compose import compose, yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.chain import evidence
-from relayrun.control.rundir.records import Outcome
+from relayrun.control.chain import failure_reason
+from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
 from relayrun.files import read_lines
-from relayrun.lab.gpucheck.logs import last_line, tail
-from relayrun.lab.gpucheck.setup import NOTES, CheckFailed, Setup
+from relayrun.lab.gpucheck.logs import last_log_line, log_tail
+from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
 from relayrun.tokens.shards.indexed import ShardWriter, token_dtype
 
 SEED = 28
-HOOKS = "relayrun.lab.gpucheck.programs.hooks"
+HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class LocalChain:
     """A run whose jobs one process of ours runs, one after the other."""
 
     run: Run
@@ -42,7 +42,7 @@ class Chain:
         """Wait for the end of the chain. Raises CheckFailed unless its last attempt is done with that many steps."""
         self.process.wait()
         numbers = self.run.attempt_numbers()
-        outcome = Outcome.read(self.run.attempt(numbers[-1]).outcome) if numbers else None
+        outcome = AttemptOutcome.read(self.run.attempt(numbers[-1]).outcome) if numbers else None
         if outcome is None or (outcome.outcome, outcome.iteration) != ("done", steps):
             raise CheckFailed(f"the training run {self.run.path.name} failed: {self.why()}", where=self.log)
         return self.run
@@ -52,13 +52,13 @@ class Chain:
         reason = stop_reason(self.run) if self.run.path.exists() else None
         begins = [self.run.attempt(number).read_begin() for number in self.run.attempt_numbers()[-1:]]
         for log in [self.log, *(Path(begin.log) for begin in begins if begin is not None and begin.log)]:
-            print(tail(log), flush=True)  # into the log of the part
+            print(log_tail(log), flush=True)  # into the log of the part
         attempts = [self.run.attempt(number) for number in self.run.attempt_numbers()]
-        said = [failure.error for attempt in attempts for failure in evidence.failures(attempt)]
-        return " ".join(("; ".join(filter(None, [reason, *said[-1:]])) or last_line(self.log)).split())[:1500]
+        said = [failure.error for attempt in attempts for failure in failure_reason.read_failures(attempt)]
+        return " ".join(("; ".join(filter(None, [reason, *said[-1:]])) or last_log_line(self.log)).split())[:1500]
 
 
-def values(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def run_config_values(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the run config of a training run of the check: what all of them have in common, with these changes."""
     common: dict[str, Any] = {
         "project": "gpu-check",
@@ -76,69 +76,69 @@ def values(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -
     }
     if not setup.gpus:
         common["training"]["threads"] = 1
-    made = merged(common, sections)
+    made = merge_sections(common, sections)
     made["training"]["hooks"] = [*setup.hooks, *made["training"]["hooks"]]
     return made
 
 
-def merged(first: Mapping[str, Any], second: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def merge_sections(first: Mapping[str, Any], second: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sections of both; where both set something, the second holds."""
     return dict(first) | {name: {**first.get(name, {}), **changes} for name, changes in second.items()}
 
 
-def start(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> Chain:
+def start_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> LocalChain:
     """Submit a training run and run its jobs beside this process."""
-    file, log = _write(setup, name, sections), setup.parts / f"{name}.log"
+    file, log = _write_config(setup, name, sections), setup.parts / f"{name}.log"
     run = Run(setup.path / "runs" / name)
     shutil.rmtree(run.path, ignore_errors=True)
     overrides = [word for text in setup.overrides for word in ("--set", text)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(places.shared("launchers/submit.py")), str(file), *overrides],
-            cwd=places.CODE,
+            [sys.executable, str(places.shared_file("launchers/submit.py")), str(file), *overrides],
+            cwd=places.CODE_ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
         )
-    return Chain(run=run, process=process, log=log)
+    return LocalChain(run=run, process=process, log=log)
 
 
-def config(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+def checked_config(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """The config of a training run of the check, as a submit would check it. Raises ConfigError."""
-    return compose.native(compose.load(_write(setup, name, sections), setup.overrides))
+    return compose.require_native(compose.load_run_config(_write_config(setup, name, sections), setup.overrides))
 
 
-def composed(setup: Setup, made: Mapping[str, Any]) -> RunConfig:
+def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
     """The config that `values` and the overrides come to, without a file that stays. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(yamlfile.dump(dict(made)))
+        file.write(yaml_file.dump_yaml(dict(made)))
         file.flush()
-        return compose.native(compose.load(Path(file.name), setup.overrides))
+        return compose.require_native(compose.load_run_config(Path(file.name), setup.overrides))
 
 
-def train(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
+def train_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
     """Submit a training run and wait for its end. Raises CheckFailed."""
-    return start(setup, name, sections).wait(steps)
+    return start_run(setup, name, sections).wait(steps)
 
 
-def train_until(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
+def train_until(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
     """Train that many iterations and kill the run: what is timed needs no save at the end. Raises CheckFailed."""
     cut = {
-        "hook": f"{HOOKS}:Cut",
+        "hook": f"{HOOKS_MODULE}:Cut",
         "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]},
     }
     training = dict(sections["training"])
     training |= {"steps": steps + 1, "hooks": [*training.get("hooks", []), cut]}
-    chain = start(setup, name, {**sections, "training": training})
+    chain = start_run(setup, name, {**sections, "training": training})
     chain.process.wait()
-    lines = steps_of(chain.run, 1)
+    lines = iteration_lines(chain.run, 1)
     if not lines or lines[-1]["iteration"] < steps:
         raise CheckFailed(f"the training run {name} failed: {chain.why()}", where=chain.log)
     return chain.run
 
 
-def noted(
-    setup: Setup,
+def recorded_run_sections(
+    setup: CheckSetup,
     *,
     cuts: Sequence[Mapping[str, Any]],
     deterministic: bool,
@@ -151,21 +151,21 @@ def noted(
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {
         "model": dict(sizes.resumed_model),
-        "data": real_data(setup),
+        "data": data_with_tokenizer(setup),
         "training": {
             "steps": sizes.steps,
             "micro_batch_size": sizes.resumed_batch,
             "global_batch_size": 2 * sizes.resumed_batch * ranks,
             "seq_length": sizes.resumed_seq_length,
             "deterministic": deterministic,
-            "hooks": [f"{HOOKS}:Digest", {"hook": f"{HOOKS}:Cut", "options": {"cuts": list(cuts)}}],
+            "hooks": [f"{HOOKS_MODULE}:Digest", {"hook": f"{HOOKS_MODULE}:Cut", "options": {"cuts": list(cuts)}}],
         },
         "checkpoint": {"interval": sizes.interval, "keep_last": 1},
         "job": {"ntasks_per_node": ranks},
     }
 
 
-def real_data(setup: Setup) -> dict[str, Any]:
+def data_with_tokenizer(setup: CheckSetup) -> dict[str, Any]:
     """Return section `data` with random documents over a skewed vocabulary, and a tokenizer; written once."""
     sizes = setup.sizes
     return random_data(
@@ -190,23 +190,23 @@ def random_data(folder: Path, *, vocabulary: int, longest: int, documents: int) 
     return {"tokenizer": str(folder / "tokenizer.json"), "datasets": [str(folder)], "mock_data": False}
 
 
-def steps_of(run: Run, attempt: int) -> list[dict[str, Any]]:
+def iteration_lines(run: Run, attempt: int) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl of one attempt that are iterations."""
     return [line for line in read_lines(run.attempt(attempt).metrics) if "loss" in line]
 
 
-def notes_of(run: Run, name: str) -> list[dict[str, Any]]:
+def read_notes(run: Run, name: str) -> list[dict[str, Any]]:
     """What a hook of the check left, a record a line."""
-    return list(read_lines(run.path / NOTES / f"{name}.jsonl"))
+    return list(read_lines(run.path / NOTES_FOLDER / f"{name}.jsonl"))
 
 
-def forget(run: Run) -> None:
+def remove_checkpoints(run: Run) -> None:
     """Remove the checkpoints of a run, which nobody needs any more."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)
 
 
-def _write(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> Path:
+def _write_config(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> Path:
     file = setup.path / "configs" / f"{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yamlfile.dump(values(setup, name, sections)), encoding="utf-8")
+    file.write_text(yaml_file.dump_yaml(run_config_values(setup, name, sections)), encoding="utf-8")
     return file

@@ -19,27 +19,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.sections.model import Model
-from relayrun.control.rundir.records import Commit, Started
+from relayrun.config.sections.model import ModelSection
+from relayrun.control.rundir.records import CheckpointCommit, StartTimes
 from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.ranks import run_program
-from relayrun.lab.gpucheck.setup import CheckFailed, Figures, Setup
-from relayrun.train.model.size import padded, parameters
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
+from relayrun.train.model.size import count_parameters, pad_to_multiple
 
-HOOKS = "relayrun.lab.gpucheck.programs.hooks"
-COPY = "relayrun.lab.gpucheck.programs.host_copy"
+SAVE_HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
+HOST_COPY_PROGRAM = "relayrun.lab.gpucheck.programs.host_copy"
 PROBE_BYTES = 1 << 28
 DISK_SECONDS = 75.0
 """How long all saves and the load of this part may keep the disk busy, by its speed; else the model gets fewer
 layers."""
 
 
-def measure(setup: Setup, figures: Figures) -> None:
+def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
     """Save a few times, be killed, load. Raises CheckFailed."""
     sizes = setup.sizes
     write_speed = disk_speed(setup.path)
     free = shutil.disk_usage(setup.path).free
-    layers, saves = affordable(setup, write_speed, free)
+    layers, saves = affordable_sizes(setup, write_speed, free)
     figures.add("disk", {"write_bytes_per_second": write_speed, "free_bytes": free})
     cuts = [{"signal": "SIGKILL", "saves": saves}, {"signal": "SIGKILL", "iteration": 0}]
     sections = {
@@ -51,30 +51,30 @@ def measure(setup: Setup, figures: Figures) -> None:
             "seq_length": sizes.seq_length,
             "manual_gc_interval": 1000,
             "hooks": [
-                {"hook": f"{HOOKS}:Pace", "options": {"interval": sizes.interval}},
-                {"hook": f"{HOOKS}:Cut", "options": {"cuts": cuts}},
+                {"hook": f"{SAVE_HOOKS_MODULE}:Pace", "options": {"interval": sizes.interval}},
+                {"hook": f"{SAVE_HOOKS_MODULE}:Cut", "options": {"cuts": cuts}},
             ],
         },
         "optimizer": {"lr": 1e-4, "lr_warmup_steps": 0},
         "checkpoint": {"interval": sizes.interval, "keep_last": 1, "async_save": True},
     }
-    chain = runs.start(setup, "save", sections)
+    chain = runs.start_run(setup, "save", sections)
     chain.process.wait()
     commits = chain.run.attempt(1).read_commits()
-    lines = runs.steps_of(chain.run, 1)
+    lines = runs.iteration_lines(chain.run, 1)
     if len(commits) < saves:
         raise CheckFailed(f"{len(commits)} of {saves} saves are durable: {chain.why()}", where=chain.log)
     size = sum(commits[-1].files.values())
-    found = stalls(lines, commits[:saves])
+    found = save_stalls(lines, commits[:saves])
     about = {"layers": layers, "layers_of_the_model": sizes.model["num_layers"], "bytes": size}
-    figures.add("saves", {**about, "saves": found, "step_seconds": usual_step(lines, commits)})
+    figures.add("saves", {**about, "saves": found, "step_seconds": usual_step_seconds(lines, commits)})
 
-    copy = run_program(setup, COPY, bytes=size // setup.ranks)
+    copy = run_program(setup, HOST_COPY_PROGRAM, bytes=size // setup.ranks)
     # each rank copies its own part, at the same time as the others
     figures.add("copy", {**copy, "seconds_of_a_save": size / setup.ranks / copy["bytes_per_second"]})
 
-    started = Started.read(chain.run.attempt(2).started) if len(chain.run.attempt_numbers()) > 1 else None
-    if started is None or not runs.steps_of(chain.run, 2):
+    started = StartTimes.read(chain.run.attempt(2).started) if len(chain.run.attempt_numbers()) > 1 else None
+    if started is None or not runs.iteration_lines(chain.run, 2):
         raise CheckFailed(f"the successor of the killed run did not train: {chain.why()}", where=chain.log)
     load = started.loaded - started.initialised
     figures.add(
@@ -86,15 +86,15 @@ def measure(setup: Setup, figures: Figures) -> None:
             "set_up_seconds": started.initialised - started.imported,
         },
     )
-    runs.forget(chain.run)
+    runs.remove_checkpoints(chain.run)
 
 
-def stalls(lines: Sequence[dict[str, Any]], commits: Sequence[Commit]) -> list[dict[str, Any]]:
+def save_stalls(lines: Sequence[dict[str, Any]], commits: Sequence[CheckpointCommit]) -> list[dict[str, Any]]:
     """Return of each save how long it held training, what it cost until it was durable, and how long that took."""
     durations = seconds_of_iterations(lines)
     ends = {line["iteration"]: line["time"] for line in lines}
     held = {line["iteration"]: line["save_seconds"] for line in lines}
-    usual = usual_step(lines, commits)
+    usual = usual_step_seconds(lines, commits)
     found = []
     for commit in commits:
         window = [commit.iteration + 1]
@@ -111,7 +111,7 @@ def stalls(lines: Sequence[dict[str, Any]], commits: Sequence[Commit]) -> list[d
     return found
 
 
-def usual_step(lines: Sequence[dict[str, Any]], commits: Sequence[Commit]) -> float:
+def usual_step_seconds(lines: Sequence[dict[str, Any]], commits: Sequence[CheckpointCommit]) -> float:
     """Return the median seconds of an iteration before the first save, from the end of one to the end of the next."""
     first = commits[0].iteration
     return statistics.median(value for number, value in seconds_of_iterations(lines).items() if 2 < number <= first)
@@ -125,13 +125,13 @@ def seconds_of_iterations(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
     }
 
 
-def affordable(setup: Setup, write_speed: float, free: int) -> tuple[int, int]:
+def affordable_sizes(setup: CheckSetup, write_speed: float, free: int) -> tuple[int, int]:
     """Return how many layers the model has and how often it is saved, so that disk and time suffice."""
     sizes = setup.sizes
     layers, saves = int(sizes.model["num_layers"]), 3
     while True:
-        model = Model.model_validate({**sizes.model, "num_layers": layers})
-        count = parameters(model, padded(sizes.vocabulary, model.make_vocab_size_divisible_by))
+        model = ModelSection.model_validate({**sizes.model, "num_layers": layers})
+        count = count_parameters(model, pad_to_multiple(sizes.vocabulary, model.make_vocab_size_divisible_by))
         size = count * (14 if setup.precision == "bf16" else 12)
         if 2.3 * size < free and (saves + 1) * size / write_speed < DISK_SECONDS:
             return layers, saves

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from relayrun import places
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
 from relayrun.files import read_json, write_json
 
-NOTES = "gpu-check"
+NOTES_FOLDER = "gpu-check"
 """Folder of a run directory in which the check's own hooks leave what they saw."""
 
-TRACE = "trace.json.gz"
+TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
 
 
@@ -30,7 +30,7 @@ class CheckFailed(RelayrunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class CheckSizes:
     """How large everything is: FULL for a GPU, TINY to walk the same way on CPUs."""
 
     seconds: float
@@ -73,12 +73,12 @@ class Sizes:
     """Ranks of the bandwidth's part where there is no GPU."""
 
 
-def _model(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yamlfile.read(places.shared(f"configs/models/{name}.yaml")).values["model"]
+def _model_section(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml_file.read_yaml(places.shared_file(f"configs/models/{name}.yaml")).values["model"]
     return found
 
 
-def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:
+def _attention_shape(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:
     return {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -90,11 +90,11 @@ def _shape(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[
     }
 
 
-def full() -> Sizes:
+def full_sizes() -> CheckSizes:
     """The sizes for a GPU: a Llama of 1B parameters, and a small one to cut and resume."""
-    return Sizes(
+    return CheckSizes(
         seconds=480,
-        model=_model("llama3-1b"),
+        model=_model_section("llama3-1b"),
         vocabulary=128_256,
         seq_length=4096,
         micro_batches=4,
@@ -102,7 +102,7 @@ def full() -> Sizes:
         warm_up=4,
         measured=12,
         by_part=3,
-        resumed_model=_shape(4, 512, 1536, 8, 2),
+        resumed_model=_attention_shape(4, 512, 1536, 8, 2),
         resumed_vocabulary=4096,
         resumed_seq_length=1024,
         resumed_batch=8,
@@ -118,11 +118,11 @@ def full() -> Sizes:
     )
 
 
-def tiny() -> Sizes:
+def tiny_sizes() -> CheckSizes:
     """Sizes that two CPU cores walk through in less than a minute."""
-    return Sizes(
+    return CheckSizes(
         seconds=1800,  # a machine with other work is no reason to fail
-        model=_shape(2, 64, 128, 4, 2),
+        model=_attention_shape(2, 64, 128, 4, 2),
         vocabulary=512,
         seq_length=64,
         micro_batches=2,
@@ -130,7 +130,7 @@ def tiny() -> Sizes:
         warm_up=1,
         measured=3,
         by_part=2,
-        resumed_model=_shape(2, 64, 128, 4, 2),
+        resumed_model=_attention_shape(2, 64, 128, 4, 2),
         resumed_vocabulary=300,
         resumed_seq_length=64,
         resumed_batch=4,
@@ -147,7 +147,7 @@ def tiny() -> Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class CheckSetup:
     """One check, as its parts read it from a file."""
 
     folder: str
@@ -169,8 +169,8 @@ class Setup:
     """Nodes of the job that the check runs in."""
 
     @property
-    def sizes(self) -> Sizes:
-        return tiny() if self.tiny else full()
+    def sizes(self) -> CheckSizes:
+        return tiny_sizes() if self.tiny else full_sizes()
 
     @property
     def path(self) -> Path:
@@ -198,7 +198,7 @@ class Setup:
 
     def environment(self) -> dict[str, str]:
         """Return the variables that programs on the ranks get, as those of a training run do."""
-        path = os.pathsep.join(filter(None, [str(places.CODE), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(places.CODE_ROOT), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         return (
             dict(os.environ) | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
@@ -212,7 +212,7 @@ class Setup:
         return cls(**read_json(path))
 
 
-class Figures:
+class PartFigures:
     """What a part has measured, on disk after every addition: a part that is killed leaves what it had."""
 
     def __init__(self, path: Path) -> None:

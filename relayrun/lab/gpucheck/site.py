@@ -8,26 +8,26 @@ from typing import Any
 from pydantic import ValidationError
 
 from relayrun import places
-from relayrun.config.compose import yamlfile
-from relayrun.config.compose.schema import Cluster
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.schema import ClusterSection
 from relayrun.errors import ConfigError
 from relayrun.lab.gpucheck import runs, speed
-from relayrun.lab.gpucheck.setup import Setup
+from relayrun.lab.gpucheck.setup import CheckSetup
 
-CLUSTERS = places.shared("configs/clusters")
+CLUSTER_FOLDER = places.shared_file("configs/clusters")
 
 
 def read_cluster(name: str) -> dict[str, Any]:
     """Read a cluster's file, by its name in configs/clusters/ or its path. Raises ConfigError."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTERS / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTER_FOLDER / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(entry.stem for entry in CLUSTERS.glob("*.yaml")))
+        known = ", ".join(sorted(entry.stem for entry in CLUSTER_FOLDER.glob("*.yaml")))
         raise ConfigError(
             f"unknown cluster {name!r}; there are: {known}; or give the path of a file", where="--cluster"
         )
-    values = yamlfile.read(path).values
+    values = yaml_file.read_yaml(path).values
     try:
-        Cluster.model_validate(values)
+        ClusterSection.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -35,7 +35,7 @@ def read_cluster(name: str) -> dict[str, Any]:
     return values
 
 
-def within_a_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+def cluster_inside_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
     """Return section `cluster` of the training runs: the job has loaded the modules and entered the container."""
     kept: dict[str, Any] = {
         name: cluster[name] for name in ("name", "python", "command_prefix", "transformer_engine") if name in cluster
@@ -51,11 +51,13 @@ def within_a_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
     return {**kept, "scheduler": "local", "environment": environment}
 
 
-def check(setup: Setup, *, slurm: bool) -> None:
+def check_arguments(setup: CheckSetup, *, slurm: bool) -> None:
     """Raise ConfigError for what is wrong in the arguments, before anything is begun."""
     if setup.nodes < 1 or (setup.nodes > 1 and not slurm):
         raise ConfigError(
             f"{setup.nodes} nodes need a cluster with Slurm", where="--nodes", hint="name its file: --cluster NAME"
         )
     if setup.tiny or not slurm:  # else a job asks for GPUs, which nobody has counted yet
-        runs.composed(setup, runs.values(setup, "check", speed.sections(setup, micro_batch=1, steps=1)))
+        runs.compose_values(
+            setup, runs.run_config_values(setup, "check", speed.large_run_sections(setup, micro_batch=1, steps=1))
+        )

@@ -15,26 +15,26 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.lab.gpucheck import runs, trace
 from relayrun.lab.gpucheck.ranks import run_program
-from relayrun.lab.gpucheck.setup import TRACE, CheckFailed, Figures, Setup
+from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckFailed, CheckSetup, PartFigures
 from relayrun.train.model.size import flops_per_token, memory_bytes, peak_flops
 
-SEARCH = "relayrun.lab.gpucheck.programs.batch"
-PARTS = "relayrun.lab.gpucheck.programs.parts:StepParts"
+SEARCH_PROGRAM = "relayrun.lab.gpucheck.programs.batch"
+STEP_PARTS_HOOK = "relayrun.lab.gpucheck.programs.parts:StepPartsHook"
 DETERMINISTIC_STEPS = (2, 4)
 """Iterations of the second run: to warm up, and timed."""
 
 
-def measure(setup: Setup, figures: Figures) -> None:
+def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
     """Find the batch, train, and note what came of it. Raises CheckFailed."""
     sizes = setup.sizes
     memory = setup.memory_bytes or None
-    searched = sections(setup, micro_batch=1, steps=1) | {
+    searched = large_run_sections(setup, micro_batch=1, steps=1) | {
         "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "job": {"ntasks_per_node": 1},
     }
-    config = runs.config(setup, "search", searched)
-    first = first_try(config, sizes.vocabulary, memory, sizes.largest_batch)
-    found = search(setup, config, first)
+    config = runs.checked_config(setup, "search", searched)
+    first = first_micro_batch(config, sizes.vocabulary, memory, sizes.largest_batch)
+    found = run_batch_search(setup, config, first)
     figures.add("search", found)
     fitting = [entry for entry in found["tries"] if entry["fits"]]
     if not fitting:
@@ -45,10 +45,10 @@ def measure(setup: Setup, figures: Figures) -> None:
     parts = {"first": last - sizes.by_part, "last": last - 1}
 
     def timed(micro_batch: int) -> tuple[Run, RunConfig]:
-        asked = sections(setup, micro_batch=micro_batch, steps=last)
-        asked["training"]["hooks"] = [{"hook": PARTS, "options": parts}]
+        asked = large_run_sections(setup, micro_batch=micro_batch, steps=last)
+        asked["training"]["hooks"] = [{"hook": STEP_PARTS_HOOK, "options": parts}]
         asked["debug"] = {"profile": "torch", "profile_step_start": last, "profile_step_end": last}
-        return runs.train_until(setup, "speed", asked, steps=last), runs.config(setup, "speed", asked)
+        return runs.train_until(setup, "speed", asked, steps=last), runs.checked_config(setup, "speed", asked)
 
     try:
         run, config = timed(micro_batch)
@@ -58,8 +58,8 @@ def measure(setup: Setup, figures: Figures) -> None:
         figures.add("halved", error.message)
         micro_batch //= 2
         run, config = timed(micro_batch)
-    lines = runs.steps_of(run, 1)
-    figures.add("training", speed(setup, config, lines, sizes.warm_up, sizes.measured))
+    lines = runs.iteration_lines(run, 1)
+    figures.add("training", training_speed(setup, config, lines, sizes.warm_up, sizes.measured))
     estimate = memory_bytes(config, sizes.vocabulary)
     figures.add(
         "memory",
@@ -70,22 +70,22 @@ def measure(setup: Setup, figures: Figures) -> None:
             "estimate": {"state": estimate.state, "activations": estimate.activations, "loss": estimate.loss},
         },
     )
-    figures.add("by_part", by_part(runs.notes_of(run, "parts")))
-    figures.add("trace", traced(setup, run))
+    figures.add("by_part", seconds_by_part(runs.read_notes(run, "parts")))
+    figures.add("trace", keep_trace(setup, run))
 
     warm_up, measured = DETERMINISTIC_STEPS
-    again = sections(setup, micro_batch=micro_batch, steps=warm_up + measured)
+    again = large_run_sections(setup, micro_batch=micro_batch, steps=warm_up + measured)
     again["training"]["deterministic"] = True
     try:
         run = runs.train_until(setup, "speed-deterministic", again, steps=warm_up + measured)
     except CheckFailed as error:  # it may need more memory; whether the switch works, the part `resume` says
         figures.add("deterministic", {"not_measured": error.message})
     else:
-        config = runs.config(setup, "speed-deterministic", again)
-        figures.add("deterministic", speed(setup, config, runs.steps_of(run, 1), warm_up, measured))
+        config = runs.checked_config(setup, "speed-deterministic", again)
+        figures.add("deterministic", training_speed(setup, config, runs.iteration_lines(run, 1), warm_up, measured))
 
 
-def sections(setup: Setup, *, micro_batch: int, steps: int) -> dict[str, dict[str, Any]]:
+def large_run_sections(setup: CheckSetup, *, micro_batch: int, steps: int) -> dict[str, dict[str, Any]]:
     """Return the sections of a run of the large model."""
     sizes = setup.sizes
     return {
@@ -101,7 +101,7 @@ def sections(setup: Setup, *, micro_batch: int, steps: int) -> dict[str, dict[st
     }
 
 
-def first_try(config: RunConfig, vocabulary: int, memory: int | None, largest: int) -> int:
+def first_micro_batch(config: RunConfig, vocabulary: int, memory: int | None, largest: int) -> int:
     """Return the micro-batch to begin with: half of the largest power of two that fits by the estimate."""
     fits = 1
     while memory is not None and 2 * fits <= largest:
@@ -112,13 +112,13 @@ def first_try(config: RunConfig, vocabulary: int, memory: int | None, largest: i
     return max(1, fits // 2)
 
 
-def search(setup: Setup, config: RunConfig, first: int) -> dict[str, Any]:
+def run_batch_search(setup: CheckSetup, config: RunConfig, first: int) -> dict[str, Any]:
     """Try micro-batches; what was tried before the program died counts, too, if one of them fits."""
     file = setup.path / "configs" / "search-resolved.yaml"
-    file.write_text(compose.dump(config), encoding="utf-8")
+    file.write_text(compose.dump_run_config(config), encoding="utf-8")
     found: dict[str, Any]
     try:
-        found = run_program(setup, SEARCH, config=file, first=first)
+        found = run_program(setup, SEARCH_PROGRAM, config=file, first=first)
     except CheckFailed as error:
         if not any(entry["fits"] for entry in (error.found or {}).get("tries", [])):
             raise
@@ -126,7 +126,9 @@ def search(setup: Setup, config: RunConfig, first: int) -> dict[str, Any]:
     return {"first": first, **found}
 
 
-def speed(setup: Setup, config: RunConfig, lines: list[dict[str, Any]], warm_up: int, measured: int) -> dict[str, Any]:
+def training_speed(
+    setup: CheckSetup, config: RunConfig, lines: list[dict[str, Any]], warm_up: int, measured: int
+) -> dict[str, Any]:
     """Return tokens per second and MFU of `measured` iterations after `warm_up` ones, by the clock on the wall."""
     began, ended = lines[warm_up - 1], lines[warm_up + measured - 1]
     seconds = (ended["time"] - began["time"]) / measured
@@ -158,7 +160,7 @@ def speed(setup: Setup, config: RunConfig, lines: list[dict[str, Any]], warm_up:
     }
 
 
-def by_part(notes: list[dict[str, Any]]) -> dict[str, Any]:
+def seconds_by_part(notes: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the median seconds of each part of an iteration. Raises CheckFailed where the hook noted none."""
     if not notes:
         raise CheckFailed("the hook that times an iteration by part noted nothing")
@@ -169,10 +171,10 @@ def by_part(notes: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def traced(setup: Setup, run: Run) -> dict[str, Any]:
+def keep_trace(setup: CheckSetup, run: Run) -> dict[str, Any]:
     """Sum the trace up and keep it, packed, in the folder of the check. Raises CheckFailed where there is none."""
     files = sorted((run.debug_of(1) / "profile").glob("rank-*.json"))
     if not files:
         raise CheckFailed(f"the profiler left no trace in {run.debug_of(1) / 'profile'}")
-    packed = setup.path / TRACE
-    return {**trace.summary(files[0]), "file": packed.name, "file_bytes": trace.pack(files[0], packed)}
+    packed = setup.path / TRACE_FILE
+    return {**trace.summarize_trace(files[0]), "file": packed.name, "file_bytes": trace.pack_trace(files[0], packed)}

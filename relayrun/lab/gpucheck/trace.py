@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-LONGEST = 12
+LONGEST_KERNELS = 12
 
 
-def summary(path: Path) -> dict[str, Any]:
+def summarize_trace(path: Path) -> dict[str, Any]:
     """Return the seconds of the kernels of a Chrome trace by name, the longest first; of a CPU its operations.
 
     `busy_seconds`: in which at least one of them ran. `seconds`: from the begin of the first to the end of the last.
@@ -24,7 +24,7 @@ def summary(path: Path) -> dict[str, Any]:
         entry = spent.setdefault(str(event["name"]), [0.0, 0])
         entry[0] += float(event.get("dur", 0)) / 1e6
         entry[1] += 1
-    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:LONGEST]
+    longest = sorted(spent.items(), key=lambda item: -item[1][0])[:LONGEST_KERNELS]
     spans = sorted((float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))) for event in chosen)
     busy, end = 0.0, float("-inf")
     for begin, finish in spans:
@@ -39,7 +39,7 @@ def summary(path: Path) -> dict[str, Any]:
     }
 
 
-def pack(path: Path, target: Path) -> int:
+def pack_trace(path: Path, target: Path) -> int:
     """Write a trace to `target` in gzip's form, which trace viewers open; return its bytes."""
     with path.open("rb") as source, gzip.open(target, "wb", compresslevel=5) as packed:
         shutil.copyfileobj(source, packed)

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 from relayrun.config.compose.schema import CommandConfig
-from relayrun.control.trainers.command_trainer import PLACEHOLDERS
-from relayrun.submit.check.finding import Findings
+from relayrun.control.trainers.command import PLACEHOLDERS
+from relayrun.submit.check.findings import Findings
 from relayrun.submit.trainer_settings import command_words
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -27,7 +27,7 @@ def python_and_script(config: CommandConfig) -> tuple[str, str] | None:
     return (found, script) if Path(script).is_file() else None
 
 
-def imports(script: str) -> tuple[str, ...]:
+def script_imports(script: str) -> tuple[str, ...]:
     """Return the packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
     try:
         tree = ast.parse(Path(script).read_bytes())
@@ -38,15 +38,15 @@ def imports(script: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
 
 
-def look(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
+def check_command(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
     """Look at the program, its placeholders, and how it is followed and asked. `contained`: it runs in a container."""
-    _program(config, findings, contained=contained)
-    _placeholders(config, findings)
-    _followed(config, findings)
-    _asked(config, findings)
+    _check_program(config, findings, contained=contained)
+    _check_placeholders(config, findings)
+    _check_progress(config, findings)
+    _check_signals(config, findings)
 
 
-def _program(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
+def _check_program(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
     name, setting = "command.program", "command.run"
     words = command_words(config, config.command.run)
     program = words[0]
@@ -75,7 +75,7 @@ def _program(config: CommandConfig, findings: Findings, *, contained: bool) -> N
     findings.ok(name, f"{program} is there; what it does is not known before it runs", setting=setting)
 
 
-def _placeholders(config: CommandConfig, findings: Findings) -> None:
+def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
     command, before = config.command, len(findings.all)
     known = [*PLACEHOLDERS, "python"]
     for setting, words in (("command.run", command.run), ("command.resume", command.resume)):
@@ -103,7 +103,7 @@ def _placeholders(config: CommandConfig, findings: Findings) -> None:
         findings.ok("command.placeholders", f"every placeholder is one of {', '.join(f'{{{n}}}' for n in known)}")
 
 
-def _followed(config: CommandConfig, findings: Findings) -> None:
+def _check_progress(config: CommandConfig, findings: Findings) -> None:
     """How its iterations and checkpoints are told."""
     command, rule = config.command, config.command.checkpoint
     if command.progress is None and command.progress_file is not None:
@@ -150,7 +150,7 @@ def _followed(config: CommandConfig, findings: Findings) -> None:
         )
 
 
-def _asked(config: CommandConfig, findings: Findings) -> None:
+def _check_signals(config: CommandConfig, findings: Findings) -> None:
     """How it is asked to save and to leave, and when it is done."""
     command = config.command
     client = "relayrun.client"

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.files import RealPath
+from relayrun.files import RealPathCache
 from relayrun.submit.check.find_data import build_manifest
-from relayrun.submit.check.finding import Findings, counted
-from relayrun.submit.check.settings import placeholders
-from relayrun.submit.check.usage import OWN_ORDERS, PACKED_AT_MOST, Usage, usage
-from relayrun.tokens.mixture.build import document_order, held_out_set, text_stream
-from relayrun.tokens.order.document_order import cut_of
-from relayrun.tokens.order.samples import SampleOrder
-from relayrun.tokens.shards.made_by import LOOKED_AT, SETTING, look_at, other_tokenizers, sets_of
+from relayrun.submit.check.findings import Findings, count_noun
+from relayrun.submit.check.settings import find_placeholders
+from relayrun.submit.check.usage import MAX_PACKED_DOCUMENTS, WINDOW_ORDERS, DatasetUsage, data_usage
+from relayrun.tokens.mixture.build_datasets import document_order, text_stream, validation_set
+from relayrun.tokens.order.document_order import document_cut
+from relayrun.tokens.order.samples import WindowOrder
+from relayrun.tokens.shards.made_by import (
+    ALLOW_SETTING,
+    MAX_SAMPLED_SHARDS,
+    check_first_ids,
+    iterate_data_sets,
+    tokenizer_differences,
+)
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.shards.record import Records
+from relayrun.tokens.shards.record import ShardRecords
 
 FEW_EPOCHS = 4.0
 """How often tokens may be read before it is a warning: up to here they are worth nearly what new ones are
 (arXiv 2305.16264)."""
-VERIFY = "relayrun mixture verify"
+VERIFY_COMMAND = "relayrun mixture verify"
 
 
-def look(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
+def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
     """Look at the data of a run; return their manifest, without editions, or None where they could not be read."""
-    if any(name.startswith("data.") for name, _ in placeholders(config)):
+    if any(name.startswith("data.") for name, _ in find_placeholders(config)):
         return None  # it is found already, and there is nothing to read
     manifest = None
     with findings.catching("data.shards"):
@@ -34,15 +40,15 @@ def look(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
     if config.data.mock_data:
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
         return manifest
-    _shards(config, manifest, findings)
-    if _tokenizer(config, manifest, findings, begun=run.manifest.exists()):
-        _ids(config, manifest, findings)
+    _check_shards(config, manifest, findings)
+    if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
+        _check_ids(config, manifest, findings)
     return manifest
 
 
-def look_at_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findings) -> list[Usage]:
+def check_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findings) -> list[DatasetUsage]:
     """Say how often each data set is read; data that are read too often are a warning or an error."""
-    found = usage(config, manifest, run)
+    found = data_usage(config, manifest, run)
     most = config.data.max_epochs
     for each in found:
         epochs = each.epochs
@@ -76,7 +82,7 @@ def look_at_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Fin
     return found
 
 
-def _shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     length, split = config.training.seq_length, config.data.split
     before = len(findings.all)
     for name, source in config.data.sources.items():
@@ -86,59 +92,61 @@ def _shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
         elif (cut := config.data.cut_by_document.get(name)) is not None:
             size, where = manifest.vocabulary_size, f"data set {name!r}"
             with findings.catching("data.windows"):
-                if manifest.datasets[name].documents <= PACKED_AT_MOST:
+                if manifest.datasets[name].documents <= MAX_PACKED_DOCUMENTS:
                     document_order(config, manifest, name, manifest.datasets[name])
                 else:
-                    cut_of(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
-        elif (source.order or config.data.order) in OWN_ORDERS:
+                    document_cut(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
+        elif (source.order or config.data.order) in WINDOW_ORDERS:
             with findings.catching("data.windows"):
-                SampleOrder(manifest.datasets[name], seq_length=length, seed=0, name=name, split=split)
+                WindowOrder(manifest.datasets[name], seq_length=length, seed=0, name=name, split=split)
     for name, shards in manifest.validation.items():
-        if config.data.validation_cut is None or shards.documents <= PACKED_AT_MOST:
+        if config.data.validation_cut is None or shards.documents <= MAX_PACKED_DOCUMENTS:
             with findings.catching("data.windows"):
-                held_out_set(config, manifest, name)
+                validation_set(config, manifest, name)
     if len(findings.all) == before:
-        _say_streams(config, manifest, findings)
-        every = [shards for _, shards in sets_of(manifest, None) if not shards.files]
+        _report_streams(config, manifest, findings)
+        every = [shards for _, shards in iterate_data_sets(manifest, None) if not shards.files]
         if not every:
             return
         findings.ok(
             "data.shards",
-            f"{counted(sum(len(shards.shards) for shards in every), 'shard')} with "
+            f"{count_noun(sum(len(shards.shards) for shards in every), 'shard')} with "
             f"{sum(shards.tokens for shards in every):,} tokens in "
-            f"{counted(len(every) - len(manifest.validation), 'data set')} and "
-            f"{counted(len(manifest.validation), 'validation set')}",
+            f"{count_noun(len(every) - len(manifest.validation), 'data set')} and "
+            f"{count_noun(len(manifest.validation), 'validation set')}",
         )
 
 
-def _say_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Say what is tokenized as it is read; how often it is read nobody knows before."""
     for name in config.data.streams:
         files = manifest.datasets[name].files
         findings.ok(
             "data.streams",
-            f"data set {name!r}: {counted(len(files), config.data.sources[name].source + ' file')} with "
+            f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "
             f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes",
             setting="data.lanes",
         )
 
 
-def _tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, begun: bool) -> bool:
+def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, begun: bool) -> bool:
     """Say whose tokenizer made the shards; return whether it is one that the run can take."""
     data, before = config.data, len(findings.errors)
-    errors, without = other_tokenizers(manifest, ends_matter=data.depends_on_ends)
+    errors, without = tokenizer_differences(manifest, ends_matter=data.depends_on_ends)
     for error in errors:
         if data.allow_other_tokenizer:
             findings.warn(
-                "data.tokenizer", f"taken, as {SETTING} says: {error.where}: {error.message}", setting=SETTING
+                "data.tokenizer",
+                f"taken, as {ALLOW_SETTING} says: {error.where}: {error.message}",
+                setting=ALLOW_SETTING,
             )
         else:
             with findings.catching("data.tokenizer"):
                 raise error
     for what, prefixes in without.items():
         with findings.catching("data.ids"):
-            look_at(prefixes, what, manifest.vocabulary_size)
-    if not errors and not without and any(shards.shards for _, shards in sets_of(manifest, None)):
+            check_first_ids(prefixes, what, manifest.vocabulary_size)
+    if not errors and not without and any(shards.shards for _, shards in iterate_data_sets(manifest, None)):
         findings.ok("data.tokenizer", f"{data.tokenizer} made all of them", setting="data.tokenizer")
     elif without:
         words = f"{sum(map(len, without.values()))} shards do not say which tokenizer made them"
@@ -151,12 +159,12 @@ def _tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, beg
     return len(findings.errors) == before
 
 
-def _ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Compare the largest id on record with the vocabulary; ids of the other shards are not read here."""
-    records, real_path, size = Records(), RealPath(), manifest.vocabulary_size
+    records, real_path, size = ShardRecords(), RealPathCache(), manifest.vocabulary_size
     known = 0
     unknown: list[str] = []
-    for what, shards in sets_of(manifest, None):
+    for what, shards in iterate_data_sets(manifest, None):
         for shard in shards.shards:
             record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
             largest = None if record is None else record.largest_id
@@ -176,8 +184,8 @@ def _ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
         findings.ok(
             "data.ids",
             f"the ids of {len(unknown):,} of {known + len(unknown):,} shards were not compared with the vocabulary of "
-            f"{size:,}: their records do not name the largest (of shards without a record, {LOOKED_AT} a data set were "
-            f"looked at). This reads them all: {VERIFY} FOLDER --tokenizer {config.data.tokenizer}",
+            f"{size:,}: their records do not name the largest (of shards without a record, {MAX_SAMPLED_SHARDS} a data set were "
+            f"looked at). This reads them all: {VERIFY_COMMAND} FOLDER --tokenizer {config.data.tokenizer}",
         )
     elif known:
         findings.ok("data.ids", f"the largest id on record of each of {known:,} shards lies below {size:,}")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from relayrun.config.compose.schema import DataSource, RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.tokens.order.remote_shards import freeze as freeze_shards
+from relayrun.tokens.order.remote_shards import freeze_shards
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
-from relayrun.tokens.shards.prefixes import expand, find_prefixes
+from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.stores.stores import is_url
-from relayrun.tokens.streams.run_tokenizer import ids_of_characters
+from relayrun.tokens.streams.run_tokenizer import character_token_ids
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
@@ -32,19 +32,19 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=eod, tokenizer="mock")
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
     if config.data.mask_tokens_except is not None:
-        ids_of_characters(config.data.mask_tokens_except, tokenizer)
+        character_token_ids(config.data.mask_tokens_except, tokenizer)
     frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
     return Manifest.build(
         {
-            name: _files(name, source, config.data.lanes, frozen)
+            name: _stream_files(name, source, config.data.lanes, frozen)
             if source.is_stream
-            else _prefixes(name, source, frozen)
+            else _shard_prefixes(name, source, frozen)
             for name, source in config.data.sources.items()
         },
         {
-            name: _held_out(name, folders, frozen)
+            name: _validation_prefixes(name, folders, frozen)
             if config.trainer == "native"
-            else expand([glob.escape(folder) for folder in folders])  # or prefixes, as flags name them
+            else expand_paths([glob.escape(folder) for folder in folders])  # or prefixes, as flags name them
             for name, folders in config.data.validation.items()
         },
         vocabulary_size=tokenizer.size,
@@ -56,38 +56,40 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
     )
 
 
-def _files(name: str, source: DataSource, lanes: int, frozen: Manifest | None) -> DatasetManifest:
+def _stream_files(name: str, source: DataSource, lanes: int, frozen: Manifest | None) -> DatasetManifest:
     """The files of a data set that is text."""
-    from relayrun.tokens.streams.files import freeze  # pyarrow, which a submit of token shards may do without
+    from relayrun.tokens.streams.files import (
+        freeze_text_files,  # pyarrow, which a submit of token shards may do without
+    )
 
     editions = [] if frozen is None else _editions(name, source, frozen)
-    return freeze(name, source, lanes, [file for edition in editions for file in edition.files])
+    return freeze_text_files(name, source, lanes, [file for edition in editions for file in edition.files])
 
 
-def _prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | DatasetManifest | None:
+def _shard_prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | DatasetManifest | None:
     """The shards of a data set; None where it has none by design."""
     if not source.paths:
         return None
     if any(is_url(path) for path in source.paths):
         return freeze_shards(source.paths)
-    prefixes = expand(source.paths)
+    prefixes = expand_paths(source.paths)
     if frozen is None or frozen.listed_order or len(source.paths) == 1:
         return prefixes
     known = (dataset.fingerprint for dataset in _editions(name, source, frozen))
-    return _as_begun(f"data set {name!r}", prefixes, expand(source.paths, listed=False), known)
+    return _in_first_order(f"data set {name!r}", prefixes, expand_paths(source.paths, listed=False), known)
 
 
-def _held_out(name: str, folders: list[str], frozen: Manifest | None) -> list[str]:
+def _validation_prefixes(name: str, folders: list[str], frozen: Manifest | None) -> list[str]:
     """The shards of a validation set."""
     paths = [Path(folder) for folder in folders]
     prefixes = find_prefixes(paths, listed=True)
     if frozen is None or frozen.listed_validation or len(paths) == 1 or name not in frozen.validation:
         return prefixes
     known = [frozen.validation[name].fingerprint]
-    return _as_begun(f"validation set {name!r}", prefixes, find_prefixes(paths), known)
+    return _in_first_order(f"validation set {name!r}", prefixes, find_prefixes(paths), known)
 
 
-def _as_begun(what: str, prefixes: list[str], before: list[str], known: Iterable[str]) -> list[str]:
+def _in_first_order(what: str, prefixes: list[str], before: list[str], known: Iterable[str]) -> list[str]:
     """The list in the order in which it is given; but sorted, as in `before`, where a run began so.
 
     A list keeps its order. A run of an earlier version, which sorted every list, goes on with the order that it has.

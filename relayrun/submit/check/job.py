@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from relayrun.config.compose.schema import CommonConfig
-from relayrun.config.sections.setup_lines import check_setup
+from relayrun.config.sections.setup_lines import check_setup_lines
 from relayrun.control.scheduler import sbatch_options
-from relayrun.submit.check.finding import Findings
+from relayrun.submit.check.findings import Findings
 
 
-def look(config: CommonConfig, findings: Findings) -> None:
+def check_job_settings(config: CommonConfig, findings: Findings) -> None:
     """Look at options that sbatch does not have, at lines that Bash cannot read, and at what a site file guesses."""
     with findings.catching("job.options"):
-        check_job(config)
+        refuse_job_settings(config)
     if config.cluster.not_checked:
         findings.warn(
             "job.site",
@@ -22,10 +22,10 @@ def look(config: CommonConfig, findings: Findings) -> None:
         )
 
 
-def check_job(config: CommonConfig) -> None:
+def refuse_job_settings(config: CommonConfig) -> None:
     """Raise ConfigError for an option that sbatch does not have, and for lines of a job that Bash cannot read."""
-    check_setup(config.job.setup, where="job.setup")
+    check_setup_lines(config.job.setup, where="job.setup")
     if config.cluster.scheduler == "slurm":
-        sbatch_options.check(config.job.sbatch, where="job.sbatch")
+        sbatch_options.check_sbatch_options(config.job.sbatch, where="job.sbatch")
         if config.evaluation is not None:
-            sbatch_options.check(config.evaluation.job.sbatch, where="evaluation.job.sbatch")
+            sbatch_options.check_sbatch_options(config.evaluation.job.sbatch, where="evaluation.job.sbatch")

@@ -14,31 +14,33 @@ from typing import Any
 
 from relayrun import places
 from relayrun.config.compose.schema import MegatronConfig
-from relayrun.config.sections.sbatch import INSTEAD
-from relayrun.control.chain import render
+from relayrun.config.sections.sbatch import SETTINGS_INSTEAD
+from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.slurmtime import parse_time
-from relayrun.submit.check.finding import Findings
-from relayrun.submit.launcher_environment import PROFILER, names_of
-from relayrun.submit.megatron_lm import flag
-from relayrun.submit.megatron_lm.bash_arrays import values_of
-from relayrun.submit.megatron_lm.bash_text import line_of
-from relayrun.submit.megatron_lm.command_line import command_line, variables_of
-from relayrun.submit.megatron_lm.table import TABLE
+from relayrun.submit.check.findings import Findings
+from relayrun.submit.launcher_environment import PROFILER_VARIABLE, setting_variables
+from relayrun.submit.megatron_lm import flags
+from relayrun.submit.megatron_lm.bash_arrays import assigned_values
+from relayrun.submit.megatron_lm.bash_parser import line_number
+from relayrun.submit.megatron_lm.command_line import command_line, launcher_variables
+from relayrun.submit.megatron_lm.flag_table import FLAG_TABLE
 
-NAME = "megatron_lm.launcher"
+LAUNCHER_FINDING = "megatron_lm.launcher"
 
-_THE_CHAINS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
+_CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
 """Options of sbatch that every job of a chain has of its own."""
 
-_OF_AN_ATTEMPT = re.compile(r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|(PYTHON|LD_LIBRARY_|LIBRARY_|C)?PATH")
+_ATTEMPT_VARIABLES = re.compile(
+    r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|(PYTHON|LD_LIBRARY_|LIBRARY_|C)?PATH"
+)
 """Variables that an attempt sets, or that are put together from several."""
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 
-_OTHERWISE = r"""
+_OTHER_ASSIGNMENTS = r"""
     \b(?:read|mapfile|readarray|getopts)\b[^;&|\n]*?(?<![\w$"'{{-])({names})\b | \bprintf\s+-v\s*({names})\b
     | \bfor\s+({names})\s+in\b | \b(?:eval|command|builtin)\b[^;&|\n]*?(?<![\w$])({names})=
     | (?<![\w$])({names})(?:\[[^]]*\]\+?=|\+?=\()
@@ -46,16 +48,16 @@ _OTHERWISE = r"""
 """
 """How Bash sets a variable without NAME=word."""
 
-_LETTERS = """
+_OPTION_LETTERS = """
     A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
     a array b begin c cpus-per-task d dependency e error i input k no-kill m distribution n ntasks o output p partition
     q qos s oversubscribe t time w nodelist x exclude
 """
-_SHORT = dict(zip(_LETTERS.split()[::2], _LETTERS.split()[1::2], strict=True))
+_SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1::2], strict=True))
 """Options of sbatch by their letters."""
 
 
-def look(
+def check_launcher_file(
     config: MegatronConfig,
     plan: Plan,
     run: Run,
@@ -72,24 +74,29 @@ def look(
         return
     file, before = Path(config.megatron_lm.args_file), len(findings.errors)
     try:
-        _constants(config, plan, run, file, findings)
+        _check_constants(config, plan, run, file, findings)
     except RelayrunError:  # of the arrays, said already
         return
-    rendered = _options(render.job_script(plan, run) if script is None or isinstance(script, Path) else script)
+    rendered = _sbatch_options(
+        job_script.job_script(plan, run) if script is None or isinstance(script, Path) else script
+    )
     header = {name: value for name, (value, _) in rendered.items()}
     if isinstance(script, Path):
-        header |= {name: value for name, (value, _) in _options(script.read_text(encoding="utf-8")).items()}
-    _header(config, plan, file, header | dict(adopted), findings)
+        header |= {name: value for name, (value, _) in _sbatch_options(script.read_text(encoding="utf-8")).items()}
+    _check_header(config, plan, file, header | dict(adopted), findings)
     if len(findings.errors) == before:
-        findings.ok(NAME, f"constants and #SBATCH lines of {file} say what runs, but for those named here")
+        findings.ok(LAUNCHER_FINDING, f"constants and #SBATCH lines of {file} say what runs, but for those named here")
 
 
-def _constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, findings: Findings) -> None:
-    variables, merged = variables_of(config, run), command_line(config, run).merged
-    settings = names_of(config.trainer) | {PROFILER: "debug.profile=nsys", "CMD_PREFIX": "cluster.command_prefix"}
-    flags = {row.setting: row.flag for row in reversed(TABLE)}
+def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, findings: Findings) -> None:
+    variables, merged = launcher_variables(config, run), command_line(config, run).merged
+    settings = setting_variables(config.trainer) | {
+        PROFILER_VARIABLE: "debug.profile=nsys",
+        "CMD_PREFIX": "cluster.command_prefix",
+    }
+    flags = {row.setting: row.flag for row in reversed(FLAG_TABLE)}
     runs: dict[str, str] = {name: variables.get(name, "") for name in settings} | {
-        PROFILER: str(config.debug.profile == "nsys").lower(),
+        PROFILER_VARIABLE: str(config.debug.profile == "nsys").lower(),
         "CMD_PREFIX": shlex.join(config.cluster.command_prefix),
         "CLUSTER": config.cluster.name,
     }
@@ -98,35 +105,41 @@ def _constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, finding
             runs[name] = " ".join(found.values) or "true"
     if config.data is not None and config.data.mixture:
         settings.pop("MIXTURE")  # a file, whose data sets are in the config by now
-    ranks = dict(os.environ) | render.rank_defaults(str(plan.cpus_per_task)) | plan.environment
+    ranks = dict(os.environ) | job_script.rank_defaults(str(plan.cpus_per_task)) | plan.environment
     text = file.read_text(encoding="utf-8")
     outside = {name: os.environ[name] for name in re.findall(r"\$\{?(\w+)", text) if name in os.environ}
     folders = {name for name in variables if name.endswith("_DIR")} - set(settings)
     facts = {name: value for name, value in variables.items() if name not in {*settings, *folders}}
-    found_here, exported = values_of(file, outside | facts)
+    found_here, exported = assigned_values(file, outside | facts)
     last = {each.name: each for each, _ in found_here if not each.inside}
     for each, value in found_here:
         literal = "$" not in each.word and "`" not in each.word
         if not (literal if each.inside else last[each.name] is each):
             continue
-        where = f"{file}:{line_of(text, each.at)}"
+        where = f"{file}:{line_number(text, each.at)}"
         if each.name in settings:
-            _compare(each.name, value, runs[each.name], settings[each.name], where, findings)
+            _compare_constant(each.name, value, runs[each.name], settings[each.name], where, findings)
         elif each.name in folders and value is not None and not re.search(r"\$(?!\{?(USER|HOME)\b)", each.word):
-            _compare(each.name, value, variables[each.name], "run_dir", where, findings)
-        elif each.name in exported and not each.inside and not _OF_AN_ATTEMPT.fullmatch(each.name):
+            _compare_constant(each.name, value, variables[each.name], "run_dir", where, findings)
+        elif each.name in exported and not each.inside and not _ATTEMPT_VARIABLES.fullmatch(each.name):
             computed = "$(" in each.word or "`" in each.word
             if value is None and (not computed or each.name in ranks):
                 continue
-            _compare(each.name, value, ranks.get(each.name), f"cluster.environment.{each.name}", where, findings)
+            _compare_constant(
+                each.name, value, ranks.get(each.name), f"cluster.environment.{each.name}", where, findings
+            )
     plain = re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)
-    for match in re.finditer(_OTHERWISE.format(names="|".join(settings)), plain, re.X):
+    for match in re.finditer(_OTHER_ASSIGNMENTS.format(names="|".join(settings)), plain, re.X):
         name = str(match[match.lastindex or 0])
-        _compare(name, None, runs[name], settings[name], f"{file}:{line_of(plain, match.start())}", findings)
+        _compare_constant(
+            name, None, runs[name], settings[name], f"{file}:{line_number(plain, match.start())}", findings
+        )
 
 
-def _compare(name: str, yours: str | None, runs: str | None, setting: str, where: str, findings: Findings) -> None:
-    if yours == "" or (yours is not None and runs is not None and _same(yours, runs)):
+def _compare_constant(
+    name: str, yours: str | None, runs: str | None, setting: str, where: str, findings: Findings
+) -> None:
+    if yours == "" or (yours is not None and runs is not None and _is_same_value(yours, runs)):
         return  # an empty one is as in the config
     hidden = _SECRET.search(name) is not None
     has = f"the run has {'no ' + setting if not runs else 'another' if hidden else runs}"
@@ -140,18 +153,20 @@ def _compare(name: str, yours: str | None, runs: str | None, setting: str, where
         remedy = (
             f"set {setting}{'' if setting.startswith('cluster.') else f' ({name})'}, or let this line say what runs"
         )
-    findings.refuse(NAME, words, where=where, remedy=remedy)
+    findings.refuse(LAUNCHER_FINDING, words, where=where, remedy=remedy)
 
 
-def _same(yours: str, runs: str) -> bool:
+def _is_same_value(yours: str, runs: str) -> bool:
     if yours.lower() in ("true", "false"):
         return yours.lower() == (runs or "false")
-    root = places.project() if runs.startswith("/") else ""  # a relative path is one of the project's
+    root = places.project_folder() if runs.startswith("/") else ""  # a relative path is one of the project's
     parts = [[os.path.normpath(os.path.join(root, part.strip())) for part in text.split(",")] for text in (yours, runs)]
-    return parts[0] == parts[1] or flag.same(yours.split(), runs.split())
+    return parts[0] == parts[1] or flags.are_same_values(yours.split(), runs.split())
 
 
-def _header(config: MegatronConfig, plan: Plan, file: Path, header: dict[str, str | None], findings: Findings) -> None:
+def _check_header(
+    config: MegatronConfig, plan: Plan, file: Path, header: dict[str, str | None], findings: Findings
+) -> None:
     job = config.job
     given: dict[str, str | None] = {
         "ntasks": str(job.nodes * job.ntasks_per_node),
@@ -160,17 +175,19 @@ def _header(config: MegatronConfig, plan: Plan, file: Path, header: dict[str, st
         "gpus-per-node": str(job.gpus_per_node),
         "gpus-per-task": f"{job.gpus_per_node / job.ntasks_per_node:g}",
     }
-    given |= {name: value for name, (value, _) in _words(plan.srun_options, 0)} | header
-    for name, (yours, line) in _options(file.read_text(encoding="utf-8")).items():
+    given |= {name: value for name, (value, _) in _option_words(plan.srun_options, 0)} | header
+    for name, (yours, line) in _sbatch_options(file.read_text(encoding="utf-8")).items():
         said = f"--{name}" + ("" if yours is None else f"={yours}")
-        if name in _THE_CHAINS:
-            findings.ok(NAME, f"{file}:{line}: {said} is the chain's own, and is left out: {INSTEAD[name]}")
+        if name in _CHAIN_OPTIONS:
+            findings.ok(
+                LAUNCHER_FINDING, f"{file}:{line}: {said} is the chain's own, and is left out: {SETTINGS_INSTEAD[name]}"
+            )
         elif name not in given or not _is_same_option(name, yours, given[name]):
             has = "no such option" if name not in given else given[name] or "it without a value"
             container = "set cluster.container={runtime: edf, image: ...}"
-            how = container if name == "environment" else INSTEAD.get(name, f"set job.sbatch={{{name}: ...}}")
+            how = container if name == "environment" else SETTINGS_INSTEAD.get(name, f"set job.sbatch={{{name}: ...}}")
             findings.refuse(
-                NAME,
+                LAUNCHER_FINDING,
                 f"{said} is not what runs: the run has {has}",
                 where=f"{file}:{line}",
                 remedy=f"{how}, or let this line say what runs",
@@ -180,10 +197,10 @@ def _header(config: MegatronConfig, plan: Plan, file: Path, header: dict[str, st
 def _is_same_option(name: str, yours: str | None, runs: str | None) -> bool:
     if yours is None or runs is None:
         return yours == runs
-    return _canonical(name, yours) == _canonical(name, runs) or flag.same([yours], [runs])
+    return _canonical_option(name, yours) == _canonical_option(name, runs) or flags.are_same_values([yours], [runs])
 
 
-def _canonical(name: str, value: str) -> Any:
+def _canonical_option(name: str, value: str) -> Any:
     try:
         if name == "time":
             return parse_time(value)
@@ -194,7 +211,7 @@ def _canonical(name: str, value: str) -> Any:
     return value
 
 
-def _options(text: str) -> dict[str, tuple[str | None, int]]:
+def _sbatch_options(text: str) -> dict[str, tuple[str | None, int]]:
     """The options of sbatch in the lines #SBATCH before the first command, by their long names, with their lines."""
     found: dict[str, tuple[str | None, int]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -206,17 +223,17 @@ def _options(text: str) -> dict[str, tuple[str | None, int]]:
                 words = shlex.split(rest, comments=True)
             except ValueError:  # a quote that is not closed
                 words = rest.split()
-            found |= dict(_words(words, number))
+            found |= dict(_option_words(words, number))
     return found
 
 
-def _words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str | None, int]]]:
+def _option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str | None, int]]]:
     while words:
         word, *words = words
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
         else:
-            name, value = _SHORT.get(word[1:2], word), word[2:]
+            name, value = _SHORT_OPTIONS.get(word[1:2], word), word[2:]
             equals = value
         if not equals and words and not words[0].startswith("-"):
             value, *words = words

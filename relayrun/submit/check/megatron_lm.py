@@ -6,46 +6,48 @@ import glob
 import re
 from pathlib import Path
 
-from relayrun.config.compose.schema import Data, MegatronConfig, RunConfig, Training
+from relayrun.config.compose.schema import DataSection, MegatronConfig, RunConfig, TrainingSection
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.megatron_lm_program import Dialect
-from relayrun.errors import INTO_A_FOLDER, RelayrunError, refusal_of_url
-from relayrun.submit.check.finding import Findings, counted
-from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, python_of
-from relayrun.submit.megatron_lm.flag import Flag
-from relayrun.submit.megatron_lm.parsed import parsed
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.errors import URL_WRITE_HINT, RelayrunError, why_url_is_refused
+from relayrun.submit.check.findings import Findings, count_noun
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, rank_python
+from relayrun.submit.megatron_lm.flags import Flag
+from relayrun.submit.megatron_lm.parsed import ask_parser
 
-_WRITTEN = frozenset(
+_FLAGS_THAT_WRITE = frozenset(
     {"data-cache-path", "tensorboard-dir", "wandb-save-dir", "memory-snapshot-path"}
     | {f"non-persistent-{kind}-ckpt-dir" for kind in ("global", "local")}
 )
 """Flags that name a place that Megatron-LM writes to, and makes as a local folder; of URLs it knows msc:// alone."""
 
 
-def look(config: MegatronConfig, findings: Findings, *, contained: bool) -> None:
+def check_megatron_lm(config: MegatronConfig, findings: Findings, *, contained: bool) -> None:
     """Look at the program of the checkout and at its flags. `contained`: the ranks' Python is in a container."""
-    _program(config, findings)
+    _check_program(config, findings)
     with findings.catching("megatron_lm.flags"):
         line = command_line(config, Run(Path(config.run_dir or "")))
-        _flags(config, line, findings, contained=contained)
-        _of_the_chain(config, line, findings)
+        _check_flags(config, line, findings, contained=contained)
+        _check_chain_flags(config, line, findings)
 
 
-def _flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, contained: bool) -> None:
+def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, contained: bool) -> None:
     """What holds, and what the checkout says of it."""
     name = "megatron_lm.flags"
     for flag in line.merged.flags:
-        for value in flag.values if flag.name in _WRITTEN else ():
-            if (url := refusal_of_url(value)) is not None and not value.startswith("msc://"):
-                findings.refuse(name, f"{flag.text}: {url}", where=flag.source, remedy=INTO_A_FOLDER)
+        for value in flag.values if flag.name in _FLAGS_THAT_WRITE else ():
+            if (url := why_url_is_refused(value)) is not None and not value.startswith("msc://"):
+                findings.refuse(name, f"{flag.text}: {url}", where=flag.source, remedy=URL_WRITE_HINT)
     for note in line.notes:
         findings.ok("megatron_lm.args", note)
     program = config.megatron_lm.program
-    said = parsed(line.checkout, line.merged.flags, python=python_of(config), in_container=contained, program=program)
+    said = ask_parser(
+        line.checkout, line.merged.flags, python=rank_python(config), in_container=contained, program=program
+    )
     for refusal in said.refusals:
         tell = findings.refuse if said.certain else findings.warn
         tell(name, refusal.words, where=refusal.source, remedy=refusal.hint)
-    number, version = counted(len(line.merged.flags), "flag"), line.checkout.version
+    number, version = count_noun(len(line.merged.flags), "flag"), line.checkout.version
     if not said.certain:
         findings.ok(
             name,
@@ -56,9 +58,9 @@ def _flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, con
         findings.ok(name, f"{version}: its own parser takes all {number}")
 
 
-def _of_the_chain(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:
+def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:
     """What the chain could not do with these flags."""
-    if line.merged.find("profile") is not None and line.checkout.dialect is Dialect.SWISS_AI:
+    if line.merged.find("profile") is not None and line.checkout.dialect is MegatronDialect.SWISS_AI:
         findings.warn(
             "megatron_lm.profile",
             "with --profile this checkout takes no signal: relayrun asks it by its own files; where Slurm alone asks, "
@@ -77,7 +79,7 @@ def _of_the_chain(config: MegatronConfig, line: CommandLine, findings: Findings)
         )
 
 
-def _program(config: MegatronConfig, findings: Findings) -> None:
+def _check_program(config: MegatronConfig, findings: Findings) -> None:
     folder, program = Path(config.megatron_lm.dir), config.megatron_lm.program
     if not (folder / program).is_file():
         programs = ", ".join(sorted(path.name for path in folder.glob("pretrain_*.py")))
@@ -95,10 +97,10 @@ _NUMBERS = {
     "global_batch_size": "global-batch-size",
     "seq_length": "seq-length",
 }
-_ENDS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+_END_OF_DOCUMENT_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
-def as_read(config: MegatronConfig, findings: Findings) -> RunConfig | None:
+def as_native_config(config: MegatronConfig, findings: Findings) -> RunConfig | None:
     """Return what the flags of a run say that it reads, as a config of the native trainer says it; else None.
 
     It is no whole config: it has the sections `data` and `training`, and of the latter what is known; a sequence of one
@@ -118,35 +120,37 @@ def as_read(config: MegatronConfig, findings: Findings) -> RunConfig | None:
     )
     other = files or (None if kind is None or kind.values == ("HuggingFaceTokenizer",) else kind)
     sets = {name: merged.find(f"{name}-data-path") for name in ("valid", "test")}
-    held_out = {name: _prefixes(given) for name, given in sets.items() if given is not None}
+    held_out = {name: _prefixes_of_flag(given) for name, given in sets.items() if given is not None}
     if shards is None or model is None or not model.values or other is not None:
         why = "no flag names both" if other is None else f"{other.text} of {other.source}"
         findings.ok("data.tokenizer", f"shards and their tokenizer are not compared: {why}")
         return None
     data = config.data
     if data is None or not shards.source.startswith("data."):
-        if urls := [word for words in (_prefixes(shards), *held_out.values()) for word in words if "://" in word]:
+        if urls := [
+            word for words in (_prefixes_of_flag(shards), *held_out.values()) for word in words if "://" in word
+        ]:
             findings.ok("data.tokenizer", f"shards and their tokenizer are not compared: {urls[0]} is a URL")
             return None
         own = {} if data is None else {name: getattr(data, name) for name in ("allow_other_tokenizer", "max_epochs")}
-        words = [glob.escape(word) for word in _prefixes(shards)]  # which Megatron-LM takes for no pattern
-        data = Data.model_construct(datasets=words, validation=held_out, **own)
+        words = [glob.escape(word) for word in _prefixes_of_flag(shards)]  # which Megatron-LM takes for no pattern
+        data = DataSection.model_construct(datasets=words, validation=held_out, **own)
     if (split := merged.find("split")) is not None and (parts := re.findall(r"[.\d]+", "".join(split.values))):
         first, *rest = map(float, parts)
         data = data.model_copy(update={"split": sum(rest) / (first + sum(rest)) if first else data.split})
-    said = {name: merged.find(name.replace("_", "-")) is not None for name in _ENDS}
+    said = {name: merged.find(name.replace("_", "-")) is not None for name in _END_OF_DOCUMENT_FLAGS}
     data = data.model_copy(update={"tokenizer": model.values[0], **said})
     found = {name: merged.find(flag) for name, flag in _NUMBERS.items()}
     numbers = {name: int(flag.values[0]) for name, flag in found.items() if flag and "".join(flag.values).isdecimal()}
-    training = Training.model_construct(**{"seq_length": 1} | dict(config.training or {}) | numbers)
+    training = TrainingSection.model_construct(**{"seq_length": 1} | dict(config.training or {}) | numbers)
     return RunConfig.model_construct(trainer=config.trainer, data=data, training=training)
 
 
-def _prefixes(found: Flag) -> list[str]:
+def _prefixes_of_flag(found: Flag) -> list[str]:
     """The words of a flag that are no weights."""
     return [word for word in found.values if re.fullmatch(r"[\d.]+([eE][-+]?\d+)?", word) is None]
 
 
-def can_be_counted(read: RunConfig) -> bool:
+def has_known_length(read: RunConfig) -> bool:
     """Return whether the flags say how much is read: the number of sequences, and their length."""
     return read.training.seq_length > 1 and {"steps", "global_batch_size"} <= read.training.model_fields_set

@@ -17,23 +17,23 @@ from relayrun import places
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit.check import command, megatron_lm
-from relayrun.submit.check.finding import Findings
-from relayrun.train import megatron_core
+from relayrun.submit.check.findings import Findings
+from relayrun.train import megatron_versions
 
-OLDEST = (3, 11)
+OLDEST_PYTHON = (3, 11)
 """Python of the batch script and of the ranks, at least."""
-NEEDED = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
+NATIVE_PACKAGES = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
 """What the ranks import."""
-OF_STREAMS = ("pyarrow", "tokenizers")
+STREAM_PACKAGES = ("pyarrow", "tokenizers")
 """What they import besides for data sets of text."""
-OF_MEGATRON_LM = ("torch", "numpy")
+MEGATRON_LM_PACKAGES = ("torch", "numpy")
 """What any checkout of Megatron-LM imports, at least."""
-CONTAINER = ("--container-image", "--environment", "--container-name")
+CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
 """Options of srun with which the ranks see another file system than this program does."""
-SECONDS = 60.0
+ANSWER_SECONDS = 60.0
 """How long a Python may take to start: on a loaded file system, and where it is far away."""
 
-_ASK = """
+_PACKAGES_PROGRAM = """
 import importlib.util, json, sys
 def there(name):
     try:
@@ -44,29 +44,35 @@ json.dump({"version": list(sys.version_info[:2]), "missing": [n for n in sys.arg
 """
 
 
-def look(config: CommonConfig, findings: Findings) -> None:
+def check_programs(config: CommonConfig, findings: Findings) -> None:
     """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
     if isinstance(config, CommandConfig):
-        command.look(config, findings, contained=in_container(config))
-        _script(config, findings)
+        command.check_command(config, findings, contained=runs_in_container(config))
+        _check_script(config, findings)
     elif isinstance(config, MegatronConfig):
-        megatron_lm.look(config, findings, contained=in_container(config))
-        _ranks(config, OF_MEGATRON_LM, findings)
+        megatron_lm.check_megatron_lm(config, findings, contained=runs_in_container(config))
+        _check_rank_python(config, MEGATRON_LM_PACKAGES, findings)
     elif isinstance(config, RunConfig):
-        _ranks(config, _names(config), findings)
+        _check_rank_python(config, _imported_names(config), findings)
     if config.cluster.scheduler == "slurm":
-        _host(config, findings)
+        _check_host_python(config, findings)
     if config.cluster.modules:
-        _modules(config, findings)
+        _check_modules(config, findings)
     if isinstance(config, RunConfig):
-        _packages(config, findings)
+        _check_packages(config, findings)
     with findings.catching("node.evaluation"):
         _check_evaluation(config)
 
 
-def _packages(config: RunConfig, findings: Findings) -> None:
-    own = config.cluster.python is None and "PYTHONPATH" not in config.cluster.environment and not in_container(config)
-    if own and (found := megatron_core.problem()) is not None:  # another Python says it when its ranks start
+def _check_packages(config: RunConfig, findings: Findings) -> None:
+    own = (
+        config.cluster.python is None
+        and "PYTHONPATH" not in config.cluster.environment
+        and not runs_in_container(config)
+    )
+    if (
+        own and (found := megatron_versions.version_problem()) is not None
+    ):  # another Python says it when its ranks start
         findings.refuse("node.megatron_core", found[0], setting="cluster.python", remedy=found[1])
     if wanted := _of_transformer_engine(config):
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
@@ -76,15 +82,15 @@ def _packages(config: RunConfig, findings: Findings) -> None:
             _check_apex(config)
 
 
-def in_container(config: CommonConfig) -> bool:
+def runs_in_container(config: CommonConfig) -> bool:
     """Whether the ranks see other files than this program does."""
-    return any(option.startswith(CONTAINER) for option in config.cluster.srun_options)
+    return any(option.startswith(CONTAINER_OPTIONS) for option in config.cluster.srun_options)
 
 
-def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> None:
+def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Findings) -> None:
     cluster = config.cluster
     setting = "cluster.python"
-    if in_container(config):
+    if runs_in_container(config):
         findings.ok("node.python", "the ranks run in a container: what it holds is not known from here")
         return
     if cluster.python is None:
@@ -99,18 +105,18 @@ def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> No
             words = "there is no such program here" if not os.path.exists(python) else "this cannot be executed"
             how("node.python", f"{python}: {words}", setting=setting, remedy="give the Python of the ranks")
             return
-        answer = _ask(found, tuple(names), _search_path(config))
+        answer = _ask_python(found, tuple(names), _search_path(config))
         if answer is None:
-            findings.warn("node.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
+            findings.warn("node.python", f"{python} gave no answer within {ANSWER_SECONDS:.0f} s", setting=setting)
             return
         if isinstance(answer, str):
             findings.refuse("node.python", f"{python} does not start: {answer}", setting=setting)
             return
         missing, version = answer["missing"], answer["version"]
-    if tuple(version) < OLDEST:
+    if tuple(version) < OLDEST_PYTHON:
         findings.refuse(
             "node.python",
-            f"{python} is Python {version[0]}.{version[1]}, and relayrun needs {OLDEST[0]}.{OLDEST[1]}",
+            f"{python} is Python {version[0]}.{version[1]}, and relayrun needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}",
             setting=setting,
         )
     elif missing:
@@ -128,18 +134,18 @@ def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> No
         findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
 
 
-def _script(config: CommandConfig, findings: Findings) -> None:
+def _check_script(config: CommandConfig, findings: Findings) -> None:
     """Whether the Python of a command starts, and has what its script imports before anything else."""
     found = command.python_and_script(config)
-    if found is None or in_container(config):
+    if found is None or runs_in_container(config):
         return
     python, script = found
-    setting, names = "command.run", command.imports(script)
-    answer = _ask(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
+    setting, names = "command.run", command.script_imports(script)
+    answer = _ask_python(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
     changed = config.cluster.modules or config.job.setup
     how = findings.warn if changed else findings.refuse
     if answer is None:
-        findings.warn("command.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
+        findings.warn("command.python", f"{python} gave no answer within {ANSWER_SECONDS:.0f} s", setting=setting)
     elif isinstance(answer, str):
         how("command.python", f"{python} does not start: {answer}", setting=setting, value=python)
     elif answer["missing"]:
@@ -155,19 +161,19 @@ def _script(config: CommandConfig, findings: Findings) -> None:
         findings.ok("command.packages", f"{python} has what {script} imports")
 
 
-def _names(config: RunConfig) -> list[str]:
+def _imported_names(config: RunConfig) -> list[str]:
     """What the ranks import: packages, and modules of a user's own."""
     own = [entry.hook for entry in config.training.hooks]
     own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
     own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
     own += [stream.map for stream in config.data.streams.values() if stream.map is not None]
-    text = OF_STREAMS if config.data.streams else ()
-    return [*NEEDED, *text, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
+    text = STREAM_PACKAGES if config.data.streams else ()
+    return [*NATIVE_PACKAGES, *text, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
 
 
 def _search_path(config: CommonConfig) -> str:
     given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    return os.pathsep.join([str(places.CODE), *filter(None, given.split(os.pathsep))])
+    return os.pathsep.join([str(places.CODE_ROOT), *filter(None, given.split(os.pathsep))])
 
 
 def _is_here(name: str) -> bool:
@@ -178,9 +184,9 @@ def _is_here(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def _ask(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
+def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
     """The version of a Python and what it lacks; in words why it does not say; None where it takes too long."""
-    done = _run([python, "-c", _ASK, *names], {"PYTHONPATH": search_path})
+    done = _run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path})
     if done is None or isinstance(done, str):
         return done
     try:
@@ -190,7 +196,7 @@ def _ask(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any
     return answer
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str | None:
+def _run_python(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str | None:
     """Run a program that answers at once; in words why it does not start; None where it takes too long."""
     try:
         return subprocess.run(
@@ -198,7 +204,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.Comp
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=SECONDS,
+            timeout=ANSWER_SECONDS,
             check=False,
             stdin=subprocess.DEVNULL,
             env=os.environ | environment,
@@ -209,22 +215,22 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.Comp
         return error.strerror or str(error)
 
 
-def _host(config: CommonConfig, findings: Findings) -> None:
+def _check_host_python(config: CommonConfig, findings: Findings) -> None:
     """The batch script's Python runs on a node; the same name here is all that can be asked."""
     setting, python = "cluster.host_python", config.cluster.host_python
     found = shutil.which(python)
     if found is None:
         findings.warn("node.host_python", f"{python} is not on this machine; the nodes must have it", setting=setting)
         return
-    answer = _ask(found, (), "")
+    answer = _ask_python(found, (), "")
     if answer is None or isinstance(answer, str):
-        why = answer or f"no answer within {SECONDS:.0f} s"
+        why = answer or f"no answer within {ANSWER_SECONDS:.0f} s"
         findings.warn("node.host_python", f"{python} does not start here: {why}", setting=setting)
-    elif tuple(answer["version"]) < OLDEST:
+    elif tuple(answer["version"]) < OLDEST_PYTHON:
         version = ".".join(map(str, answer["version"]))
         findings.refuse(
             "node.host_python",
-            f"{python} is Python {version} here, and the batch script needs {OLDEST[0]}.{OLDEST[1]}",
+            f"{python} is Python {version} here, and the batch script needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}",
             setting=setting,
             remedy="set cluster.host_python to a newer one; it needs no packages",
         )
@@ -232,10 +238,10 @@ def _host(config: CommonConfig, findings: Findings) -> None:
         findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
 
 
-def _modules(config: CommonConfig, findings: Findings) -> None:
+def _check_modules(config: CommonConfig, findings: Findings) -> None:
     names, setting = config.cluster.modules, "cluster.modules"
     script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
-    done = _run(["bash", "-lc", script, "bash", *names], {})
+    done = _run_python(["bash", "-lc", script, "bash", *names], {})
     if done is None or isinstance(done, str) or done.returncode == 99:
         findings.warn(
             "node.modules", "there is no `module` here: whether the nodes have them is not known", setting=setting
@@ -267,7 +273,7 @@ def _check_evaluation(config: CommonConfig) -> None:
     for name, words in (("convert", settings.convert), ("command", settings.command)):
         program = words[0] if words else "{python}"
         # what a container holds, or modules and job.setup add, is not known here
-        known = not (in_container(config) or config.cluster.modules or config.job.setup) and program != "{python}"
+        known = not (runs_in_container(config) or config.cluster.modules or config.job.setup) and program != "{python}"
         if known and shutil.which(program) is None:
             raise ConfigError(
                 f"there is no program {program} here",

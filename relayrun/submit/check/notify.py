@@ -6,17 +6,19 @@ import os
 from collections.abc import Mapping
 
 from relayrun.config.compose.schema import CommonConfig
-from relayrun.config.sections.notify import VARIABLE
-from relayrun.submit.check.finding import Findings
+from relayrun.config.sections.notify import VARIABLE_PATTERN
+from relayrun.submit.check.findings import Findings
 
 
-def look(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
+def check_notify_variables(
+    config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ
+) -> None:
     """Warn of a `${VARIABLE}` that this environment, which the jobs inherit, and `cluster.environment` do not set."""
     name = "notify.variables"
     environment = {**environment, **config.cluster.environment}
     complete = True
     for target, settings in config.notify.targets.items():
-        variables = dict.fromkeys(VARIABLE.findall(settings.url or ""))
+        variables = dict.fromkeys(VARIABLE_PATTERN.findall(settings.url or ""))
         if missing := [variable for variable in variables if not environment.get(variable)]:
             complete = False
             findings.warn(

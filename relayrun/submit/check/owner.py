@@ -14,17 +14,17 @@ from pathlib import Path
 from relayrun.control import signs
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RunDirError, group_name, user_name, whose
+from relayrun.errors import RunDirError, describe_owner, group_name, user_name
 from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
 
 
-def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
+def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
     """Raise RunDirError where another user owns the run, unless this one takes it over and nothing of it runs."""
     if not run.plan.exists():
         return
     plan = Plan.load(run)
-    if plan.owner is None or not signs.is_anothers(plan):
+    if plan.owner is None or not signs.is_owned_by_another_user(plan):
         return
     name = user_name(plan.owner)
     if not take_over:
@@ -33,27 +33,27 @@ def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
             where=run.path,
             hint=f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended",
         )
-    _refuse_living(run, plan, now=now)
+    _refuse_live_attempt(run, plan, now=now)
 
 
-def claim(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
+def claim_run(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
     """Write the plan, which makes its owner the run's. Raises RunDirError as `refuse_another`.
 
     A job of the former owner may begin at the same time. It writes begin.json first and then reads the plan, this
     writes the plan first and then looks for begin.json: at least one of both sees the other. Who sees an attempt here
     raises, and whoever undoes the submit puts the plan back; the attempt waits for that before it gives way.
     """
-    refuse_another(run, take_over=take_over, now=now)
+    refuse_other_owner(run, take_over=take_over, now=now)
     former = Plan.load(run) if run.plan.exists() else None
-    record(run, plan, now=now)
+    record_owner(run, plan, now=now)
     plan.write(run.plan)
     if former is not None and former.owner not in (None, plan.owner):
-        _refuse_living(run, former, now=now)
+        _refuse_live_attempt(run, former, now=now)
 
 
-def _refuse_living(run: Run, plan: Plan, *, now: float) -> None:
+def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
     """Raise RunDirError where an attempt of the plan's owner may live."""
-    sign = signs.of_life(run, plan, now=now)
+    sign = signs.newest_life_sign(run, plan, now=now)
     if sign is not None:
         name = user_name(plan.owner) if plan.owner is not None else "an unknown user"
         raise RunDirError(
@@ -64,11 +64,11 @@ def _refuse_living(run: Run, plan: Plan, *, now: float) -> None:
         )
 
 
-def refuse_unwritable(run: Run) -> None:
+def refuse_unwritable_run(run: Run) -> None:
     """Raise RunDirError where this user may not write what a chain writes: its jobs would die of it one by one."""
     if not run.path.exists():
         refuse_unwritable_place(run.path)
-    closed = next(_closed(run), None)
+    closed = next(_unwritable_paths(run), None)
     if closed is None:
         return
     found = closed.stat()
@@ -78,17 +78,17 @@ def refuse_unwritable(run: Run) -> None:
     else:
         who = f"the user {name} may"
         hint = f"to share the run with a group, let {name} run `chmod -R g+w {run.path}`, and submit under umask 002"
-    raise RunDirError(f"you may not write here: only {who}; {whose(closed)}", where=closed, hint=hint)
+    raise RunDirError(f"you may not write here: only {who}; {describe_owner(closed)}", where=closed, hint=hint)
 
 
-def _closed(run: Run) -> Iterator[Path]:
+def _unwritable_paths(run: Run) -> Iterator[Path]:
     """What is there and closed to this user: folders that a chain makes or moves files in, files it appends to."""
-    checkpoints = _folders(run.checkpoints)
+    checkpoints = _subfolders(run.checkpoints)
     newest = [run.attempt(number).path for number in run.attempt_numbers()[-1:]]
     local = run.path / "local"
     folders = [run.path, run.config, run.attempts, *newest, run.checkpoints, *checkpoints]
-    folders += [path for folder in checkpoints if folder.name.startswith(".") for path in _folders(folder)]
-    folders += [run.evaluations, *_folders(run.evaluations), run.triggers, run.code, run.debug, run.tensorboard]
+    folders += [path for folder in checkpoints if folder.name.startswith(".") for path in _subfolders(folder)]
+    folders += [run.evaluations, *_subfolders(run.evaluations), run.triggers, run.code, run.debug, run.tensorboard]
     folders += [run.path / "wandb", local]
     files = [
         run.metrics_view,
@@ -106,14 +106,14 @@ def _closed(run: Run) -> Iterator[Path]:
             yield path
 
 
-def _folders(folder: Path) -> list[Path]:
+def _subfolders(folder: Path) -> list[Path]:
     try:
         return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     except (FileNotFoundError, PermissionError):  # a closed one is named for itself
         return []
 
 
-def record(run: Run, plan: Plan, *, now: float) -> None:
+def record_owner(run: Run, plan: Plan, *, now: float) -> None:
     """Put a new owner on record, in owners.jsonl."""
     former = Plan.load(run).owner if run.plan.exists() else None
     if former != plan.owner:

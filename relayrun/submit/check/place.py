@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
-from relayrun.config.compose.writable import protected
+from relayrun.config.compose.writable import read_only_path_of
 from relayrun.control.rundir.run import Run
-from relayrun.errors import INTO_A_FOLDER, InputError, refusal_of_url
+from relayrun.errors import URL_WRITE_HINT, InputError, why_url_is_refused
 from relayrun.submit import mirror_policy
-from relayrun.submit.check.finding import Findings
-from relayrun.submit.mirror_policy import mirror_of
+from relayrun.submit.check.findings import Findings
+from relayrun.submit.mirror_policy import mirror_settings
 
-WRITTEN = (
+PATH_VARIABLES = (
     "HF_HOME",
     "TMPDIR",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -28,16 +28,16 @@ WRITTEN = (
 """Variables that name a folder into which libraries of the ranks write."""
 
 
-def look(config: CommonConfig, run: Run, log_folder: Path, findings: Findings) -> None:
+def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findings: Findings) -> None:
     """Look at every path that a job of the run writes, links followed, and at the folder of the logs."""
     read_only = config.cluster.read_only_paths
     count = 0
     for setting, path in written_paths(config, run, log_folder):
         count += 1
-        if (refusal := refusal_of_url(path)) is not None:
-            findings.refuse("place.url", refusal, setting=setting, remedy=INTO_A_FOLDER)
+        if (refusal := why_url_is_refused(path)) is not None:
+            findings.refuse("place.url", refusal, setting=setting, remedy=URL_WRITE_HINT)
         for place in read_only:
-            if protected(path, [place]) is not None:
+            if read_only_path_of(path, [place]) is not None:
                 what = setting or ("run_dir" if path.is_relative_to(run.path) else "the folder of the jobs' logs")
                 findings.refuse(
                     "place.read_only",
@@ -51,12 +51,16 @@ def look(config: CommonConfig, run: Run, log_folder: Path, findings: Findings) -
                 )
     if read_only and not any(finding.name == "place.read_only" for finding in findings.all):
         findings.ok("place.read_only", f"none of {count} paths that jobs write lies below {', '.join(read_only)}")
-    if (second := mirror_of(config)) is not None:
-        words = f"copies of checkpoints: {mirror_policy.place_of(config, second)}"
+    if (second := mirror_settings(config)) is not None:
+        words = f"copies of checkpoints: {mirror_policy.mirror_location(config, second)}"
         with findings.catching("place.mirror", ok=words):
-            mirror_policy.check(second, run)
-        folder = mirror_policy.folder_of(second)
-        if folder is not None and folder.is_dir() and os.stat(folder).st_dev == os.stat(existing(run.path)).st_dev:
+            mirror_policy.refuse_mirror_location(second, run)
+        folder = mirror_policy.mirror_folder(second)
+        if (
+            folder is not None
+            and folder.is_dir()
+            and os.stat(folder).st_dev == os.stat(existing_parent(run.path)).st_dev
+        ):
             findings.warn(
                 "place.mirror_apart",
                 "copies of checkpoints lie on the file system of the run, and are lost with it",
@@ -86,15 +90,15 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
         run.path / "wandb",
     )
     yield from ((None, path) for path in inside if path.is_symlink())
-    second = mirror_of(config)
-    if second is not None and (place := mirror_policy.folder_of(second)) is not None:
+    second = mirror_settings(config)
+    if second is not None and (place := mirror_policy.mirror_folder(second)) is not None:
         yield "checkpoint.mirror.path", place
     data = config.data if isinstance(config, RunConfig | MegatronConfig) else None
     if data is not None and data.data_cache_dir is not None:
         yield "data.data_cache_dir", Path(data.data_cache_dir)
     yield None, log_folder
-    for name in WRITTEN:
-        if (folder := config.cluster.environment.get(name, "")).startswith("/") or refusal_of_url(folder):
+    for name in PATH_VARIABLES:
+        if (folder := config.cluster.environment.get(name, "")).startswith("/") or why_url_is_refused(folder):
             yield f"cluster.environment.{name}", Path(folder)
 
 
@@ -103,7 +107,7 @@ def check_log_folder(folder: Path) -> None:
 
     Jobs would die without a word. Nothing is made here.
     """
-    there = existing(folder)
+    there = existing_parent(folder)
     try:
         with tempfile.TemporaryFile(dir=there):  # asks the file system: root and NFS judge otherwise than the mode
             pass
@@ -115,6 +119,6 @@ def check_log_folder(folder: Path) -> None:
         ) from None
 
 
-def existing(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     """The path itself, or the nearest folder above it that is there."""
     return next((place for place in (path, *path.parents) if place.exists()), Path("/"))

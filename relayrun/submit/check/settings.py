@@ -12,14 +12,14 @@ from typing import Any
 
 from relayrun.config.compose import determinism
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
-from relayrun.submit.check.finding import Findings
+from relayrun.submit.check.findings import Findings
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
 """What stands in a config for a value that somebody must still set; matched at the beginning of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class SettingRange:
     """What a setting is expected to be. Bounds belong to it; None: there is none."""
 
     setting: str
@@ -30,78 +30,90 @@ class Range:
     why: str
 
 
-RANGES = (
-    Range(
+SETTING_RANGES = (
+    SettingRange(
         setting="optimizer.lr",
         usual=(1e-7, 0.02),
         possible=(None, 1.0),
         why="Adam moves every weight by about this much in each step, and weights begin near 0.02",
     ),
-    Range(
+    SettingRange(
         setting="optimizer.weight_decay",
         usual=(None, 1.0),
         possible=(None, None),
         why="0.1 is usual; every step takes lr x weight_decay off a weight",
     ),
-    Range(setting="optimizer.adam_beta1", usual=(0.5, 0.99), possible=(None, None), why="0.9 is usual"),
-    Range(setting="optimizer.adam_beta2", usual=(0.8, 0.9999), possible=(None, None), why="0.95 and 0.999 are usual"),
-    Range(
+    SettingRange(setting="optimizer.adam_beta1", usual=(0.5, 0.99), possible=(None, None), why="0.9 is usual"),
+    SettingRange(
+        setting="optimizer.adam_beta2", usual=(0.8, 0.9999), possible=(None, None), why="0.95 and 0.999 are usual"
+    ),
+    SettingRange(
         setting="optimizer.adam_eps",
         usual=(1e-20, 1e-5),
         possible=(None, 1.0),
         why="it keeps a division by 0 away, and above the gradients' size it ends the adaptation",
     ),
-    Range(setting="optimizer.clip_grad", usual=(None, 100.0), possible=(None, None), why="1.0 is usual, 0 is never"),
-    Range(setting="model.init_method_std", usual=(1e-4, 0.2), possible=(0.0, 10.0), why="0.02 is usual"),
-    Range(
+    SettingRange(
+        setting="optimizer.clip_grad", usual=(None, 100.0), possible=(None, None), why="1.0 is usual, 0 is never"
+    ),
+    SettingRange(setting="model.init_method_std", usual=(1e-4, 0.2), possible=(0.0, 10.0), why="0.02 is usual"),
+    SettingRange(
         setting="model.norm_epsilon",
         usual=(1e-12, 1e-3),
         possible=(0.0, 1.0),
         why="it keeps a division by 0 away: 1e-5 is usual",
     ),
-    Range(setting="model.hidden_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"),
-    Range(
+    SettingRange(
+        setting="model.hidden_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"
+    ),
+    SettingRange(
         setting="model.attention_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"
     ),
-    Range(setting="model.rotary_base", usual=(1000, 1e9), possible=(None, None), why="10,000 and 500,000 are usual"),
-    Range(setting="training.spike_threshold", usual=(3.0, None), possible=(None, None), why="noise alone reaches it"),
+    SettingRange(
+        setting="model.rotary_base", usual=(1000, 1e9), possible=(None, None), why="10,000 and 500,000 are usual"
+    ),
+    SettingRange(
+        setting="training.spike_threshold", usual=(3.0, None), possible=(None, None), why="noise alone reaches it"
+    ),
 )
 
 LONG_WARMUP = 0.5
 """Share of the run above which a warm-up is a warning."""
 
 
-def look(config: CommonConfig, findings: Findings) -> None:
+def check_settings(config: CommonConfig, findings: Findings) -> None:
     """Look at every setting by itself, and at pairs that make no sense together."""
     _placeholders(config, findings)
     if isinstance(config, RunConfig):
-        _native(config, findings)
+        _check_native(config, findings)
     elif isinstance(config, MegatronConfig):
-        for each in RANGES:
+        for each in SETTING_RANGES:
             _range(config, each, findings)
         _ranks(config, findings)
 
 
-def _native(config: RunConfig, findings: Findings) -> None:
+def _check_native(config: RunConfig, findings: Findings) -> None:
     before = len(findings.all)
-    for each in RANGES:
+    for each in SETTING_RANGES:
         _range(config, each, findings)
     _decay(config, findings)
     _warmup(config, findings)
     _ranks(config, findings)
     if len(findings.all) == before:
-        findings.ok("settings.sense", f"{len(RANGES)} settings lie where such settings usually lie")
+        findings.ok("settings.sense", f"{len(SETTING_RANGES)} settings lie where such settings usually lie")
     if config.job.gpus_per_node:
         with findings.catching("settings.precision"):
             config.training.require_precision()
     if config.training.deterministic:
         cluster = config.cluster
         with findings.catching("settings.deterministic"):
-            determinism.check_environment(cluster.environment, where=f"cluster.environment of {cluster.name!r}")
+            determinism.check_deterministic_environment(
+                cluster.environment, where=f"cluster.environment of {cluster.name!r}"
+            )
     _layout(config, findings)
 
 
-def placeholders(config: CommonConfig) -> list[tuple[str, str]]:
+def find_placeholders(config: CommonConfig) -> list[tuple[str, str]]:
     """Name and value of every setting that still holds the text that stands for a value."""
     data = config.data if isinstance(config, RunConfig | MegatronConfig) else None
     made_up = data is not None and data.mock_data
@@ -113,7 +125,7 @@ def placeholders(config: CommonConfig) -> list[tuple[str, str]]:
 
 
 def _placeholders(config: CommonConfig, findings: Findings) -> None:
-    found = placeholders(config)
+    found = find_placeholders(config)
     for name, value in found:
         findings.refuse(
             "settings.placeholder",
@@ -138,34 +150,34 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _range(config: RunConfig | MegatronConfig, each: Range, findings: Findings) -> None:
+def _range(config: RunConfig | MegatronConfig, each: SettingRange, findings: Findings) -> None:
     name, _, field = each.setting.partition(".")
     section = getattr(config, name)
     if section is None:
         return
     value = getattr(section, field)
-    if not _within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
+    if not _is_within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
         findings.refuse(
             "settings.sense",
             f"{value:g} cannot be meant: {each.why}",
             setting=each.setting,
-            remedy=f"usual is {_words(each.usual)}",
+            remedy=f"usual is {_range_words(each.usual)}",
         )
-    elif not _within(value, each.usual) and not (value == 0 and each.usual[0] is None):
+    elif not _is_within(value, each.usual) and not (value == 0 and each.usual[0] is None):
         findings.warn(
             "settings.sense",
             f"{value:g} is unusual: {each.why}",
             setting=each.setting,
-            remedy=f"usual is {_words(each.usual)}",
+            remedy=f"usual is {_range_words(each.usual)}",
         )
 
 
-def _within(value: float, bounds: tuple[float | None, float | None]) -> bool:
+def _is_within(value: float, bounds: tuple[float | None, float | None]) -> bool:
     low, high = bounds
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def _words(bounds: tuple[float | None, float | None]) -> str:
+def _range_words(bounds: tuple[float | None, float | None]) -> str:
     low, high = bounds
     if low is None or high is None:
         return f"at most {high:g}" if low is None else f"at least {low:g}"

@@ -7,16 +7,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from relayrun.config.compose.sites import of_environment
+from relayrun.config.compose.sites import sbatch_options_from_environment
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_command import NoAnswerError
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit.check.finding import Findings
+from relayrun.submit.check.findings import Findings
 
 
-def look(plan: Plan, script: str | Path, findings: Findings, *, evaluation: str | None = None) -> None:
+def check_slurm(plan: Plan, script: str | Path, findings: Findings, *, evaluation: str | None = None) -> None:
     """Ask Slurm whether it would take the job, and the job of an evaluation; nothing is queued.
 
     `script`: the text of the job's script, or the path of a launcher that sbatch would be given. `evaluation`: the text
@@ -33,14 +33,14 @@ def look(plan: Plan, script: str | Path, findings: Findings, *, evaluation: str 
         )
         return
     # relayrun's own sbatch is started without them: they are in its script
-    options = {} if isinstance(script, str) else of_environment(os.environ)
+    options = {} if isinstance(script, str) else sbatch_options_from_environment(os.environ)
     _limits(partitions, plan, options.get("partition") or plan.sbatch_options.get("partition"), findings)
-    _test(slurm, script, options, findings)
+    _test_job(slurm, script, options, findings)
     if evaluation is not None:
-        _test(slurm, evaluation, {}, findings, of="evaluation")
+        _test_job(slurm, evaluation, {}, findings, of="evaluation")
 
 
-def _test(
+def _test_job(
     slurm: Slurm, script: str | Path, options: Mapping[str, str], findings: Findings, *, of: str | None = None
 ) -> None:
     """`of`: the section whose jobs these are; None: the run's own."""

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.control.trainers.wandb import wandb_mode
-from relayrun.submit.check.finding import Findings
+from relayrun.submit.check.findings import Findings
 
-KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")
+WANDB_KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")
 """Forms of W&B's keys: 40 hexadecimal digits, of an own server with `local-` in front, and the longer new ones."""
 
 
-def look(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
+def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
     """Look at W&B's variables, of this environment and of `cluster.environment`."""
     name = "tracking.wandb"
     if "WANDB_API_KEY" in config.cluster.environment:
@@ -34,7 +34,7 @@ def look(config: CommonConfig, findings: Findings, environment: Mapping[str, str
         findings.ok(name, "W&B writes files beside the run (WANDB_MODE=offline), for scripts/tools/sync_wandb.py")
     elif mode is None:
         findings.ok(name, "W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
-    elif KEY.fullmatch(key) is None:
+    elif WANDB_KEY.fullmatch(key) is None:
         blanks = ", with blanks or line breaks around it" if key != key.strip() else ""
         findings.warn(
             name,

@@ -10,21 +10,21 @@ from relayrun.config.compose.schema import MOCK_ORDER, RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.files import read_json
-from relayrun.tokens.mixture.build import document_order
-from relayrun.tokens.order.progress import Progress
-from relayrun.tokens.order.samples import held_out_windows
+from relayrun.tokens.mixture.build_datasets import document_order
+from relayrun.tokens.order.progress import TrainingProgress
+from relayrun.tokens.order.samples import held_out_window_count
 from relayrun.tokens.order.schedule import Schedule, integer_weights
 from relayrun.tokens.shards.manifest import Manifest
 
-OWN_ORDERS = ("window", "megatron")
+WINDOW_ORDERS = ("window", "megatron")
 """Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
 
-PACKED_AT_MOST = 1_000_000
+MAX_PACKED_DOCUMENTS = 1_000_000
 """Documents of a data set of `order: document-window` whose rows a check counts, which takes some seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class DatasetUsage:
     """One data set of the mixture, and what the whole run reads of it."""
 
     name: str
@@ -46,11 +46,11 @@ class Usage:
         return self.samples / self.windows if self.windows else None
 
 
-def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
+def data_usage(config: RunConfig, manifest: Manifest, run: Run) -> list[DatasetUsage]:
     """What a run reads, its past included where it has one. `manifest` names data sets as the config does."""
     data, training = config.data, config.training
     weights = integer_weights({source.identity(name): source.weight for name, source in data.sources.items()})
-    schedule, position = _past(run, config, weights, data.lanes if data.streams else None)
+    schedule, position = _past_schedule(run, config, weights, data.lanes if data.streams else None)
     samples = position.legs[-1].consumed(max(training.steps, position.iteration))
     counts = schedule.counts(samples)
     total = sum(weights.values())
@@ -62,15 +62,15 @@ def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
         order = source.order or data.order
         if source.is_stream:
             windows = None  # known when it is tokenized
-        elif name in data.cut_by_document and shards.documents <= PACKED_AT_MOST:
+        elif name in data.cut_by_document and shards.documents <= MAX_PACKED_DOCUMENTS:
             with contextlib.suppress(ConfigError):  # said by the look at the shards
                 windows = len(document_order(config, manifest, name, shards))
-        elif order in OWN_ORDERS:
+        elif order in WINDOW_ORDERS:
             every = max(0, shards.tokens - 1) // training.seq_length
-            windows = every - held_out_windows(every, data.split)
+            windows = every - held_out_window_count(every, data.split)
         last = schedule.sample_of(identity, windows - 1) if windows and counts[identity] >= windows else None
         found.append(
-            Usage(
+            DatasetUsage(
                 name=name,
                 shards=len(shards.shards),
                 documents=shards.documents,
@@ -84,7 +84,9 @@ def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
     return found
 
 
-def _past(run: Run, config: RunConfig, weights: Mapping[str, int], lanes: int | None) -> tuple[Schedule, Progress]:
+def _past_schedule(
+    run: Run, config: RunConfig, weights: Mapping[str, int], lanes: int | None
+) -> tuple[Schedule, TrainingProgress]:
     """The schedule that a run has had, with the config's mixture from where it stands, and how far it is.
 
     A run that has not trained begins at sample 0; so does, for this forecast, one whose record cannot be read.
@@ -93,9 +95,9 @@ def _past(run: Run, config: RunConfig, weights: Mapping[str, int], lanes: int | 
     for number in reversed(run.attempt_numbers()):
         try:
             state = read_json(run.attempt(number).data)
-            position = Progress.resume(state["progress"], sizes)
+            position = TrainingProgress.resume(state["progress"], sizes)
             schedule = Schedule.from_json(state["phases"])
             return schedule.with_phase(position.consumed_samples, weights, lanes), position
         except (OSError, ValueError, KeyError, TypeError, FatalTrainingError):
             continue
-    return Schedule.of(weights, lanes), Progress(sizes)
+    return Schedule.of(weights, lanes), TrainingProgress(sizes)

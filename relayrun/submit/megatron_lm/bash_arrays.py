@@ -19,34 +19,36 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from relayrun.errors import ConfigError, nearest
-from relayrun.submit.megatron_lm import flag
-from relayrun.submit.megatron_lm.bash_text import (
-    META,
-    Array,
-    Assignment,
-    Unreadable,
-    arrays,
-    assignments,
+from relayrun.errors import ConfigError, did_you_mean
+from relayrun.submit.megatron_lm import flags
+from relayrun.submit.megatron_lm.bash_parser import (
+    METACHARACTERS,
+    BashArray,
+    BashAssignment,
+    UnreadableBash,
     end_of_line,
-    line_of,
+    find_arrays,
+    find_assignments,
+    line_number,
     skip_parentheses,
 )
-from relayrun.submit.megatron_lm.flag import Flag
+from relayrun.submit.megatron_lm.flags import Flag
 
-LARGEST = 1 << 20
+MAX_SCRIPT_BYTES = 1 << 20
 """Bytes of a script; no launcher comes near."""
 
-SECONDS = 20.0
+BASH_SECONDS = 20.0
 """For which Bash may expand; `{1..1000000000}` would take all memory."""
 
-PER_JOB = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "DEBUG_DIR", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_NODELIST"})
+PER_JOB_VARIABLES = frozenset(
+    {"SLURM_JOB_ID", "SLURM_JOBID", "DEBUG_DIR", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_NODELIST"}
+)
 """Variables of launchers that have a value in a job alone."""
 
 _BUILTINS = "kill eval source . command builtin exec trap read mapfile readarray cd pushd popd enable"
 """Builtins that the arrays could not call anyway."""
 
-_OF_BASH = re.compile(r"BASH.*|LD_.*|ENV|SHELLOPTS|PS4|IFS|PATH")
+_BASH_VARIABLES = re.compile(r"BASH.*|LD_.*|ENV|SHELLOPTS|PS4|IFS|PATH")
 """Variables that Bash, or the loader, obeys: no value of theirs goes into its environment."""
 
 _NAME = re.compile(r"\$([A-Za-z_]\w*)")
@@ -54,7 +56,7 @@ _BRACED = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(\}|:?[-+])")
 _NUMBERS = re.compile(r"[\w\s()+*/%-]*")
 
 
-def flags_of(path: Path, variables: Mapping[str, str], hints: Mapping[str, str]) -> list[Flag]:
+def flags_in_arrays(path: Path, variables: Mapping[str, str], hints: Mapping[str, str]) -> list[Flag]:
     """The flags of all arrays NAME_ARGS of the script at `path`, in its order.
 
     `variables`: the only ones that the arrays may name. `hints`: what gives a variable its value, by its name.
@@ -62,11 +64,11 @@ def flags_of(path: Path, variables: Mapping[str, str], hints: Mapping[str, str])
     """
     text = _read(path)
     try:
-        found = arrays(text)
+        found = find_arrays(text)
         for array in found:
-            _Body(text, array, variables, hints, {each.name for each in found}).check()
-    except Unreadable as error:
-        where = f"{path}:{line_of(text, error.at)}"
+            _ArrayBody(text, array, variables, hints, {each.name for each in found}).check()
+    except UnreadableBash as error:
+        where = f"{path}:{line_number(text, error.at)}"
         raise ConfigError(error.words, where=where, hint="`megatron_lm.args` takes any flag verbatim") from None
     _refuse_no_bash(path, text)  # behind what is said better here
     if not found:
@@ -75,41 +77,45 @@ def flags_of(path: Path, variables: Mapping[str, str], hints: Mapping[str, str])
         )
     names = list(dict.fromkeys(array.name for array in found))
     words = _expanded(path, found, names, variables)
-    lines = {name: f"{path}:{line_of(text, array.at)}" for array in reversed(found) for name in [array.name]}
+    lines = {name: f"{path}:{line_number(text, array.at)}" for array in reversed(found) for name in [array.name]}
     return [
         each
         for name in names
-        for each in flag.of_words([(word, f"{name} in {lines[name]}") for word in words[name]], where=lines[name])
+        for each in flags.flags_from_words(
+            [(word, f"{name} in {lines[name]}") for word in words[name]], where=lines[name]
+        )
     ]
 
 
-def values_of(path: Path, variables: Mapping[str, str]) -> tuple[list[tuple[Assignment, str | None]], set[str]]:
+def assigned_values(
+    path: Path, variables: Mapping[str, str]
+) -> tuple[list[tuple[BashAssignment, str | None]], set[str]]:
     """The assignments of the script at `path` with their values, in its order, and the names that it exports.
 
     `variables`: those that are set when the script begins. None: the value is computed, by something that would have to
     run, or from such a value. Raises ConfigError or Unreadable as `flags_of` does.
     """
     text = _read(path)
-    found, exported = assignments(text)
-    known = {name: value for name, value in variables.items() if not _OF_BASH.fullmatch(name)}
-    values: list[tuple[Assignment, str | None]] = []
+    found, exported = find_assignments(text)
+    known = {name: value for name, value in variables.items() if not _BASH_VARIABLES.fullmatch(name)}
+    values: list[tuple[BashAssignment, str | None]] = []
     for each in found:
         before = f'"${{{each.name}:-}}"' if each.appends else ""
-        array = Array("VALUE", "=", before + each.word, 0)
+        array = BashArray("VALUE", "=", before + each.word, 0)
         value: str | None = None
-        with contextlib.suppress(Unreadable, ConfigError, ValueError, IndexError):
-            _Body(array.body, array, known, {}, set()).check()
+        with contextlib.suppress(UnreadableBash, ConfigError, ValueError, IndexError):
+            _ArrayBody(array.body, array, known, {}, set()).check()
             value = " ".join(_expanded(path, [array], ["VALUE"], known)["VALUE"])
         if not each.inside:
             known.pop(each.name, None)
-            known |= {} if value is None or _OF_BASH.fullmatch(each.name) else {each.name: value}
+            known |= {} if value is None or _BASH_VARIABLES.fullmatch(each.name) else {each.name: value}
         values.append((each, value))
     return values, exported
 
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > LARGEST:
+        if path.stat().st_size > MAX_SCRIPT_BYTES:
             raise ConfigError("too large for a launcher", where=path, hint="name the Bash file that holds the arrays")
         raw = path.read_bytes()
         text = raw.decode()
@@ -121,7 +127,7 @@ def _read(path: Path) -> str:
         raise ConfigError("is no text in UTF-8", where=path, hint="name the Bash file that holds the arrays") from None
     for control, what in (("\0", "a NUL byte"), ("\r", "a carriage return, as Windows ends lines")):
         if control in text:
-            line = line_of(text, text.index(control))
+            line = line_number(text, text.index(control))
             raise ConfigError(f"holds {what}", where=f"{path}:{line}", hint="dos2unix takes carriage returns away")
     return text
 
@@ -129,7 +135,7 @@ def _read(path: Path) -> str:
 def _refuse_no_bash(path: Path, text: str) -> None:
     """Raise ConfigError where Bash itself finds an error in the script; it reads it, and runs nothing (-n)."""
     command = [_bash(path), "--noprofile", "--norc", "-n"]
-    done = subprocess.run(command, input=text.encode(), env={}, capture_output=True, timeout=SECONDS, check=False)
+    done = subprocess.run(command, input=text.encode(), env={}, capture_output=True, timeout=BASH_SECONDS, check=False)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()[0]
         found = re.fullmatch(r".*?: line (\d+): (.*)", said)
@@ -144,11 +150,11 @@ def _bash(path: Path) -> str:
     return bash
 
 
-class _Body:
+class _ArrayBody:
     """What stands between the parentheses of one array."""
 
     def __init__(
-        self, text: str, array: Array, variables: Mapping[str, str], hints: Mapping[str, str], names: set[str]
+        self, text: str, array: BashArray, variables: Mapping[str, str], hints: Mapping[str, str], names: set[str]
     ) -> None:
         self._text = text
         self._at = array.at
@@ -168,7 +174,7 @@ class _Body:
                 self._at = end_of_line(self._text, self._at)
             elif self._text.startswith(("<(", ">("), self._at):
                 self._refuse("a process substitution")
-            elif char in META:
+            elif char in METACHARACTERS:
                 self._refuse(f"an unquoted {char!r}")
             elif char == "[" and not word:
                 self._refuse("an unquoted '[', which may begin an index that Bash evaluates,")
@@ -176,7 +182,7 @@ class _Body:
                 word = True
                 self._one()
         if self._at != self._end:
-            raise Unreadable(self._at, "a quote or an expansion goes on behind the end of the array")
+            raise UnreadableBash(self._at, "a quote or an expansion goes on behind the end of the array")
 
     def _one(self, *, quoted: bool = False) -> None:
         """Pass over one character, or the quote or expansion that begins with it."""
@@ -256,12 +262,14 @@ class _Body:
     def _known(self, name: str) -> None:
         if name in self._variables or name in self._names:
             return
-        if name in PER_JOB:
-            raise Unreadable(self._at, f"${name} has a value in a job alone; the chain gives what depends on it itself")
+        if name in PER_JOB_VARIABLES:
+            raise UnreadableBash(
+                self._at, f"${name} has a value in a job alone; the chain gives what depends on it itself"
+            )
         if name in self._hints:
-            raise Unreadable(self._at, f"${name} has no value: set {self._hints[name]}, or write the value itself")
-        near = nearest(name, self._variables) if self._variables else ""
-        raise Unreadable(
+            raise UnreadableBash(self._at, f"${name} has no value: set {self._hints[name]}, or write the value itself")
+        near = did_you_mean(name, self._variables) if self._variables else ""
+        raise UnreadableBash(
             self._at,
             f"${name} is no variable of the settings block{'; ' + near if near else ''}; no other line of this file "
             "runs, so write the value itself",
@@ -269,10 +277,12 @@ class _Body:
 
     def _refuse(self, what: str) -> None:
         line = self._text[self._text.rfind("\n", 0, self._at) + 1 : end_of_line(self._text, self._at)].strip()
-        raise Unreadable(self._at, f"{what} must not stand in an array of flags: {line}")
+        raise UnreadableBash(self._at, f"{what} must not stand in an array of flags: {line}")
 
 
-def _expanded(path: Path, found: list[Array], names: list[str], variables: Mapping[str, str]) -> dict[str, list[str]]:
+def _expanded(
+    path: Path, found: list[BashArray], names: list[str], variables: Mapping[str, str]
+) -> dict[str, list[str]]:
     """The words of each array, by Bash. Raises ConfigError where that fails."""
     lines = ["set -f -u", f"enable -n {_BUILTINS}"]  # -f: no patterns, since nobody knows in which folder
     lines += [f"{array.name}{array.operator}({array.body}\n)" for array in found]
@@ -286,13 +296,13 @@ def _expanded(path: Path, found: list[Array], names: list[str], variables: Mappi
             input="\n".join(lines).encode() + b"\n",
             env=environment,
             capture_output=True,
-            timeout=SECONDS,
+            timeout=BASH_SECONDS,
             check=False,
             cwd="/",
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"the arrays were not expanded within {SECONDS:.0f} s", where=path, hint="write their words out"
+            f"the arrays were not expanded within {BASH_SECONDS:.0f} s", where=path, hint="write their words out"
         ) from None
     if done.returncode or done.stderr:
         said = re.sub(r"^bash: (line \d+: )?", "", done.stderr.decode(errors="replace").strip()).splitlines()

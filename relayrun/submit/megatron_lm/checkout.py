@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from relayrun.control.trainers.megatron_lm_program import Dialect, dialect_of
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect, megatron_dialect_of
 from relayrun.errors import ConfigError
 
-ARGUMENTS = Path("megatron", "training", "arguments.py")
+ARGUMENTS_FILE = Path("megatron", "training", "arguments.py")
 
 _DECLARED = ("megatron/post_training/arguments.py", "megatron/inference/arguments.py")
 """Other files with arguments of training programs, where a checkout has them."""
@@ -35,17 +35,17 @@ class Checkout:
     def open(cls, folder: str | Path) -> Checkout:
         """Raises ConfigError where there is none."""
         path = Path(folder)
-        if not (path / ARGUMENTS).is_file():
+        if not (path / ARGUMENTS_FILE).is_file():
             raise ConfigError(
-                f"{path} is no checkout of Megatron-LM: it has no {ARGUMENTS}",
+                f"{path} is no checkout of Megatron-LM: it has no {ARGUMENTS_FILE}",
                 where="megatron_lm.dir",
                 hint="set it, or MEGATRON_LM_DIR in the launcher, to a checkout of Megatron-LM",
             )
         return cls(path)
 
     @cached_property
-    def dialect(self) -> Dialect:
-        return dialect_of(self.folder)
+    def dialect(self) -> MegatronDialect:
+        return megatron_dialect_of(self.folder)
 
     @cached_property
     def version(self) -> str:
@@ -55,18 +55,18 @@ class Checkout:
     @cached_property
     def flags(self) -> frozenset[str]:
         """The flags that the text of the checkout names, without dashes."""
-        files = [self.folder / ARGUMENTS, *(self.folder / name for name in _DECLARED)]
+        files = [self.folder / ARGUMENTS_FILE, *(self.folder / name for name in _DECLARED)]
         files += self.folder.glob("pretrain_*.py")
         return frozenset(name for file in files for name in self._declared(file))
 
     def says(self, text: str) -> bool:
         """Whether a text stands in the checkout's arguments or in the configs that they are made from."""
-        files = [self.folder / ARGUMENTS, *(self.folder / "megatron" / "training").glob("*_config.py")]
-        return any(text in _text(path) for path in files)
+        files = [self.folder / ARGUMENTS_FILE, *(self.folder / "megatron" / "training").glob("*_config.py")]
+        return any(text in _read_text(path) for path in files)
 
     @property
     def _core(self) -> str | None:
-        text = _text(self.folder / "megatron" / "core" / "package_info.py")
+        text = _read_text(self.folder / "megatron" / "core" / "package_info.py")
         parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)['\"]?$", text, re.M))
         if not {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
             return None
@@ -88,14 +88,14 @@ class Checkout:
 
     def _declared(self, file: Path) -> Iterator[str]:
         """The flags that a file's calls of `add_argument` and `ArgumentGroupFactory` name."""
-        tree = _tree(file)
+        tree = _parse_file(file)
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called == "add_argument":
                 boolean = any("BooleanOptionalAction" in ast.unparse(each.value) for each in node.keywords)
-                for text in _flags(node.args):
+                for text in _flags_among(node.args):
                     yield from (text, f"no-{text}") if boolean else (text,)
             elif called == "ArgumentGroupFactory" and node.args and isinstance(node.args[0], ast.Name):
                 yield from self._fields(node.args[0].id, set())
@@ -111,20 +111,20 @@ class Checkout:
                     yield from self._fields(base.id, seen)
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    yield from _of_field(field.target.id, field.value)
+                    yield from _flags_of_field(field.target.id, field.value)
 
     @cached_property
     def _classes(self) -> dict[str, list[ast.ClassDef]]:
         """The dataclasses of the checkout's configs by name."""
         found: dict[str, list[ast.ClassDef]] = {}
         for path in sorted((self.folder / "megatron").rglob("*config.py")):
-            for node in _tree(path).body:
+            for node in _parse_file(path).body:
                 if isinstance(node, ast.ClassDef):
                     found.setdefault(node.name, []).append(node)
         return found
 
 
-def _of_field(name: str, value: ast.expr | None) -> Iterator[str]:
+def _flags_of_field(name: str, value: ast.expr | None) -> Iterator[str]:
     """The flags of one field: those that its metadata name, or its own name with dashes."""
     plain = name.replace("_", "-")
     named = (
@@ -134,7 +134,7 @@ def _of_field(name: str, value: ast.expr | None) -> Iterator[str]:
             if isinstance(node, ast.Dict)
             for key, item in zip(node.keys, node.values, strict=True)
             if isinstance(key, ast.Constant) and key.value == "arg_names" and isinstance(item, ast.List)
-            for text in _flags(item.elts)
+            for text in _flags_among(item.elts)
         ]
         if value is not None
         else []
@@ -147,21 +147,21 @@ def _of_field(name: str, value: ast.expr | None) -> Iterator[str]:
         yield plain
 
 
-def _flags(nodes: list[ast.expr]) -> list[str]:
+def _flags_among(nodes: list[ast.expr]) -> list[str]:
     """The flags among constants, without dashes."""
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return [text.removeprefix("--") for text in texts if text.startswith("--")]
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """A file's text; empty where it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
     return ""
 
 
-def _tree(path: Path) -> ast.Module:
+def _parse_file(path: Path) -> ast.Module:
     """A file's syntax; empty where it cannot be read, or is not Python of this version."""
     with contextlib.suppress(SyntaxError, ValueError):
-        return ast.parse(_text(path))
+        return ast.parse(_read_text(path))
     return ast.Module(body=[], type_ignores=[])

@@ -12,17 +12,17 @@ from typing import Any
 
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.long_data import too_long
+from relayrun.control.trainers.long_data import is_too_long_for_command
 from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings
 from relayrun.errors import ConfigError
-from relayrun.submit.launcher_environment import names_of
-from relayrun.submit.megatron_lm import bash_arrays, data_paths, flag, table
+from relayrun.submit.launcher_environment import setting_variables
+from relayrun.submit.megatron_lm import bash_arrays, data_paths, flag_table, flags
 from relayrun.submit.megatron_lm.checkout import Checkout
-from relayrun.submit.megatron_lm.flag import Flag, Merged, Removal
+from relayrun.submit.megatron_lm.flags import Flag, FlagRemoval, MergedFlags
 
-ARGS = "megatron_lm.args"
+ARGS_SETTING = "megatron_lm.args"
 
-OF_THE_CHAIN = {
+CHAIN_FLAGS = {
     "save": "every run has a folder of its own, which `run_dir` names",
     "load": "a run goes on from its own folder; `checkpoint.load` names what a new one begins with",
     "ckpt-step": "a run goes on from its newest checkpoint; `checkpoint.load: RUN:ITERATION` names another one",
@@ -31,7 +31,7 @@ OF_THE_CHAIN = {
 }
 """Flags that an attempt decides, and why nobody else does."""
 
-_SAME_AS = {"save": "CKPT_DIR", "load": "CKPT_DIR", "trigger-path": "TRIGGER_DIR"}
+_FOLDER_VARIABLES = {"save": "CKPT_DIR", "load": "CKPT_DIR", "trigger-path": "TRIGGER_DIR"}
 """Variables of a launcher with which those flags say what holds anyway."""
 
 
@@ -41,7 +41,7 @@ class CommandLine:
 
     settings: MegatronSettings
     checkout: Checkout
-    merged: Merged
+    merged: MergedFlags
     notes: list[str]
     """What was given and does not hold, one sentence each."""
 
@@ -50,17 +50,17 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
     """The command of a run, from settings, `args_file` and `args`. Raises ConfigError or InputError."""
     own = config.megatron_lm
     checkout = Checkout.open(own.dir)
-    variables = variables_of(config, run)
+    variables = launcher_variables(config, run)
     notes: list[str] = []
     from_file: Sequence[Flag] = []
     if own.args_file is not None:
         file = Path(own.args_file)
-        from_file = bash_arrays.flags_of(file, variables, hints=names_of(config.trainer))
+        from_file = bash_arrays.flags_in_arrays(file, variables, hints=setting_variables(config.trainer))
         from_file = _without_folders(from_file, variables, notes)
-    from_args = flag.of_args(dict(own.args), checkout.flags, source=ARGS)
+    from_args = flags.flags_from_args(dict(own.args), checkout.flags, source=ARGS_SETTING)
     for entry in from_args:
-        _refuse_of_the_chain(entry)
-    merged = flag.merged([_of_settings(config, run, checkout), from_file, from_args])
+        _refuse_chain_flag(entry)
+    merged = flags.merge_flags([_flags_from_settings(config, run, checkout), from_file, from_args])
     steps = merged.find("train-iters")
     if steps is None or len(steps.values) != 1 or not steps.values[0].isdecimal():
         raise ConfigError(
@@ -70,7 +70,7 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
         )
     _refuse_blanks(merged)
     settings = MegatronSettings(
-        run=[python_of(config), str(checkout.folder / own.program), *merged.words],
+        run=[rank_python(config), str(checkout.folder / own.program), *merged.words],
         dialect=checkout.dialect.value,
         total_steps=int(steps.values[0]),
         dir=str(checkout.folder),
@@ -86,20 +86,20 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
     return CommandLine(settings=settings, checkout=checkout, merged=merged, notes=[*notes, *merged.notes])
 
 
-def python_of(config: MegatronConfig) -> str:
+def rank_python(config: MegatronConfig) -> str:
     """The Python of the ranks."""
     return config.cluster.python or sys.executable
 
 
-def _of_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
+def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
     """Everything that is not of `args_file` or `args`."""
-    found = table.flags_of(config, checkout)
+    found = flag_table.flags_from_settings(config, checkout)
     if config.data is not None:
-        found += data_paths.flags_of(config.data)
+        found += data_paths.data_path_flags(config.data)
         if config.data.data_cache_dir is None and not config.data.mock_data:
             # Megatron's own is beside the data, which may be read-only
             found.append(Flag(name="data-cache-path", values=(str(run.data_cache),), source="run_dir"))
-    found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in table.ALWAYS]
+    found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in flag_table.FIXED_FLAGS]
     if "exit-signal" in checkout.flags:  # rank.sh has it ignored in a rank's children, which SIGTERM would end
         found.append(Flag(name="exit-signal", values=("SIGUSR2",), source="the chain"))
     if config.tracking.tensorboard:
@@ -133,28 +133,28 @@ def _without_folders(flags: Sequence[Flag], variables: Mapping[str, str], notes:
     """
     kept = []
     for entry in flags:
-        name = _SAME_AS.get(entry.name)
+        name = _FOLDER_VARIABLES.get(entry.name)
         if name is not None and entry.values == (variables[name],):
-            notes.append(f"{entry.text} of {entry.source} is left out: {OF_THE_CHAIN[entry.name]}")
+            notes.append(f"{entry.text} of {entry.source} is left out: {CHAIN_FLAGS[entry.name]}")
             continue
-        _refuse_of_the_chain(entry)
+        _refuse_chain_flag(entry)
         kept.append(entry)
     return kept
 
 
-def _refuse_of_the_chain(entry: Flag | Removal) -> None:
-    if (why := OF_THE_CHAIN.get(entry.name)) is not None:
+def _refuse_chain_flag(entry: Flag | FlagRemoval) -> None:
+    if (why := CHAIN_FLAGS.get(entry.name)) is not None:
         raise ConfigError(f"--{entry.name} is the chain's: {why}", where=entry.source, hint="leave it out")
-    if isinstance(entry, Removal) and entry.name == "exit-signal-handler":
+    if isinstance(entry, FlagRemoval) and entry.name == "exit-signal-handler":
         raise ConfigError(
             "without --exit-signal-handler no attempt saves before its job ends", where=entry.source, hint="leave it"
         )
 
 
-def _refuse_blanks(merged: Merged) -> None:
+def _refuse_blanks(merged: MergedFlags) -> None:
     """Megatron-LM splits a file of prefixes at blanks."""
     for entry in merged.flags:
-        if entry.name.endswith("data-path") and too_long(entry.values):
+        if entry.name.endswith("data-path") and is_too_long_for_command(entry.values):
             for value in entry.values:
                 if value.split() != [value]:
                     raise ConfigError(
@@ -165,11 +165,11 @@ def _refuse_blanks(merged: Merged) -> None:
                     )
 
 
-def variables_of(config: MegatronConfig, run: Run) -> dict[str, str]:
+def launcher_variables(config: MegatronConfig, run: Run) -> dict[str, str]:
     """The variables of a launcher that the arrays of `args_file` may name, with the values that they have here."""
     job = config.job
-    named = names_of(config.trainer).items()
-    found = {variable: text for variable, setting in named if (text := _text_of(config, setting))}
+    named = setting_variables(config.trainer).items()
+    found = {variable: text for variable, setting in named if (text := _variable_text(config, setting))}
     folders = {
         "PROJECT_DIR": run.path.parent,
         "EXP_DIR": run.path,
@@ -195,7 +195,7 @@ def variables_of(config: MegatronConfig, run: Run) -> dict[str, str]:
     return found | {"USER": owner.pw_name, "HOME": owner.pw_dir}
 
 
-def _text_of(config: CommonConfig, setting: str) -> str:
+def _variable_text(config: CommonConfig, setting: str) -> str:
     """A setting as a launcher's variable holds it; empty where it has no value."""
     value: Any = config
     for part in setting.split("."):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun.config.compose.schema import Data, DataSource
-from relayrun.submit.megatron_lm.flag import Flag
+from relayrun.config.compose.schema import DataSection, DataSource
+from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.tokens.shards.indexed import Shard
 from relayrun.tokens.shards.manifest import check_held_out
-from relayrun.tokens.shards.prefixes import expand, find_prefixes
+from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 
 
-def flags_of(data: Data) -> list[Flag]:
+def data_path_flags(data: DataSection) -> list[Flag]:
     """The flags of training and validation data. Raises InputError for a path that leads to no shard.
 
     Without a mixture no prefix has a weight: Megatron-LM weighs them by their samples. In a mixture the weight of a
@@ -19,14 +19,14 @@ def flags_of(data: Data) -> list[Flag]:
     """
     if data.mock_data:
         return []
-    found = {name: expand(source.paths) for name, source in data.sources.items()}
+    found = {name: expand_paths(source.paths) for name, source in data.sources.items()}
     validation = {
         name: find_prefixes([Path(folder) for folder in folders], listed=True)
         for name, folders in data.validation.items()
     }
     check_held_out(found, validation, split=found if data.split else ())
     if data.mixture:
-        training, source = _weighted(data.mixture, found), "data.mixture"
+        training, source = _weighted_prefixes(data.mixture, found), "data.mixture"
     else:
         training, source = [prefix for prefixes in found.values() for prefix in prefixes], "data.datasets"
     if not data.validation:
@@ -38,7 +38,7 @@ def flags_of(data: Data) -> list[Flag]:
     ]
 
 
-def _weighted(mixture: dict[str, DataSource], found: dict[str, list[str]]) -> list[str]:
+def _weighted_prefixes(mixture: dict[str, DataSource], found: dict[str, list[str]]) -> list[str]:
     """Weights and prefixes in turns."""
     words: list[str] = []
     for name, source in mixture.items():

@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.errors import nearest
+from relayrun.errors import did_you_mean
 from relayrun.submit.megatron_lm.checkout import Checkout
-from relayrun.submit.megatron_lm.flag import Flag
+from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.programs import parse_flags
 
-SECONDS = 180.0
+PARSER_SECONDS = 180.0
 """For which the checkout's parser may take: on a cold file system torch alone takes a minute."""
 
 
-class _Unavailable(Exception):
+class _ParserUnavailable(Exception):
     """Why the checkout's parser cannot be asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class FlagRefusal:
     """A flag that a checkout does not take."""
 
     words: str
@@ -41,35 +41,37 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parsed:
+class ParserAnswer:
     """What is known of the flags of a run."""
 
-    refusals: list[Refusal]
+    refusals: list[FlagRefusal]
     certain: bool
     """Whether the checkout's own parser says so; else its text does, which may miss a flag."""
     unavailable: str | None = None
     """Why the parser could not be asked; None where it was."""
 
 
-def parsed(checkout: Checkout, flags: Sequence[Flag], *, python: str, in_container: bool, program: str) -> Parsed:
+def ask_parser(
+    checkout: Checkout, flags: Sequence[Flag], *, python: str, in_container: bool, program: str
+) -> ParserAnswer:
     """Ask the checkout. `python`: of the ranks. `program`: whose own arguments count too, by its text."""
     try:
         if in_container:
-            raise _Unavailable("the ranks' Python lies in a container")
-        answer = _asked(checkout, flags, python)
+            raise _ParserUnavailable("the ranks' Python lies in a container")
+        answer = _run_parser(checkout, flags, python)
         own = checkout.declared_in(checkout.folder / program)
-        return Parsed(refusals=_refusals(checkout, flags, answer, own), certain=True)
-    except _Unavailable as error:
+        return ParserAnswer(refusals=_refused_flags(checkout, flags, answer, own), certain=True)
+    except _ParserUnavailable as error:
         why = str(error)
     unknown = {"unknown": [flag.words[0] for flag in flags if flag.name not in checkout.flags], "errors": []}
-    return Parsed(
-        refusals=_refusals(checkout, flags, unknown | {"flags": sorted(checkout.flags)}, frozenset()),
+    return ParserAnswer(
+        refusals=_refused_flags(checkout, flags, unknown | {"flags": sorted(checkout.flags)}, frozenset()),
         certain=False,
         unavailable=why,
     )
 
 
-def _asked(checkout: Checkout, flags: Iterable[Flag], python: str) -> dict[str, list[str]]:
+def _run_parser(checkout: Checkout, flags: Iterable[Flag], python: str) -> dict[str, list[str]]:
     """The answer of the checkout's parser. Raises _Unavailable."""
     path = [str(checkout.folder), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
     environment = {
@@ -91,26 +93,26 @@ def _asked(checkout: Checkout, flags: Iterable[Flag], python: str) -> dict[str, 
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=SECONDS,
+            timeout=PARSER_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise _Unavailable(f"it took more than {SECONDS:.0f} s") from None
+        raise _ParserUnavailable(f"it took more than {PARSER_SECONDS:.0f} s") from None
     except OSError as error:
-        raise _Unavailable(f"{python}: {error.strerror}") from None
-    _, mark, answer = done.stdout.rpartition(parse_flags.MARK + "\n")
+        raise _ParserUnavailable(f"{python}: {error.strerror}") from None
+    _, mark, answer = done.stdout.rpartition(parse_flags.ANSWER_MARK + "\n")
     found: dict[str, Any] = {}
     with contextlib.suppress(ValueError):
         found = json.loads(answer) if mark else {}
     if not found or "unavailable" in found:
         said = found.get("unavailable") or _last_line(done.stderr)
-        raise _Unavailable(said or f"exit code {done.returncode}")
+        raise _ParserUnavailable(said or f"exit code {done.returncode}")
     return found
 
 
-def _refusals(
+def _refused_flags(
     checkout: Checkout, flags: Sequence[Flag], answer: dict[str, list[str]], own: frozenset[str]
-) -> list[Refusal]:
+) -> list[FlagRefusal]:
     source = {f"--{flag.name}": flag.source for flag in flags}
     known = [f"--{name}" for name in answer["flags"]] + [f"--{name}" for name in own]
     found = []
@@ -118,9 +120,9 @@ def _refusals(
         name = word.partition("=")[0]
         if name in known:
             continue
-        near = nearest(name, known, most=1)
+        near = did_you_mean(name, known, most=1)
         found.append(
-            Refusal(
+            FlagRefusal(
                 words=f"this checkout ({checkout.version}) has no flag {name}{'; ' + near if near else ''}",
                 source=source.get(name, "the command"),
                 hint="correct it, or leave it out",
@@ -129,7 +131,7 @@ def _refusals(
     for message in answer["errors"]:
         name = next((name for name in source if name in message.replace("/", " ").replace(":", " ").split()), "")
         found.append(
-            Refusal(
+            FlagRefusal(
                 words=f"this checkout ({checkout.version}) says: {message}",
                 source=source.get(name, "the command"),
                 hint="correct the value",

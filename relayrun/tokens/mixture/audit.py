@@ -16,26 +16,26 @@ import numpy.typing as npt
 
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.lineage import durable, line
+from relayrun.control.rundir.lineage import lineage_commits, resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.files import read_json
-from relayrun.tokens.mixture.build import make_dataset, training_order
-from relayrun.tokens.mixture.lane_records import lane_samples, newest_cursors, standing_before
-from relayrun.tokens.order.lanes import Standing, Stream
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.mixture.build_datasets import make_dataset, training_order
+from relayrun.tokens.mixture.lane_records import lane_positions_before, lane_samples, newest_lane_positions
+from relayrun.tokens.order.lanes import LanePositions, Stream
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.tokens.order.sampler import MixtureSampler
 from relayrun.tokens.order.samples import Dataset
-from relayrun.tokens.order.windows import Origin
+from relayrun.tokens.order.windows import DocumentOrigin
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.streams.cursor import LaneCursor, left_out
+from relayrun.tokens.streams.lane_cursor import LaneCursor, skipped_rows
 
-COMPARED = 100_000
+MAX_COMPARED_SAMPLES = 100_000
 """Samples that `differences` looks at, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audited:
+class AuditedRun:
     """A run's data order, with its past."""
 
     run: Run
@@ -43,7 +43,7 @@ class Audited:
     order: MixtureSampler
     datasets: dict[str, Dataset | Stream]
     """Data sets by identity, also those that have left the mixture."""
-    progress: Progress
+    progress: TrainingProgress
     """Which iteration trained on which samples, from the beginning on."""
     iteration: int
     consumed_samples: int
@@ -51,7 +51,7 @@ class Audited:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class AuditedSample:
     """One global sample: where it comes from, and its tokens."""
 
     number: int
@@ -61,13 +61,13 @@ class Sample:
     """The sample's place in the epoch of its data set; of a stream, its number among all samples of the data set."""
     step: int | None
     """The iteration that trained on it, or will with the batch sizes of now; None: it was passed over."""
-    origins: list[Origin]
+    origins: list[DocumentOrigin]
     """Documents that the sample is made of; empty for a data set that does not say."""
     tokens: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanesRead:
+class LaneProgress:
     """How far the lanes of a stream were at the newest record: a checkpoint, or where an attempt began."""
 
     sample: int
@@ -83,7 +83,7 @@ class LanesRead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerRow:
+class DatasetLedger:
     """One data set's account."""
 
     dataset: str
@@ -99,7 +99,7 @@ class LedgerRow:
     """The sample that ends its first epoch; None if that never comes, or is not known."""
     exhausted_step: int | None
     """The iteration that trains on that sample, with the batch sizes of now; None if it was passed over."""
-    lanes: LanesRead | None = None
+    lanes: LaneProgress | None = None
     """How far the lanes of a stream are."""
 
     @property
@@ -107,7 +107,7 @@ class LedgerRow:
         return None if self.windows is None else self.samples / self.windows
 
 
-def audit(run: Run) -> Audited:
+def audit_run(run: Run) -> AuditedRun:
     """Read a run's records. Raises InputError if it has none."""
     revisions = run.revisions()
     if not revisions:
@@ -119,21 +119,27 @@ def audit(run: Run) -> Audited:
         if begin is not None and attempt.data.is_file():
             revision, state = begin.config_revision, read_json(attempt.data)
             break
-    config = compose.native(compose.read_resolved(run.config_revision(revision)))  # another trainer's has no manifest
+    config = compose.require_native(
+        compose.read_resolved_config(run.config_revision(revision))
+    )  # another trainer's has no manifest
     manifest = Manifest.read(run.manifest)
     order = training_order(config, manifest)
-    progress = Progress(config.training.batch_sizes)
+    progress = TrainingProgress(config.training.batch_sizes)
     if state is not None:
         order.resume(state)
-        progress = Progress.resume(state["progress"], config.training.batch_sizes)
+        progress = TrainingProgress.resume(state["progress"], config.training.batch_sizes)
     datasets: dict[str, Dataset | Stream] = {name: part.dataset for name, part in order.parts.items()}
     for number in reversed(revisions):
-        past = config if number == revision else compose.native(compose.read_resolved(run.config_revision(number)))
+        past = (
+            config
+            if number == revision
+            else compose.require_native(compose.read_resolved_config(run.config_revision(number)))
+        )
         for name, source in past.data.sources.items():
             if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
                 datasets[identity] = make_dataset(past, manifest, name)
-    iteration, consumed = _durable(run)
-    return Audited(
+    iteration, consumed = _durable_samples(run)
+    return AuditedRun(
         run=run,
         config=config,
         order=order,
@@ -144,16 +150,16 @@ def audit(run: Run) -> Audited:
     )
 
 
-def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
+def audited_samples(audited: AuditedRun, numbers: range) -> Iterator[AuditedSample]:
     """Locate and read global samples."""
     for k in numbers:
         name, epoch, i = audited.order.locate(k)
         dataset = audited.datasets[name]
         if isinstance(dataset, Stream):
-            yield _of_stream(audited, k, name, i)
+            yield _stream_sample(audited, k, name, i)
             continue
         origins = getattr(dataset, "origins", None)
-        yield Sample(
+        yield AuditedSample(
             number=k,
             dataset=name,
             epoch=epoch,
@@ -164,15 +170,15 @@ def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
         )
 
 
-def _of_stream(audited: Audited, k: int, name: str, position: int) -> Sample:
+def _stream_sample(audited: AuditedRun, k: int, name: str, position: int) -> AuditedSample:
     """A sample of a stream, for which its lane is read from the nearest record before it.
 
     Raises InputError if there is none.
     """
-    from relayrun.tokens.streams.stream import TextStream  # pyarrow, which a look at token shards does without
+    from relayrun.tokens.streams.text_stream import TextStream  # pyarrow, which a look at token shards does without
 
     stream, schedule = audited.datasets[name], audited.order.schedule
-    standing = standing_before(audited.run, schedule, name, audited.order.records[name], k)
+    standing = lane_positions_before(audited.run, schedule, name, audited.order.records[name], k)
     if not isinstance(stream, TextStream) or standing is None:
         raise InputError(
             f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it",
@@ -188,7 +194,7 @@ def _of_stream(audited: Audited, k: int, name: str, position: int) -> Sample:
         origins, epoch = lanes.origins(lane), LaneCursor(*lanes.cursor(lane)).epoch
     finally:
         lanes.close()
-    return Sample(
+    return AuditedSample(
         number=k,
         dataset=name,
         epoch=epoch,
@@ -199,17 +205,17 @@ def _of_stream(audited: Audited, k: int, name: str, position: int) -> Sample:
     )
 
 
-def ledger(audited: Audited) -> list[LedgerRow]:
+def dataset_ledgers(audited: AuditedRun) -> list[DatasetLedger]:
     """The account of each data set at the newest durable checkpoint. Its samples sum to the consumed samples."""
     schedule = audited.order.schedule
     total = sum(schedule.phases[-1].weights.values())
     gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.untrained]
-    rows, newest = [], newest_cursors(audited.run, audited.consumed_samples)
+    rows, newest = [], newest_lane_positions(audited.run, audited.consumed_samples)
     for name, count in schedule.counts(audited.consumed_samples).items():
         windows = audited.order.records[name]["windows"]
         last = None if windows is None else schedule.sample_of(name, windows - 1)
         rows.append(
-            LedgerRow(
+            DatasetLedger(
                 dataset=name,
                 weight=schedule.phases[-1].weights.get(name, 0) / total,
                 samples=count,
@@ -217,56 +223,61 @@ def ledger(audited: Audited) -> list[LedgerRow]:
                 windows=windows,
                 exhausted_sample=last,
                 exhausted_step=None if last is None else audited.progress.iteration_of(last),
-                lanes=None if windows is not None else _lanes_read(newest.get(name, audited.order.standing[name])),
+                lanes=None if windows is not None else _lane_progress(newest.get(name, audited.order.standing[name])),
             )
         )
     return rows
 
 
-def _lanes_read(standing: Standing) -> LanesRead:
+def _lane_progress(standing: LanePositions) -> LaneProgress:
     lanes = [LaneCursor(*cursor) for cursor in standing.cursors]
-    return LanesRead(
+    return LaneProgress(
         sample=standing.at,
         epochs=(min(lane.epoch for lane in lanes), max(lane.epoch for lane in lanes)),
         rows=sum(lane.rows for lane in lanes),
-        left_out=left_out(lanes),
+        left_out=skipped_rows(lanes),
         files=sum(lane.files for lane in lanes),
     )
 
 
-def differences(a: Audited, b: Audited) -> list[str]:
+def data_differences(a: AuditedRun, b: AuditedRun) -> list[str]:
     """What differs in the data of two runs, a line each, the first different sample last; none if nothing does."""
-    lines = [f"{name}: {was!r} | {now!r}" for name, was, now in _pairs(a.order.settings, b.order.settings)]
-    lines += [f"phase {number}: {was} | {now}" for number, was, now in _pairs(_phases(a), _phases(b))]
+    lines = [f"{name}: {was!r} | {now!r}" for name, was, now in _different_pairs(a.order.settings, b.order.settings)]
+    lines += [f"phase {number}: {was} | {now}" for number, was, now in _different_pairs(_phases(a), _phases(b))]
     for name in sorted(a.order.records.keys() | b.order.records.keys()):
         first, second = a.order.records.get(name), b.order.records.get(name)
         if first is None or second is None:
             lines.append(f"data set {name!r}: only in the {'second' if first is None else 'first'}")
         else:
-            lines += [f"data set {name!r}, {what}: {was!r} | {now!r}" for what, was, now in _pairs(first, second)]
-    end = min(max(a.consumed_samples, b.consumed_samples, 1), COMPARED)
+            lines += [
+                f"data set {name!r}, {what}: {was!r} | {now!r}" for what, was, now in _different_pairs(first, second)
+            ]
+    end = min(max(a.consumed_samples, b.consumed_samples, 1), MAX_COMPARED_SAMPLES)
     for k in range(end):
         first_place, second_place = a.order.locate(k), b.order.locate(k)
         same_data = a.order.records[first_place[0]] == b.order.records[second_place[0]]
         if first_place != second_place or not same_data or a.order.settings != b.order.settings:
-            return [*lines, f"first different sample: {k}: {_place(first_place)} | {_place(second_place)}"]
+            return [
+                *lines,
+                f"first different sample: {k}: {_location_text(first_place)} | {_location_text(second_place)}",
+            ]
     return [*lines, f"the first {end:,} samples are the same"] if lines else []
 
 
-def _durable(run: Run) -> tuple[int, int]:
+def _durable_samples(run: Run) -> tuple[int, int]:
     """Iteration and consumed samples of the newest durable checkpoint."""
-    base = durable(run)
-    consumed = [commit.consumed_samples for commit in line(run) if commit.iteration == base.iteration]
+    base = resume_point(run)
+    consumed = [commit.consumed_samples for commit in lineage_commits(run) if commit.iteration == base.iteration]
     return base.iteration, max(0, consumed[-1]) if consumed else 0
 
 
-def _phases(audited: Audited) -> dict[str, Any]:
+def _phases(audited: AuditedRun) -> dict[str, Any]:
     return {str(number): phase for number, phase in enumerate(audited.order.schedule.to_json())}
 
 
-def _pairs(a: dict[str, Any], b: dict[str, Any]) -> Sequence[tuple[str, Any, Any]]:
+def _different_pairs(a: dict[str, Any], b: dict[str, Any]) -> Sequence[tuple[str, Any, Any]]:
     return [(name, a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
 
 
-def _place(place: tuple[str, int, int]) -> str:
+def _location_text(place: tuple[str, int, int]) -> str:
     return f"{place[0]}, epoch {place[1]}, number {place[2]}"

@@ -24,16 +24,22 @@ from pathlib import Path
 import numpy as np
 
 from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
-from relayrun.files import RealPath, fsync_directory, replaced_folder, write_atomic
+from relayrun.files import RealPathCache, fsync_directory, replaced_folder, write_atomic
 from relayrun.tokens.mixture import select
-from relayrun.tokens.mixture.refusals import MOST_REPEATS, refuse_nothing, refuse_repeats, refuse_two_tokenizers
-from relayrun.tokens.mixture.summary import CutShard, Dataset, as_json, pass_folder, summarise
+from relayrun.tokens.mixture.refusals import MAX_REPEATS, refuse_empty_datasets, refuse_repeats, refuse_two_tokenizers
+from relayrun.tokens.mixture.summary import (
+    CutShard,
+    MixtureDataset,
+    mixture_summary_json,
+    pass_folder,
+    summarise_mixture,
+)
 from relayrun.tokens.shards.indexed import Shard
-from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT, files_of
+from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT, mixture_files
 from relayrun.tokens.shards.prefixes import find_prefixes
 
-THREADS = 4  # more are slower on a local disk, where reading a header takes no longer than starting to
-MOST_LINKS = 10_000_000
+LINK_THREADS = 4  # more are slower on a local disk, where reading a header takes no longer than starting to
+MAX_LINKS = 10_000_000
 
 
 def create_mixture(
@@ -44,7 +50,7 @@ def create_mixture(
     seed: int = 0,
     tokens: int | None = None,
     allow_repeats: bool = False,
-    most_repeats: int = MOST_REPEATS,
+    most_repeats: int = MAX_REPEATS,
     whole_shards: bool = False,
     allow_other_tokenizer: bool = False,
     dry_run: bool = False,
@@ -70,8 +76,8 @@ def create_mixture(
             where="--whole-shards",
             hint="leave out one of the options",
         )
-    shares = select.normalised(weights)
-    check_output(output, folders)
+    shares = select.normalise_weights(weights)
+    check_mixture_output(output, folders)
     if not dry_run:
         refuse_urls(output)
         refuse_unwritable(Path(os.path.realpath(output)).parent)
@@ -81,31 +87,33 @@ def create_mixture(
         taken = select.select_whole_shards([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
         datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
     else:
-        targets = select.wanted([d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats)
+        targets = select.tokens_per_dataset(
+            [d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats
+        )
         refuse_repeats(datasets, targets, most=most_repeats)
-        datasets = [_taking(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
-        refuse_nothing(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
+        datasets = [_take_tokens(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
+        refuse_empty_datasets(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
     links = sum(dataset.prefixes for dataset in datasets)
-    if links > MOST_LINKS:
+    if links > MAX_LINKS:
         raise ConfigError(
             f"{links:,} shards would be linked, because a small dataset is repeated often",
             where="--weights",
             hint="give it less weight, or merge its shards first",
         )
-    summary = summarise(datasets, seed)
+    summary = summarise_mixture(datasets, seed)
     if dry_run:
         return summary
     report(f"linking {links:,} shards into {output}")
     with replaced_folder(output) as building:
         for dataset in datasets:
-            _link(dataset, building / dataset.name)
+            _link_shards(dataset, building / dataset.name)
         write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
-        write_atomic(building / SUMMARY_JSON, as_json(datasets, seed))
-        check_output(output, folders)  # again: the links may have taken minutes
+        write_atomic(building / SUMMARY_JSON, mixture_summary_json(datasets, seed))
+        check_mixture_output(output, folders)  # again: the links may have taken minutes
     return summary
 
 
-def distinct(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:
+def distinct_names(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:
     """File names, all different: a name that stands once is kept, the others get their fallback or a number."""
     counts = Counter(names)
     used = {name for name, count in counts.items() if count == 1} | set(reserved)
@@ -125,7 +133,7 @@ def distinct(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequen
     return chosen
 
 
-def check_output(output: Path, folders: Sequence[Path]) -> None:
+def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
     """Refuse an output that holds anything but a former mixture, or lies in an input, or holds one.
 
     Raises InputError.
@@ -144,7 +152,7 @@ def check_output(output: Path, folders: Sequence[Path]) -> None:
     if not final.is_dir():
         raise InputError("the output exists and is not a folder", where=output)
     hint = "move it away, or choose another output"
-    expected = files_of(final)
+    expected = mixture_files(final)
     start, waiting = len(os.path.join(final, "")), [os.fspath(final)]
     while waiting:
         with os.scandir(waiting.pop()) as entries:
@@ -162,13 +170,15 @@ def check_output(output: Path, folders: Sequence[Path]) -> None:
 
 def _read_datasets(
     folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
-) -> list[Dataset]:
+) -> list[MixtureDataset]:
     """Open every shard, put each dataset's shards into their shuffled order, name the links."""
     roots = [folder.absolute() for folder in folders]
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
-    names = distinct(bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON))
+    names = distinct_names(
+        bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON)
+    )
     owners: dict[str, str] = {}
-    real_path = RealPath()
+    real_path = RealPathCache()
     datasets = []
     for i, (root, name) in enumerate(zip(roots, names, strict=True)):
         prefixes = find_prefixes([root])
@@ -176,7 +186,7 @@ def _read_datasets(
         start = len(os.path.join(root, ""))
         relative = [prefix[start:] for prefix in prefixes]
         parts = [prefixes[k : k + 64] for k in range(0, len(prefixes), 64)]
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(LINK_THREADS) as pool:
             shards = [shard for part in pool.map(lambda part: [Shard.open(p) for p in part], parts) for shard in part]
         reals = [real_path(shard.prefix + ".bin") for shard in shards]
         for shard, real in zip(shards, reals, strict=True):
@@ -189,10 +199,12 @@ def _read_datasets(
             owners[real] = shard.prefix
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
-        links = distinct([os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative])
+        links = distinct_names(
+            [os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative]
+        )
         order = select.shuffled_order(relative, seed=seed, dataset=i)
         datasets.append(
-            Dataset(
+            MixtureDataset(
                 name=name,
                 folder=str(root),
                 weight=shares[i],
@@ -204,12 +216,12 @@ def _read_datasets(
     return datasets
 
 
-def _taking(dataset: Dataset, target: int) -> Dataset:
+def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
     """The dataset with what it gives for `target` tokens, its last shard cut at the end of the nearest document."""
     take = select.select_shards([shard.tokens for shard in dataset.shards], target)
     taken, cut = take.shards, None
     if take.rest:
-        cut = _cut(dataset.shards[taken], take.rest)
+        cut = _cut_shard(dataset.shards[taken], take.rest)
         if cut.documents == dataset.shards[taken].documents:
             taken, cut = taken + 1, None
         elif not cut.tokens:
@@ -220,7 +232,7 @@ def _taking(dataset: Dataset, target: int) -> Dataset:
     return replace(dataset, passes=passes, taken=taken, cut=cut)
 
 
-def _cut(shard: Shard, tokens: int) -> CutShard:
+def _cut_shard(shard: Shard, tokens: int) -> CutShard:
     """The first documents of `shard`, with about so many tokens."""
     lengths = np.asarray(shard.lengths())
     ends = np.zeros(len(lengths) + 1, np.int64)
@@ -236,9 +248,9 @@ def _cut(shard: Shard, tokens: int) -> CutShard:
     return CutShard(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
 
 
-def _link(dataset: Dataset, folder: Path) -> None:
+def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
     """Make the folder of one dataset's links."""
-    real_path = RealPath()
+    real_path = RealPathCache()
     used = None if dataset.passes else dataset.taken + 1
     indices = [real_path(shard.prefix + ".idx") for shard in dataset.shards[:used]]
     for number, count in enumerate(dataset.counts):

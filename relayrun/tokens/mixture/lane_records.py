@@ -10,44 +10,46 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir.lineage import line
-from relayrun.control.rundir.run import Run, data_of_checkpoint
+from relayrun.control.rundir.lineage import lineage_commits
+from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import FatalTrainingError
 from relayrun.files import read_json
-from relayrun.tokens.order.lanes import Standing, read_standing
+from relayrun.tokens.order.lanes import LanePositions, read_lane_positions
 from relayrun.tokens.order.schedule import Schedule
 
-_DAMAGED = (FatalTrainingError, ValueError, KeyError, TypeError, AttributeError, OSError)
+_DAMAGED_RECORD_ERRORS = (FatalTrainingError, ValueError, KeyError, TypeError, AttributeError, OSError)
 """What a record raises that cannot be read; an older one may do."""
 
 
-def standing_before(run: Run, schedule: Schedule, name: str, record: Mapping[str, Any], k: int) -> Standing | None:
+def lane_positions_before(
+    run: Run, schedule: Schedule, name: str, record: Mapping[str, Any], k: int
+) -> LanePositions | None:
     """Where the lanes of the stream `name` stood, from the record that is nearest before sample k; None: there is none.
 
     `schedule`, `record`: the run's phases, and what decides the samples of the stream. A record of a past that is none
     any more, because the run went back and took another mixture, is passed over. So is a damaged one.
     """
-    for path in _records(run, k):
+    for path in _lane_record_paths(run, k):
         try:
             state = read_json(path)
-            standing = read_standing(state.get("streams", {}), state["consumed_samples"]).get(name)
+            standing = read_lane_positions(state.get("streams", {}), state["consumed_samples"]).get(name)
             known, phases = state["datasets"].get(name, {}), Schedule.from_json(state["phases"])
-        except _DAMAGED:
+        except _DAMAGED_RECORD_ERRORS:
             continue
         if standing is None or standing.at > k or known != dict(record):
             continue
-        if _until(phases, standing.at) == _until(schedule, standing.at):
+        if _phases_until(phases, standing.at) == _phases_until(schedule, standing.at):
             return standing
     return None
 
 
-def newest_cursors(run: Run, consumed: int) -> dict[str, Standing]:
+def newest_lane_positions(run: Run, consumed: int) -> dict[str, LanePositions]:
     """Where the lanes of all streams stood at the newest record up to sample `consumed`; nothing if there is none."""
-    for path in _records(run, consumed):
+    for path in _lane_record_paths(run, consumed):
         try:
             state = read_json(path)
-            return read_standing(state.get("streams", {}), state["consumed_samples"])
-        except _DAMAGED:
+            return read_lane_positions(state.get("streams", {}), state["consumed_samples"])
+        except _DAMAGED_RECORD_ERRORS:
             continue
     return {}
 
@@ -61,11 +63,11 @@ def lane_samples(schedule: Schedule, name: str, lane: int, lanes: int, first: in
                 yield k
 
 
-def _records(run: Run, k: int) -> list[Path]:
+def _lane_record_paths(run: Run, k: int) -> list[Path]:
     """The records that were made up to sample k, the newest first; of one sample, that of the checkpoint."""
-    commits = line(run)
+    commits = lineage_commits(run)
     consumed = {0: 0} | {commit.iteration: commit.consumed_samples for commit in commits}
-    found = [(commit.consumed_samples, 1, data_of_checkpoint(Path(commit.path))) for commit in commits]
+    found = [(commit.consumed_samples, 1, stream_positions_path(Path(commit.path))) for commit in commits]
     for number in run.attempt_numbers():
         begin = run.attempt(number).read_begin()
         if begin is not None and begin.base_iteration in consumed:
@@ -73,5 +75,5 @@ def _records(run: Run, k: int) -> list[Path]:
     return [path for at, _, path in sorted(found, reverse=True) if at <= k and path.is_file()]
 
 
-def _until(schedule: Schedule, at: int) -> list[dict[str, Any]]:
+def _phases_until(schedule: Schedule, at: int) -> list[dict[str, Any]]:
     return [phase for phase in schedule.to_json() if phase["start"] < at]

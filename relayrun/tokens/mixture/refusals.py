@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.mixture.summary import Dataset
-from relayrun.tokens.shards.record import MadeBy, Records
+from relayrun.tokens.mixture.summary import MixtureDataset
+from relayrun.tokens.shards.record import ShardRecords, TokenizerRecord
 
 log = logging.getLogger(__name__)
 
-MOST_REPEATS = 100
+MAX_REPEATS = 100
 """How often a dataset may be read in a mixture unless somebody says otherwise."""
 
 
-def refuse_repeats(datasets: Sequence[Dataset], targets: Sequence[int], *, most: int) -> None:
+def refuse_repeats(datasets: Sequence[MixtureDataset], targets: Sequence[int], *, most: int) -> None:
     """Raise ConfigError if a dataset would be read more than `most` times to give its target of tokens."""
     for dataset, target in zip(datasets, targets, strict=True):
         if target > most * dataset.available:
@@ -27,13 +27,13 @@ def refuse_repeats(datasets: Sequence[Dataset], targets: Sequence[int], *, most:
                 f"this dataset has {dataset.available:,} tokens, and {target:,}, its share, would be all of them "
                 f"{times:,} times; {most:,} is the most",
                 where=dataset.folder,
-                hint=f"give it about {_share(dataset.weight * most / times)} of the weights or less, leave it out, ask "
+                hint=f"give it about {_percent(dataset.weight * most / times)} of the weights or less, leave it out, ask "
                 f"for fewer tokens, or, if it is meant, --most-repeats {times}",
             )
 
 
-def refuse_nothing(
-    datasets: Sequence[Dataset], targets: Sequence[int], *, tokens: int | None, repeat: bool, most: int
+def refuse_empty_datasets(
+    datasets: Sequence[MixtureDataset], targets: Sequence[int], *, tokens: int | None, repeat: bool, most: int
 ) -> None:
     """Raise ConfigError if one of `datasets`, which have been taken from, gives nothing.
 
@@ -44,21 +44,21 @@ def refuse_nothing(
         return
     starved, target = found
     first = _first_document(starved)
-    need = _least(starved)
+    need = _min_tokens(starved)
     whole = round(sum(targets))
     share = f"{100 * starved.weight:.2g} % of {whole:,} tokens"
     what = f"{target:,} tokens, its share ({share}), are less than half of its first document, which has {first:,}"
     ways = []
     shortest = min(datasets, key=lambda d: d.available / d.weight)
     if need <= whole:
-        ways.append(f"give it about {_share(need / whole, up=True)} of the weights or more, or leave it out")
+        ways.append(f"give it about {_percent(need / whole, up=True)} of the weights or more, or leave it out")
     elif tokens is None and not repeat and shortest is not starved:
         what += f"; the mixture ends there, where {shortest.name} with {shortest.available:,} tokens is used up"
         ratio = need * (1 - shortest.weight) / (starved.weight * shortest.available)
-        ways.append(f"give {shortest.name} about {_share(1 / (1 + ratio))} of the weights or less, or leave it out")
+        ways.append(f"give {shortest.name} about {_percent(1 / (1 + ratio))} of the weights or less, or leave it out")
     elif len(datasets) > 1:
         ways.append("leave it out")
-    least = max(math.ceil(_least(dataset) / dataset.weight) for dataset in datasets)
+    least = max(math.ceil(_min_tokens(dataset) / dataset.weight) for dataset in datasets)
     if all(least * dataset.weight <= most * dataset.available for dataset in datasets):
         times = least * shortest.weight / shortest.available
         again = f", which read {shortest.name} {times:,.1f} times" if times > 1 else ""
@@ -66,10 +66,10 @@ def refuse_nothing(
     raise ConfigError(what, where=starved.folder, hint="; or ".join(ways) or None)
 
 
-def refuse_two_tokenizers(datasets: Sequence[Dataset], *, allow: bool = False) -> None:
+def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = False) -> None:
     """Raise InputError if two shards were made with different tokenizers, as far as records tell; `allow`: warn."""
-    records = Records()
-    first: tuple[str, MadeBy] | None = None
+    records = ShardRecords()
+    first: tuple[str, TokenizerRecord] | None = None
     for dataset in datasets:
         for shard, real in zip(dataset.shards, dataset.reals, strict=True):
             record = records.of(real.removesuffix(".bin"))
@@ -89,12 +89,12 @@ def refuse_two_tokenizers(datasets: Sequence[Dataset], *, allow: bool = False) -
             return
 
 
-def _least(dataset: Dataset) -> int:
+def _min_tokens(dataset: MixtureDataset) -> int:
     """Tokens of which the first document is the nearest end."""
     return _first_document(dataset) // 2 + 1
 
 
-def _first_document(dataset: Dataset) -> int:
+def _first_document(dataset: MixtureDataset) -> int:
     """Tokens of the first document that is not empty, in the order in which the mixture takes them."""
     for shard in dataset.shards:
         if shard.tokens:
@@ -105,7 +105,7 @@ def _first_document(dataset: Dataset) -> int:
     return 0
 
 
-def _share(value: float, *, up: bool = False) -> str:
+def _percent(value: float, *, up: bool = False) -> str:
     """A share in percent with two digits, rounded to the safe side: down, or `up`."""
     digits = 1 - math.floor(math.log10(100 * value))
     scale = 10.0**digits

@@ -21,12 +21,12 @@ import numpy.typing as npt
 
 from relayrun.errors import ConfigError
 
-TOLERANCE = 0.001
+WEIGHT_TOLERANCE = 0.001
 """How far from its weight a dataset may be, as a share of its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class ShardSelection:
     """What one dataset gives of its shards, in their shuffled order."""
 
     passes: int
@@ -37,7 +37,7 @@ class Selection:
     """Tokens that are missing after the whole shards, fewer than the next shard has."""
 
 
-def parse_tokens(text: str) -> int:
+def parse_token_count(text: str) -> int:
     """Return how many tokens `10B`, `1.5T`, `300M`, `20k` or `1_000` are. Raises ConfigError."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kKmMbBgGtT]?)", text.strip())
     factor = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -47,7 +47,7 @@ def parse_tokens(text: str) -> int:
     return tokens
 
 
-def normalised(weights: Sequence[float]) -> list[float]:
+def normalise_weights(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum. Raises ConfigError unless all are positive and finite."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
@@ -75,7 +75,7 @@ def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int
     return sorted(range(len(names)), key=lambda i: (digests[i], names[i]))
 
 
-def wanted(
+def tokens_per_dataset(
     available: Sequence[int], weights: Sequence[float], *, tokens: int | None = None, repeat: bool = False
 ) -> list[int]:
     """Tokens that each dataset is to give.
@@ -92,12 +92,12 @@ def wanted(
     return targets if repeat else [min(pair) for pair in zip(targets, available, strict=True)]
 
 
-def select_shards(sizes: Sequence[int], target: int) -> Selection:
+def select_shards(sizes: Sequence[int], target: int) -> ShardSelection:
     """How the `target` tokens come from shards of these `sizes` (tokens, in their shuffled order)."""
     ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
     passes, left = divmod(target, int(ends[-1]))
     whole = int(np.searchsorted(ends, left, side="right")) if left else 0
-    return Selection(passes=passes, shards=whole, rest=left - (int(ends[whole - 1]) if whole else 0))
+    return ShardSelection(passes=passes, shards=whole, rest=left - (int(ends[whole - 1]) if whole else 0))
 
 
 def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:

@@ -37,9 +37,9 @@ import numpy.typing as npt
 from relayrun import errors
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError, log_to_stderr
-from relayrun.tokens.mixture.build import text_stream
-from relayrun.tokens.order.lanes import Cursor, LaneReading, OpenLanes, Standing, Stream, read_standing
-from relayrun.tokens.order.rows import Row
+from relayrun.tokens.mixture.build_datasets import text_stream
+from relayrun.tokens.order.lanes import Cursor, LanePositions, LaneReader, OpenLanes, Stream, read_lane_positions
+from relayrun.tokens.order.rows import SampleRow
 from relayrun.tokens.order.sampler import MixtureSampler
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.tokens.shards.manifest import Manifest
@@ -58,15 +58,15 @@ END_SECONDS = 10.0
 _HEAD = struct.Struct("<II")
 """What a piece begins with: bytes of the numbers of its samples, and of their tokens and masks, which follow. In the
 place of samples an error may come: then the first is 0, and the second that of its JSON."""
-_OF_THE_RANK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+_RANK_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that ask the rank for something. A job's go to all its processes; the worker lives as long as the rank."""
 
 
-class WorkerDied(RelayrunError):
+class StreamWorkerDied(RelayrunError):
     """The process that reads a rank's streams has ended. The next attempt may do better: it may have been killed."""
 
 
-class Worker:
+class StreamWorker:
     """The process that reads what one rank takes of streams, as this rank sees it."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Worker:
         receiving, sending = os.pipe()
         with contextlib.suppress(OSError):  # the limit of a user; then the pipe is as large as it is
             fcntl.fcntl(sending, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_RANK)  # a child begins with its parent's mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)  # a child begins with its parent's mask
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "relayrun.tokens.mixture.stream_worker", str(sending)],
@@ -97,7 +97,7 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(sending)
         self._pipe: BinaryIO = os.fdopen(receiving, "rb")
-        self._samples: deque[tuple[int, int, Row, Cursor]] = deque()
+        self._samples: deque[tuple[int, int, SampleRow, Cursor]] = deque()
         """What came with the last piece and was not asked for yet: stream, lane, sample, and the cursor behind it."""
         self._error: RelayrunError | None = None
         """What came behind the last sample."""
@@ -118,7 +118,7 @@ class Worker:
         """The streams, of which the worker opens the lanes."""
         return {name: _Received(name, stream, self) for name, stream in of.items()}
 
-    def take(self, name: str, lane: int) -> tuple[Row, Cursor]:
+    def take(self, name: str, lane: int) -> tuple[SampleRow, Cursor]:
         """Return the next sample, which must be of this lane, and where the lane stands behind it.
 
         Raises what the worker raised, and WorkerDied.
@@ -130,7 +130,7 @@ class Worker:
             raise RuntimeError(f"the worker read lane {number} of {self._names[of]}, not {lane} of {name}")
         return row, cursor
 
-    def _next_piece(self) -> Iterator[tuple[int, int, Row, Cursor]]:
+    def _next_piece(self) -> Iterator[tuple[int, int, SampleRow, Cursor]]:
         if self._error is not None:
             raise self._error
         head = self._pipe.read(_HEAD.size)
@@ -174,7 +174,7 @@ class Worker:
             if code < 0
             else f"ended with exit code {code}"
         )
-        raise WorkerDied(
+        raise StreamWorkerDied(
             f"the process that reads this rank's streams (pid {self.pid}) {how}",
             hint="SIGKILL: look for a lack of memory on the node; else its words stand in the rank's log. "
             "data.num_workers=0 reads in the rank itself",
@@ -201,7 +201,7 @@ class _Shared:
 class _Received(_Shared):
     """A stream whose lanes another process opens."""
 
-    def __init__(self, name: str, stream: Stream, worker: Worker) -> None:
+    def __init__(self, name: str, stream: Stream, worker: StreamWorker) -> None:
         super().__init__(name, stream)
         self._worker = worker
 
@@ -212,10 +212,10 @@ class _Received(_Shared):
 class _ReceivedLanes:
     """Lanes that another process reads."""
 
-    def __init__(self, name: str, cursors: dict[int, Cursor], worker: Worker) -> None:
+    def __init__(self, name: str, cursors: dict[int, Cursor], worker: StreamWorker) -> None:
         self._name, self._cursors, self._worker = name, cursors, worker
 
-    def take(self, lane: int) -> Row:
+    def take(self, lane: int) -> SampleRow:
         row, self._cursors[lane] = self._worker.take(self._name, lane)
         return row
 
@@ -235,7 +235,7 @@ class _Sender:
         self._data: list[npt.NDArray[Any]] = []
         self._size, self._sent = 0, 0.0
 
-    def send(self, of: int, lane: int, row: Row, cursor: Cursor) -> None:
+    def send(self, of: int, lane: int, row: SampleRow, cursor: Cursor) -> None:
         """Send a sample; it may wait for some others. Raises BrokenPipeError when the rank is gone."""
         masked, lengths = row.loss_mask is not None, row.lengths
         self._numbers += (of, lane, len(row.tokens), masked, row.padding, row.windows, len(cursor), *cursor)
@@ -286,7 +286,7 @@ class _SentLanes:
     def __init__(self, number: int, lanes: OpenLanes, sender: _Sender) -> None:
         self._number, self._lanes, self._sender = number, lanes, sender
 
-    def take(self, lane: int) -> Row:
+    def take(self, lane: int) -> SampleRow:
         row = self._lanes.take(lane)
         self._sender.send(self._number, lane, row, self._lanes.cursor(lane))
         return row
@@ -298,7 +298,7 @@ class _SentLanes:
         self._lanes.close()
 
 
-def _unpacked(numbers: bytes, data: bytes) -> Iterator[tuple[int, int, Row, Cursor]]:
+def _unpacked(numbers: bytes, data: bytes) -> Iterator[tuple[int, int, SampleRow, Cursor]]:
     """The samples of a piece, each with its stream, its lane, and the cursor behind it; see `_Sender.send`."""
     all_numbers = struct.unpack(f"<{len(numbers) // 8}q", numbers)
     at = place = 0
@@ -314,27 +314,27 @@ def _unpacked(numbers: bytes, data: bytes) -> Iterator[tuple[int, int, Row, Curs
             mask = np.frombuffer(data, np.float32, tokens - 1, place)
             place += mask.nbytes
         lengths = None if count < 0 else list(all_numbers[behind + 1 : at])
-        yield of, lane, Row(tokens=ids, lengths=lengths, loss_mask=mask, padding=padding, windows=windows), cursor
+        yield of, lane, SampleRow(tokens=ids, lengths=lengths, loss_mask=mask, padding=padding, windows=windows), cursor
 
 
-def read_for_ever(job: Mapping[str, Any], sender: _Sender) -> None:
+def send_samples(job: Mapping[str, Any], sender: _Sender) -> None:
     """Send the samples that a rank takes of streams, in its order. Raises BrokenPipeError when the rank is gone."""
     config = RunConfig.model_validate(job["config"])
     manifest = Manifest.read(job["manifest"])
     schedule = Schedule.from_json(job["phases"])
     names = {config.data.sources[name].identity(name): name for name in config.data.streams}
-    standing: dict[str, Standing] = read_standing(job["standing"], job["consumed"])
+    standing: dict[str, LanePositions] = read_lane_positions(job["standing"], job["consumed"])
     streams: dict[str, Stream] = {
         identity: _Sent(
             number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), sender
         )
         for number, identity in enumerate(job["standing"])
     }
-    reading = LaneReading(
+    reading = LaneReader(
         schedule,
         streams,
         standing,
-        _another_set,
+        _sample_of_another_dataset,
         name="train",
         lanes=config.data.lanes,
         consumed=job["consumed"],
@@ -348,19 +348,19 @@ def read_for_ever(job: Mapping[str, Any], sender: _Sender) -> None:
             reading.cursors(k)
 
 
-def _another_set(_: int) -> Row:
+def _sample_of_another_dataset(_: int) -> SampleRow:
     """In the place of a sample that the rank reads itself."""
-    return Row(tokens=np.zeros(0, np.int64))
+    return SampleRow(tokens=np.zeros(0, np.int64))
 
 
-def main() -> None:
+def run_worker() -> None:
     """Read the job, then send samples until the rank ends."""
     log_to_stderr()
     sender = _Sender(int(sys.argv[1]))
     job = json.loads(sys.stdin.buffer.readline() or b"{}")
     threading.Thread(target=_end_with_the_rank, daemon=True, name="rank").start()
     try:
-        read_for_ever(job, sender)
+        send_samples(job, sender)
     except RelayrunError as error:
         sender.send_error(error)
     except BrokenPipeError:
@@ -373,4 +373,4 @@ def _end_with_the_rank() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker()

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from relayrun.tokens.mixture.select import TOLERANCE
-from relayrun.tokens.shards.indexed import Shard, index_bytes
-from relayrun.tokens.shards.mixture_folder import FORMAT
+from relayrun.tokens.mixture.select import WEIGHT_TOLERANCE
+from relayrun.tokens.shards.indexed import Shard, encode_index
+from relayrun.tokens.shards.mixture_folder import MIXTURE_FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class CutShard:
     def index(self) -> bytes:
         """Return the bytes of an .idx that names these documents alone."""
         bounds = np.asarray(self.of.bounds())[: self.documents + 1]
-        return index_bytes(np.asarray(self.of.lengths())[: bounds[-1]], bounds, self.of.dtype)
+        return encode_index(np.asarray(self.of.lengths())[: bounds[-1]], bounds, self.of.dtype)
 
     def longest(self) -> int:
         """Tokens of the longer of the two documents at the cut."""
@@ -41,7 +41,7 @@ class CutShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dataset:
+class MixtureDataset:
     """One dataset of a mixture. `shards` and `links` stand in their shuffled order."""
 
     name: str
@@ -114,7 +114,7 @@ def pass_folder(number: int) -> str:
     return f"epoch-{number + 1}" if number else ""
 
 
-def summarise(datasets: Sequence[Dataset], seed: int) -> str:
+def summarise_mixture(datasets: Sequence[MixtureDataset], seed: int) -> str:
     """The table that is printed and written beside the links: one line a dataset, and the total.
 
     `lasts` forecasts when a dataset has been read once, in tokens of the mixture.
@@ -165,7 +165,7 @@ def summarise(datasets: Sequence[Dataset], seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _remarks(d: Dataset, total: int) -> Iterator[str]:
+def _remarks(d: MixtureDataset, total: int) -> Iterator[str]:
     if d.tokens > d.available:
         yield f"{d.name} is repeated: {d.epochs:.2f} times all its tokens"
     elif d.tokens == d.available:
@@ -176,18 +176,18 @@ def _remarks(d: Dataset, total: int) -> Iterator[str]:
             f"{d.cut.tokens:,} of {d.cut.of.tokens:,} tokens"
         )
     off = d.tokens / total / d.weight - 1
-    if abs(off) > TOLERANCE:
+    if abs(off) > WEIGHT_TOLERANCE:
         why = "no shard or document ends closer to it"
-        if d.cut is not None and d.cut.longest() > TOLERANCE * d.tokens:
+        if d.cut is not None and d.cut.longest() > WEIGHT_TOLERANCE * d.tokens:
             why = f"a document at the cut has {d.cut.longest():,} tokens"
         yield f"{d.name} is {100 * off:+.1f} % off its weight: {why}"
 
 
-def as_json(datasets: Sequence[Dataset], seed: int) -> str:
+def mixture_summary_json(datasets: Sequence[MixtureDataset], seed: int) -> str:
     """The summary for programs; one line a shard. ASCII, because a file name need not be UTF-8."""
     total = sum(dataset.tokens for dataset in datasets)
     head = {
-        "format": FORMAT,
+        "format": MIXTURE_FORMAT,
         "seed": seed,
         "tokens": total,
         "datasets": [

@@ -26,17 +26,17 @@ import numpy.typing as npt
 
 from relayrun.config.sections.rampup import BatchSizes
 from relayrun.errors import ConfigError, FatalTrainingError
-from relayrun.tokens.order.rows import Row, Rows
+from relayrun.tokens.order.rows import RowBatch, SampleRow
 
-DEPTH = 2
+PREFETCHED_ITERATIONS = 2
 """Iterations read ahead."""
 CLOSE_SECONDS = 10.0
 
-Batch = list[Rows]
+Batch = list[RowBatch]
 """One rank's share of an iteration: per accumulation step micro_batch_size samples."""
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """What is read: numbered samples, each int64 [seq_length + 1].
 
     It may have a method `row(k)` as well, and `numbers(first, end)`, the samples of this rank between the two.
@@ -47,17 +47,17 @@ class Samples(Protocol):
     def sample(self, k: int) -> npt.NDArray[np.int64]: ...
 
 
-def checked_ids(order: Samples, k: int, vocabulary_size: int | None) -> npt.NDArray[np.int64]:
+def check_token_ids(order: SampleSource, k: int, vocabulary_size: int | None) -> npt.NDArray[np.int64]:
     """Token ids of sample k. Raises FatalTrainingError if one of them is none of a vocabulary of this size.
 
     The padding of an embedding would take some without a word, and a GPU says of the others only that it failed.
     """
     ids = order.sample(k)
-    checked_row(Row(tokens=ids), order, k, vocabulary_size)
+    check_row(SampleRow(tokens=ids), order, k, vocabulary_size)
     return ids
 
 
-def checked_row(row: Row, order: Samples, k: int, vocabulary_size: int | None) -> Row:
+def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int | None) -> SampleRow:
     """Return the row, which is sample k. Raises FatalTrainingError as `checked_ids`."""
     tokens = row.tokens
     if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
@@ -80,7 +80,7 @@ class BatchReader(Iterator[Batch]):
 
     def __init__(
         self,
-        order: Samples,
+        order: SampleSource,
         *,
         data_parallel_rank: int,
         data_parallel_size: int,
@@ -110,7 +110,7 @@ class BatchReader(Iterator[Batch]):
         self._micro_batch_size = micro_batch_size
         self._batch_sizes = batch_sizes
         self._vocabulary_size = vocabulary_size
-        self._queue: Queue[Batch | BaseException] = Queue(DEPTH)
+        self._queue: Queue[Batch | BaseException] = Queue(PREFETCHED_ITERATIONS)
         self._error: BaseException | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(
@@ -156,14 +156,14 @@ class BatchReader(Iterator[Batch]):
         except BaseException as error:
             self._queue.put(error)
 
-    def _row(self, k: int) -> Row:
+    def _row(self, k: int) -> SampleRow:
         row = getattr(self._order, "row", None)
-        found = Row(tokens=self._order.sample(k)) if row is None else row(k)
-        return checked_row(found, self._order, k, self._vocabulary_size)
+        found = SampleRow(tokens=self._order.sample(k)) if row is None else row(k)
+        return check_row(found, self._order, k, self._vocabulary_size)
 
     def _read(self, consumed: int) -> Batch:
         numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
-        return [Rows.of([self._row(k) for k in numbers[at : at + step]]) for at in range(0, len(numbers), step)]
+        return [RowBatch.of([self._row(k) for k in numbers[at : at + step]]) for at in range(0, len(numbers), step)]
 
     def _numbers(self, first: int, end: int) -> Sequence[int]:
         """The samples of this rank, of those from `first` to below `end`."""

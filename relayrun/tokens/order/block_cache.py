@@ -27,14 +27,14 @@ from relayrun.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-BLOCK = 1 << 18
+BLOCK_BYTES = 1 << 18
 """Bytes of a block, 256 KiB: a few windows of tokens."""
-WAYS = 8
+SLOTS_PER_SET = 8
 """Slots of a set."""
-_NAME, _SUM = 32, 16
-SLOT = _NAME + _SUM + BLOCK
+_NAME_BYTES, _CHECKSUM_BYTES = 32, 16
+SLOT_BYTES = _NAME_BYTES + _CHECKSUM_BYTES + BLOCK_BYTES
 """Bytes of a slot's file, at most."""
-LEAST = WAYS * SLOT
+MIN_CACHE_BYTES = SLOTS_PER_SET * SLOT_BYTES
 """Bytes of the smallest cache."""
 _STALE_SECONDS = 600.0
 """A file that is being written is this old only where its process has ended."""
@@ -45,9 +45,9 @@ class BlockCache:
 
     def __init__(self, folder: Path, size: int) -> None:
         """`size`: bytes that all slots have together, at most. Raises ConfigError for a folder that cannot be used."""
-        if size < LEAST:
-            raise ConfigError(f"a cache needs {LEAST:,} bytes or more, not {size:,}", where=folder)
-        self._sets = size // LEAST
+        if size < MIN_CACHE_BYTES:
+            raise ConfigError(f"a cache needs {MIN_CACHE_BYTES:,} bytes or more, not {size:,}", where=folder)
+        self._sets = size // MIN_CACHE_BYTES
         self._folder = folder / f"blocks-{self._sets}"
         self._tmp = self._folder / "tmp"
         self._full = False
@@ -72,7 +72,7 @@ class BlockCache:
         digest = hashlib.sha256(name.encode()).digest()
         slots = self._slots(digest)
         for slot in slots:
-            if (data := _read(slot, digest)) is not None:
+            if (data := _read_slot(slot, digest)) is not None:
                 return data
         data = fetch()
         self._write(slots, digest, data)
@@ -80,7 +80,7 @@ class BlockCache:
 
     def _slots(self, digest: bytes) -> list[Path]:
         number = int.from_bytes(digest[:8], "big") % self._sets
-        return [self._folder / f"{number % 256:02x}" / f"{number:x}-{way}" for way in range(WAYS)]
+        return [self._folder / f"{number % 256:02x}" / f"{number:x}-{way}" for way in range(SLOTS_PER_SET)]
 
     def _write(self, slots: list[Path], digest: bytes, data: bytes) -> None:
         """Put a block into the slot that was used longest ago. A disk that takes it not is told of once."""
@@ -89,7 +89,7 @@ class BlockCache:
             with temporary.open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(digest + xxhash.xxh3_128_digest(data) + data)
-            os.replace(temporary, min(slots, key=_used))
+            os.replace(temporary, min(slots, key=_mark_used))
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink()
@@ -108,15 +108,15 @@ class BlockCache:
                     left.unlink()
 
 
-def _read(slot: Path, digest: bytes) -> bytes | None:
+def _read_slot(slot: Path, digest: bytes) -> bytes | None:
     """The block in a slot, if it is the one; its time of use is set."""
     try:
         with slot.open("rb", buffering=0) as file:
-            if file.read(_NAME) != digest:
+            if file.read(_NAME_BYTES) != digest:
                 return None
-            rest = file.read(_SUM + BLOCK)
-            data = rest[_SUM:]
-            if xxhash.xxh3_128_digest(data) != rest[:_SUM]:
+            rest = file.read(_CHECKSUM_BYTES + BLOCK_BYTES)
+            data = rest[_CHECKSUM_BYTES:]
+            if xxhash.xxh3_128_digest(data) != rest[:_CHECKSUM_BYTES]:
                 return None
             os.utime(file.fileno())
             return data
@@ -124,7 +124,7 @@ def _read(slot: Path, digest: bytes) -> bytes | None:
         return None
 
 
-def _used(slot: Path) -> float:
+def _mark_used(slot: Path) -> float:
     """When a slot was used last; an empty one comes first."""
     try:
         return slot.stat().st_mtime

@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.config.sections.document_window import DocumentWindow
+from relayrun.config.sections.document_window import DocumentWindowSection
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.block_cache import BlockCache
-from relayrun.tokens.order.document_windows import Cut, DocumentWindows
+from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
 from relayrun.tokens.order.packing import PackedRows
 from relayrun.tokens.order.permutation import Permutation, permutation_key
-from relayrun.tokens.order.rows import Row
-from relayrun.tokens.order.windows import Origin
+from relayrun.tokens.order.rows import SampleRow
+from relayrun.tokens.order.windows import DocumentOrigin
 from relayrun.tokens.shards.manifest import DatasetManifest
 
 
-def cut_of(
-    settings: DocumentWindow, *, seq_length: int, eod: int | None, vocabulary_size: int | None, where: str
-) -> Cut:
+def document_cut(
+    settings: DocumentWindowSection, *, seq_length: int, eod: int | None, vocabulary_size: int | None, where: str
+) -> DocumentCut:
     """How documents are cut, with the ids of `eod`, the tokenizer's end of document.
 
     Raises ConfigError if that is needed and missing, or if bos or eos is not below `vocabulary_size`.
@@ -42,7 +42,7 @@ def cut_of(
             where=where,
             hint="give eos as the id of a token",
         )
-    cut = Cut(
+    cut = DocumentCut(
         window=settings.window or seq_length,
         overlap=settings.overlap,
         bos=settings.bos,
@@ -59,13 +59,13 @@ def cut_of(
     return cut
 
 
-class DocumentOrder:
+class DocumentWindowOrder:
     """A data set (see `relayrun.tokens.order.samples.Dataset`) whose samples are rows of windows."""
 
     def __init__(
         self,
         manifest: DatasetManifest,
-        settings: DocumentWindow,
+        settings: DocumentWindowSection,
         *,
         seq_length: int,
         seed: int,
@@ -82,7 +82,7 @@ class DocumentOrder:
         Raises ConfigError as `cut_of`, and if there is no window.
         """
         where = f"data set {name!r}"
-        self.cut = cut_of(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
+        self.cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
         self.seq_length = seq_length
         windows = DocumentWindows(manifest, self.cut, blocks=blocks)
         self.rows = PackedRows(windows, seq_length, settings.packing, cache=cache, opening=opening)
@@ -91,7 +91,7 @@ class DocumentOrder:
         self._lengths = settings.packs
         self._mask_end = settings.mask_special and self.cut.eos is not None
         self._padding = padding
-        self._permutation = lru_cache(2)(partial(_epoch_permutation, len(self.rows), seed, name))
+        self._permutation = lru_cache(2)(partial(_row_permutation, len(self.rows), seed, name))
 
     def __len__(self) -> int:
         """Rows in one epoch."""
@@ -107,10 +107,10 @@ class DocumentOrder:
         """Token ids, int64 [seq_length + 1], of number i of an epoch."""
         return self.row(epoch, i).tokens
 
-    def row(self, epoch: int, i: int) -> Row:
+    def row(self, epoch: int, i: int) -> SampleRow:
         """Number i of an epoch. Errors as in `DocumentWindows.read`."""
         pieces = self.rows.pieces(self.number(epoch, i))
-        return filled(
+        return fill_row(
             ((self.rows.windows.read(window), start, stop) for window, start, stop in pieces),
             seq_length=self.seq_length,
             padding=self._padding,
@@ -118,7 +118,7 @@ class DocumentOrder:
             mask_end=self._mask_end,
         )
 
-    def origins(self, epoch: int, i: int) -> list[Origin]:
+    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
         """Where the text of a row comes from: a piece of a document for each window, specials left out."""
         found, before = [], int(self.cut.bos is not None)
         for window, start, stop in self.rows.pieces(self.number(epoch, i)):
@@ -126,7 +126,7 @@ class DocumentOrder:
             first, end = max(start - before, 0), min(stop - before, whole.tokens)
             if end > first:
                 found.append(
-                    Origin(
+                    DocumentOrigin(
                         prefix=whole.prefix,
                         document=whole.document,
                         offset=whole.offset + first,
@@ -136,14 +136,14 @@ class DocumentOrder:
         return found
 
 
-def filled(
+def fill_row(
     pieces: Iterable[tuple[npt.NDArray[np.integer[Any]], int, int]],
     *,
     seq_length: int,
     padding: int,
     with_lengths: bool,
     mask_end: bool,
-) -> Row:
+) -> SampleRow:
     """A row of pieces of windows.
 
     `pieces`: the tokens of each window, the first that the row takes, and the one behind the last. `padding`:
@@ -168,7 +168,7 @@ def filled(
     windows = len(lengths)
     if at < seq_length:
         lengths.append(seq_length - at)
-    return Row(
+    return SampleRow(
         tokens=tokens,
         lengths=lengths if with_lengths else None,
         loss_mask=mask,
@@ -177,5 +177,5 @@ def filled(
     )
 
 
-def _epoch_permutation(rows: int, seed: int, name: str, epoch: int) -> Permutation:
+def _row_permutation(rows: int, seed: int, name: str, epoch: int) -> Permutation:
     return Permutation(rows, permutation_key(seed, name, epoch))

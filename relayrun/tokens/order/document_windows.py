@@ -26,19 +26,19 @@ import numpy.typing as npt
 
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.block_cache import BlockCache
-from relayrun.tokens.order.shard_bytes import open_bytes
-from relayrun.tokens.order.windows import OPEN_FILES, Origin, WindowDataset
-from relayrun.tokens.shards.indexed import HEADER, Shard
+from relayrun.tokens.order.shard_bytes import open_shard_file
+from relayrun.tokens.order.windows import MAX_OPEN_FILES, DocumentOrigin, WindowDataset
+from relayrun.tokens.shards.indexed import INDEX_HEADER, Shard
 from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
 from relayrun.tokens.stores.stores import is_url
 
-BLOCK = 128
+DOCUMENTS_PER_BLOCK = 128
 """Documents between two entries of the table."""
-_CHUNK = BLOCK << 13  # documents whose lengths are read at once
+_DOCUMENTS_READ_AT_ONCE = DOCUMENTS_PER_BLOCK << 13  # documents whose lengths are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class DocumentCut:
     """How documents are cut into windows."""
 
     window: int
@@ -94,7 +94,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WindowLocation:
     """Where the text of a window comes from."""
 
     shard: int
@@ -114,9 +114,9 @@ class DocumentWindows:
     def __init__(
         self,
         manifest: DatasetManifest,
-        cut: Cut,
+        cut: DocumentCut,
         *,
-        open_files: int = OPEN_FILES,
+        open_files: int = MAX_OPEN_FILES,
         blocks: BlockCache | None = None,
     ) -> None:
         """Read the lengths of all documents. `blocks`: as for `WindowDataset`.
@@ -127,18 +127,20 @@ class DocumentWindows:
         self.cut = cut
         self._stream = WindowDataset(manifest, 1, open_files=open_files, blocks=blocks)
         self._stream_starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open, manifest, blocks))
+        self._file = lru_cache(open_files)(partial(_open_index_file, manifest, blocks))
         self._tables = [self._table(number) for number in range(len(manifest.shards))]
         self._starts = list(accumulate((int(table[-1]) for table in self._tables), initial=0))
 
     def _table(self, shard: int) -> npt.NDArray[np.int64]:
         """Windows of the shard before each block of documents, and in all; int64 [blocks + 1]."""
         index = self._file(shard)
-        table = np.zeros(-(-index.documents // BLOCK) + 1, np.int64)
-        for first in range(0, index.documents, _CHUNK):
-            counts = self.cut.windows(self.cut.tokens(index.lengths(first, min(first + _CHUNK, index.documents))))
-            blocks = np.add.reduceat(counts, np.arange(0, len(counts), BLOCK))
-            table[first // BLOCK + 1 :][: len(blocks)] = blocks
+        table = np.zeros(-(-index.documents // DOCUMENTS_PER_BLOCK) + 1, np.int64)
+        for first in range(0, index.documents, _DOCUMENTS_READ_AT_ONCE):
+            counts = self.cut.windows(
+                self.cut.tokens(index.lengths(first, min(first + _DOCUMENTS_READ_AT_ONCE, index.documents)))
+            )
+            blocks = np.add.reduceat(counts, np.arange(0, len(counts), DOCUMENTS_PER_BLOCK))
+            table[first // DOCUMENTS_PER_BLOCK + 1 :][: len(blocks)] = blocks
         return np.cumsum(table, out=table)
 
     def __len__(self) -> int:
@@ -150,7 +152,7 @@ class DocumentWindows:
         """Bytes of the tables that are kept."""
         return sum(table.nbytes for table in self._tables)
 
-    def locate(self, i: int) -> Place:
+    def locate(self, i: int) -> WindowLocation:
         """Where window i comes from. Raises IndexError outside of 0..len-1, OSError and InputError as `read`."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
@@ -158,16 +160,16 @@ class DocumentWindows:
         i -= self._starts[shard]
         table, index = self._tables[shard], self._file(shard)
         block = int(np.searchsorted(table, i, side="right")) - 1
-        lengths = index.lengths(block * BLOCK, min((block + 1) * BLOCK, index.documents))
+        lengths = index.lengths(block * DOCUMENTS_PER_BLOCK, min((block + 1) * DOCUMENTS_PER_BLOCK, index.documents))
         tokens = self.cut.tokens(lengths)
         ends = table[block] + np.cumsum(self.cut.windows(tokens))
         at = int(np.searchsorted(ends, i, side="right"))
         before = int(ends[at - 1]) if at else int(table[block])
         offset = (i - before) * self.cut.step
         count = min(self.cut.content, int(tokens[at]) - offset)
-        return Place(
+        return WindowLocation(
             shard=shard,
-            document=block * BLOCK + at,
+            document=block * DOCUMENTS_PER_BLOCK + at,
             offset=offset,
             tokens=count,
             ends=offset + count == int(tokens[at]),
@@ -199,11 +201,11 @@ class DocumentWindows:
             result[-1] = cut.eos
         return result
 
-    def origin(self, i: int) -> Origin:
+    def origin(self, i: int) -> DocumentOrigin:
         """The piece of a document that window i is made of."""
         place = self.locate(i)
         prefix = self.manifest.shards[place.shard].prefix
-        return Origin(prefix=prefix, document=place.document, offset=place.offset, tokens=place.tokens)
+        return DocumentOrigin(prefix=prefix, document=place.document, offset=place.offset, tokens=place.tokens)
 
     def sizes(self, first: int, end: int) -> npt.NDArray[np.int64]:
         """Tokens of the windows first .. end - 1, those around them included; int64 [end - first]."""
@@ -217,7 +219,9 @@ class DocumentWindows:
                 table, index = self._tables[shard], self._file(shard)
                 low = int(np.searchsorted(table, first - start, side="right")) - 1
                 high = int(np.searchsorted(table, stop - start, side="left"))
-                tokens = self.cut.tokens(index.lengths(low * BLOCK, min(high * BLOCK, index.documents)))
+                tokens = self.cut.tokens(
+                    index.lengths(low * DOCUMENTS_PER_BLOCK, min(high * DOCUMENTS_PER_BLOCK, index.documents))
+                )
                 found.append(self.cut.sizes(tokens)[first - start - int(table[low]) :][: stop - first])
                 first = stop
             shard += 1
@@ -239,17 +243,17 @@ class _IndexFile:
         if not is_url(shard.prefix):
             Shard.open(shard.prefix)  # says what is wrong with it
         self._path = shard.prefix + ".idx"
-        self._bytes = open_bytes(self._path, shard.idx_bytes, shard.fingerprint, blocks)
-        self.documents: int = HEADER.unpack(self._read(HEADER.size, 0))[3]
+        self._bytes = open_shard_file(self._path, shard.idx_bytes, shard.fingerprint, blocks)
+        self.documents: int = INDEX_HEADER.unpack(self._read(INDEX_HEADER.size, 0))[3]
         self._itemsize = np.dtype(shard.dtype).itemsize
 
     def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
         """Tokens of the documents first .. end - 1."""
-        return np.frombuffer(self._read(4 * (end - first), HEADER.size + 4 * first), "<i4")
+        return np.frombuffer(self._read(4 * (end - first), INDEX_HEADER.size + 4 * first), "<i4")
 
     def start(self, document: int) -> int:
         """The document's first token, counted from the begin of the shard."""
-        offset = self._read(8, HEADER.size + 4 * self.documents + 8 * document)
+        offset = self._read(8, INDEX_HEADER.size + 4 * self.documents + 8 * document)
         return int.from_bytes(offset, "little") // self._itemsize
 
     def _read(self, size: int, at: int) -> bytes:
@@ -259,5 +263,5 @@ class _IndexFile:
         return data
 
 
-def _open(manifest: DatasetManifest, blocks: BlockCache | None, number: int) -> _IndexFile:
+def _open_index_file(manifest: DatasetManifest, blocks: BlockCache | None, number: int) -> _IndexFile:
     return _IndexFile(manifest.shards[number], blocks)

@@ -26,11 +26,11 @@ def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.i
     return starts
 
 
-Lengths = Sequence[Sequence[int] | None] | None
+DocumentLengths = Sequence[Sequence[int] | None] | None
 """Tokens of each document of rows that know it themselves (`relayrun.tokens.order.rows`); None: of those that do not."""
 
 
-def lengths(inputs: npt.NDArray[np.int64], eod: int, own: Lengths = None) -> list[list[int]]:
+def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> list[list[int]]:
     """Tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence].
 
     Rows that know their documents, `own`, have those.
@@ -45,7 +45,7 @@ def lengths(inputs: npt.NDArray[np.int64], eod: int, own: Lengths = None) -> lis
     return rows
 
 
-def positions(inputs: npt.NDArray[np.int64], eod: int, own: Lengths = None) -> npt.NDArray[np.int64]:
+def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> npt.NDArray[np.int64]:
     """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`.
 
     `own`: as for `lengths`.
@@ -57,13 +57,13 @@ def positions(inputs: npt.NDArray[np.int64], eod: int, own: Lengths = None) -> n
     return result
 
 
-def loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
+def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
     """1, and 0 where the input is the end of a document; float32 [batch, sequence]: `eod_mask_loss`."""
     result: npt.NDArray[np.float32] = (inputs != eod).astype(np.float32)
     return result
 
 
-def counted_targets(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+def target_loss_mask(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
     """1 where the target is a token that counts, else 0; float32 [batch, sequence]: `mask_tokens_except`.
 
     `counted`: for each token of the vocabulary whether its loss counts.

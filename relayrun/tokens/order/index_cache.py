@@ -25,13 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from relayrun.files import read_json, whole_file, write_json
+from relayrun.files import atomic_file, read_json, write_json
 from relayrun.tokens.stores.checksum import HashingFile
 
 log = logging.getLogger(__name__)
 
-NAMES = ("document", "sample", "shuffle")
-OPENINGS = 8
+INDEX_NAMES = ("document", "sample", "shuffle")
+KEPT_OPENINGS = 8
 """The newest openings that are kept on record: several runs may share a cache."""
 
 Indices = Sequence[npt.NDArray[Any]]
@@ -40,7 +40,9 @@ Indices = Sequence[npt.NDArray[Any]]
 class IndexCache:
     """The indices of one data set, or of one epoch of it."""
 
-    def __init__(self, folder: Path, name: str, *, opening: str | None = None, parts: Sequence[str] = NAMES) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, opening: str | None = None, parts: Sequence[str] = INDEX_NAMES
+    ) -> None:
         """`name`: the hash of everything that the indices depend on. `parts`: what each of them is called.
 
         `opening`: what the ranks have in common that open it together, and no others; None for who is alone.
@@ -77,7 +79,7 @@ class IndexCache:
         if self._opening is not None:
             openings = {**self._openings(), self._opening: self._stamps()}
             with contextlib.suppress(OSError):  # a full disk: then each one compares for itself
-                write_json(self._checked, dict(list(openings.items())[-OPENINGS:]), durable=False)
+                write_json(self._checked, dict(list(openings.items())[-KEPT_OPENINGS:]), durable=False)
 
     def _openings(self) -> dict[str, Any]:
         """By their names, the oldest first: size and time of change (ns) of each file when it was compared."""
@@ -99,7 +101,7 @@ class IndexCache:
         try:
             record = read_json(self._record)
             for path in self._paths:
-                if _sum(np.memmap(path, np.uint8, "r")) != record[path.name]:
+                if _checksum(np.memmap(path, np.uint8, "r")) != record[path.name]:
                     return f"{path} is not what was built"
         except FileNotFoundError as error:
             return f"{error.filename} is missing"
@@ -111,12 +113,12 @@ class IndexCache:
         record = {}
         self._record.unlink(missing_ok=True)  # it vouches for none of what comes
         for path, index in zip(self._paths, build(), strict=True):
-            with whole_file(path) as temporary, temporary.open("wb") as file:
+            with atomic_file(path) as temporary, temporary.open("wb") as file:
                 hashed = HashingFile(file)
                 np.save(hashed, index, allow_pickle=False)
             record[path.name] = {"bytes": hashed.bytes, "xxh3_128": hashed.hexdigest()}
         write_json(self._record, record)
 
 
-def _sum(data: npt.NDArray[np.uint8]) -> dict[str, int | str]:
+def _checksum(data: npt.NDArray[np.uint8]) -> dict[str, int | str]:
     return {"bytes": data.nbytes, "xxh3_128": xxhash.xxh3_128_hexdigest(data.data)}

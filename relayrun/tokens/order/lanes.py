@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import ConfigError, FatalTrainingError
-from relayrun.tokens.order.rows import Row
+from relayrun.tokens.order.rows import SampleRow
 from relayrun.tokens.order.schedule import Schedule
 
 Cursor = tuple[int, ...]
@@ -29,7 +29,7 @@ Cursor = tuple[int, ...]
 class OpenLanes(Protocol):
     """Some lanes of a stream that are being read, by one thread."""
 
-    def take(self, lane: int) -> Row:
+    def take(self, lane: int) -> SampleRow:
         """Return the next sample of a lane."""
 
     def cursor(self, lane: int) -> Cursor:
@@ -58,7 +58,7 @@ class Stream(Protocol):
         """Go on in some lanes at these cursors, by lane."""
 
 
-class Standing:
+class LanePositions:
     """Where all lanes of a stream stood when the sample number `at` was next."""
 
     def __init__(self, at: int, cursors: Sequence[Sequence[int]]) -> None:
@@ -75,15 +75,15 @@ class Standing:
         return {"at": consumed, "cursors": [[*newer[lane]] for lane in range(len(self.cursors))]}
 
 
-class LaneReading:
+class LaneReader:
     """The samples of one replica of a mixture with streams, in rising numbers, from `consumed` on."""
 
     def __init__(
         self,
         schedule: Schedule,
         streams: Mapping[str, Stream],
-        standing: Mapping[str, Standing],
-        indexed: Callable[[int], Row],
+        standing: Mapping[str, LanePositions],
+        indexed: Callable[[int], SampleRow],
         *,
         name: str,
         lanes: int,
@@ -121,7 +121,7 @@ class LaneReading:
         offset = (self._replica - self._schedule.in_phase(first)) % self._replicas
         return range(first + offset, end, self._replicas)
 
-    def row(self, k: int) -> Row:
+    def row(self, k: int) -> SampleRow:
         """Return global sample k, which must be one of `numbers`, and none below the one before."""
         name, _ = self._schedule.locate(k)
         return self._take(name, k) if name in self._open else self._indexed(k)
@@ -154,7 +154,7 @@ class LaneReading:
             if self._schedule.in_phase(k) % self._replicas == self._replica and self._schedule.locate(k)[0] == name:
                 self._take(name, k)
 
-    def _take(self, name: str, k: int) -> Row:
+    def _take(self, name: str, k: int) -> SampleRow:
         lane = self._schedule.in_phase(k) % self._lanes
         row = self._open[name].take(lane)
         with self._lock:
@@ -162,7 +162,9 @@ class LaneReading:
         return row
 
 
-def read_standing(value: Mapping[str, Any], consumed: int, streamed: Collection[str] = ()) -> dict[str, Standing]:
+def read_lane_positions(
+    value: Mapping[str, Any], consumed: int, streamed: Collection[str] = ()
+) -> dict[str, LanePositions]:
     """Read what a checkpoint at sample `consumed` keeps of all streams. Raises FatalTrainingError if it is damaged.
 
     `streamed`: data sets that must be among them, since samples were taken of their lanes.
@@ -178,5 +180,5 @@ def read_standing(value: Mapping[str, Any], consumed: int, streamed: Collection[
             raise FatalTrainingError(
                 f"the lanes of data set {name!r} in the checkpoint are damaged", hint="resume from an older checkpoint"
             ) from None
-        found[name] = Standing(at, cursors)
+        found[name] = LanePositions(at, cursors)
     return found

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-POINTS = 50
+CURVE_POINTS = 50
 """Stretches of a file whose means make its curve, at most."""
 
-Lengths = npt.NDArray[np.int64]
+LengthArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class LengthCurve:
     """The lengths of one file's documents against their position."""
 
     file: str
@@ -47,14 +47,14 @@ class LengthOrder:
     """Two standard deviations of the correlation of independent draws."""
     batch_mean_variance_ratio: float | None
     """None where there are fewer than two whole batches."""
-    curves: list[Curve]
+    curves: list[LengthCurve]
 
     def record(self) -> dict[str, Any]:
         """As plain JSON."""
         return asdict(self)
 
 
-def length_order(files: Sequence[tuple[str, Lengths]], *, batch: int) -> LengthOrder:
+def measure_length_order(files: Sequence[tuple[str, LengthArray]], *, batch: int) -> LengthOrder:
     """Look at the lengths of the documents of each file, by its name. Files without documents have no curve."""
     own = [lengths for _, lengths in files if len(lengths)]
     everything = np.concatenate([np.zeros(0, np.int64), *own]).astype(np.float64)
@@ -69,13 +69,13 @@ def length_order(files: Sequence[tuple[str, Lengths]], *, batch: int) -> LengthO
         lag_1_correlation=products / pairs / variance if pairs and variance else None,
         lag_1_noise=2 / float(np.sqrt(pairs)) if pairs and variance else None,
         batch_mean_variance_ratio=float(means.var() / (variance / batch)) if len(means) > 1 and variance else None,
-        curves=[_curve(name, lengths) for name, lengths in files if len(lengths)],
+        curves=[_length_curve(name, lengths) for name, lengths in files if len(lengths)],
     )
 
 
-def _curve(name: str, lengths: Lengths) -> Curve:
-    count = min(POINTS, len(lengths))
+def _length_curve(name: str, lengths: LengthArray) -> LengthCurve:
+    count = min(CURVE_POINTS, len(lengths))
     edges = np.linspace(0, len(lengths), count + 1).round().astype(np.int64)
     means = np.add.reduceat(lengths, edges[:-1]) / np.diff(edges)
     middles = (edges[:-1] + edges[1:]) / (2 * len(lengths))
-    return Curve(file=name, documents=len(lengths), positions=middles.tolist(), means=means.tolist())
+    return LengthCurve(file=name, documents=len(lengths), positions=middles.tolist(), means=means.tolist())

@@ -10,20 +10,22 @@ import numpy as np
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.length_order import LengthOrder
 
-KINDS = (".svg", ".png", ".pdf")
-MOST_LINES = 100
+PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
+MAX_CURVES = 100
 """Files of a folder that are drawn, spread over all of them."""
 
 
-def check_name(picture: Path) -> None:
+def check_picture_name(picture: Path) -> None:
     """Raise ConfigError for a name that tells no kind of picture."""
-    if picture.suffix not in KINDS:
+    if picture.suffix not in PICTURE_SUFFIXES:
         raise ConfigError(
-            f"{picture.name!r} names no kind of picture", where="--picture", hint=f"end it in {', '.join(KINDS)}"
+            f"{picture.name!r} names no kind of picture",
+            where="--picture",
+            hint=f"end it in {', '.join(PICTURE_SUFFIXES)}",
         )
 
 
-def draw(orders: Mapping[str, LengthOrder], picture: Path, *, unit: str) -> None:
+def draw_length_picture(orders: Mapping[str, LengthOrder], picture: Path, *, unit: str) -> None:
     """Write the panels of some folders, by their titles. `unit`: of the lengths. All panels have the same scales."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,7 +36,7 @@ def draw(orders: Mapping[str, LengthOrder], picture: Path, *, unit: str) -> None
         FigureCanvasAgg(figure)
         panels = figure.subplots(1, len(orders), sharex=True, sharey=True, squeeze=False)[0]
         for panel, (title, order) in zip(panels, orders.items(), strict=True):
-            number = min(MOST_LINES, len(order.curves))
+            number = min(MAX_CURVES, len(order.curves))
             for index in np.linspace(0, max(0, len(order.curves) - 1), number).round().astype(int).tolist():
                 curve = order.curves[index]
                 panel.plot(curve.positions, curve.means, linewidth=0.8, alpha=max(0.15, 1 / number**0.5))

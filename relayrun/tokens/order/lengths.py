@@ -17,26 +17,26 @@ from tokenizers import Tokenizer
 
 from relayrun.config.sections.document_window import Packing
 from relayrun.errors import InputError
-from relayrun.tokens.order.document_windows import Cut
-from relayrun.tokens.order.packing import BLOCK, assign
+from relayrun.tokens.order.document_windows import DocumentCut
+from relayrun.tokens.order.packing import WINDOWS_PER_BLOCK, assign_rows
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.formats import SUFFIXES
+from relayrun.tokens.readers.formats import DATA_SUFFIXES
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.indexed import Shard
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.stores import stores
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import find_files
+from relayrun.tokens.tokenize.split import find_data_files
 
-PACKINGS: tuple[Packing, ...] = ("pad", "split", "greedy", "first_fit", "best_fit")
-PACKED_BLOCKS = 512
+COMPARED_PACKINGS: tuple[Packing, ...] = ("pad", "split", "greedy", "first_fit", "best_fit")
+SAMPLED_BLOCKS = 512
 """Blocks of windows that are packed for an estimate, spread evenly over the data, where there are more."""
 _BATCH_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class LengthSummary:
     """The documents of a folder. Lengths are in tokens, or in bytes."""
 
     documents: int
@@ -66,21 +66,23 @@ def lengths_by_file(
     Files are named by their paths below the folder; a shard is one. Texts that are missing (null) are no documents.
     Raises InputError for a folder with neither shards nor text, and for what cannot be read in it.
     """
-    place = stores.absolute(folder)
+    place = stores.absolute_path(folder)
     if not stores.is_url(place) and any(Path(place).rglob("*.idx")):
         prefixes = find_prefixes([Path(place)])
         return [
             (os.path.relpath(prefix, place), np.array(Shard.open(prefix).lengths(), np.int64)) for prefix in prefixes
         ], "tokens"
-    files = find_files(place)
+    files = find_data_files(place)
     if not files:
-        raise InputError(f"no file below this folder ends in .idx, {', '.join(SUFFIXES)}", where=place)
+        raise InputError(f"no file below this folder ends in .idx, {', '.join(DATA_SUFFIXES)}", where=place)
     engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
-    found = [(file.path, joined(_of_text(stores.join(place, file.path), column, engine))) for file in files]
+    found = [
+        (file.path, join_lengths(_text_lengths(stores.join_path(place, file.path), column, engine))) for file in files
+    ]
     return found, "tokens" if tokenizer else "bytes"
 
 
-def _of_text(path: str, column: str, engine: Tokenizer | None) -> Iterator[npt.NDArray[np.int64]]:
+def _text_lengths(path: str, column: str, engine: Tokenizer | None) -> Iterator[npt.NDArray[np.int64]]:
     for array in read_column(path, column, batch_bytes=_BATCH_BYTES):
         texts = Texts.from_arrow(array.drop_null())
         if engine is None:
@@ -90,12 +92,12 @@ def _of_text(path: str, column: str, engine: Tokenizer | None) -> Iterator[npt.N
             yield np.array([len(each.ids) for each in encoded], np.int64)
 
 
-def joined(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+def join_lengths(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     """Lengths one behind the other."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def summarize(lengths: npt.NDArray[np.int64], cut: Cut, room: int) -> Summary:
+def summarize_lengths(lengths: npt.NDArray[np.int64], cut: DocumentCut, room: int) -> LengthSummary:
     """What lengths look like, cut as `cut` says and packed into rows of `room`. Documents of length 0 give no window.
 
     Raises InputError if there is no document with a token.
@@ -105,7 +107,7 @@ def summarize(lengths: npt.NDArray[np.int64], cut: Cut, room: int) -> Summary:
     counts = cut.windows(lengths)
     long = counts > 1
     padding, packed = _padding(lengths, counts, cut, room)
-    return Summary(
+    return LengthSummary(
         documents=len(lengths),
         total=int(lengths.sum()),
         shortest=int(lengths.min()),
@@ -122,22 +124,22 @@ def summarize(lengths: npt.NDArray[np.int64], cut: Cut, room: int) -> Summary:
 
 
 def _padding(
-    lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], cut: Cut, room: int
+    lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], cut: DocumentCut, room: int
 ) -> tuple[dict[Packing, float], int]:
     """Shares of padding, and the number of windows that were packed for them."""
     ends = np.cumsum(counts)
-    blocks = -(-int(ends[-1]) // BLOCK)
-    chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, PACKED_BLOCKS)).round().astype(np.int64))
-    rows, text, windows = dict.fromkeys(PACKINGS, 0), 0, 0
+    blocks = -(-int(ends[-1]) // WINDOWS_PER_BLOCK)
+    chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, SAMPLED_BLOCKS)).round().astype(np.int64))
+    rows, text, windows = dict.fromkeys(COMPARED_PACKINGS, 0), 0, 0
     for block in chosen.tolist():
-        first, last = block * BLOCK, min((block + 1) * BLOCK, int(ends[-1]))
+        first, last = block * WINDOWS_PER_BLOCK, min((block + 1) * WINDOWS_PER_BLOCK, int(ends[-1]))
         low, high = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="left") + 1
         before = int(ends[low] - counts[low])
         sizes = cut.sizes(lengths[low:high])[first - before : last - before]
         text, windows = text + int(sizes.sum()), windows + len(sizes)
-        for packing in PACKINGS:
+        for packing in COMPARED_PACKINGS:
             if packing == "split":
                 rows[packing] += -(-int(sizes.sum()) // room)
             else:
-                rows[packing] += int(assign(sizes, room, packing).max()) + 1
+                rows[packing] += int(assign_rows(sizes, room, packing).max()) + 1
     return {packing: 1 - text / (count * room) for packing, count in rows.items()}, windows

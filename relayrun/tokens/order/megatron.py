@@ -28,9 +28,9 @@ from megatron.core.datasets.utils import Split
 
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.index_cache import IndexCache
-from relayrun.tokens.order.samples import held_out_windows
+from relayrun.tokens.order.samples import held_out_window_count
 from relayrun.tokens.order.spec import DatasetSpec
-from relayrun.tokens.order.windows import Origin, WindowDataset
+from relayrun.tokens.order.windows import DocumentOrigin, WindowDataset
 from relayrun.tokens.shards.indexed import Shard
 
 logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # it warns of our own cache
@@ -41,9 +41,9 @@ class MegatronOrder:
 
     def __init__(self, source: DatasetSpec) -> None:
         self._source = source
-        self._documents = Documents(source)
+        self._documents = MegatronDocuments(source)
         stream = WindowDataset(source.manifest, source.seq_length)
-        held_out = held_out_windows(len(stream), source.split)
+        held_out = held_out_window_count(len(stream), source.split)
         ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
         last = (len(stream) - held_out) * source.seq_length + 1  # tokens before the labels that are held out
         indices = np.arange(int(np.searchsorted(ends, last, side="right")) if held_out else len(ends), dtype=np.int32)
@@ -54,7 +54,9 @@ class MegatronOrder:
                 f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
                 hint="give more data or a smaller seq_length",
             )
-        self._epoch: Callable[[int], Epoch] = lru_cache(2)(partial(_open_epoch, source, self._documents, indices))
+        self._epoch: Callable[[int], MegatronEpoch] = lru_cache(2)(
+            partial(_open_epoch, source, self._documents, indices)
+        )
 
     def __len__(self) -> int:
         return self._length
@@ -66,7 +68,7 @@ class MegatronOrder:
         text: npt.NDArray[np.int64] = self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0]
         return text
 
-    def origins(self, epoch: int, i: int) -> list[Origin]:
+    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
         """Where the tokens of a sample come from: documents, and offsets in them."""
         dataset = self._epoch(epoch)
         row = int(dataset.shuffle_index[i])
@@ -77,12 +79,12 @@ class MegatronOrder:
             count = min(left, int(self._documents.sequence_lengths[document]) - offset)
             if count:
                 prefix, number = self._documents.place(document)
-                found.append(Origin(prefix=prefix, document=number, offset=offset, tokens=count))
+                found.append(DocumentOrigin(prefix=prefix, document=number, offset=offset, tokens=count))
             left, at, offset = left - count, at + 1, 0
         return found
 
 
-def epoch_seed(seed: int, name: str, epoch: int) -> int:
+def megatron_epoch_seed(seed: int, name: str, epoch: int) -> int:
     """Return the seed of numpy's generator in GPTDataset, below 2^32: the run's own in the first epoch, later
     derived."""
     if epoch == 0:
@@ -90,7 +92,7 @@ def epoch_seed(seed: int, name: str, epoch: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{epoch}".encode()).digest()[:4], "little")
 
 
-class Documents:
+class MegatronDocuments:
     """All shards as one low-level dataset, with what GPTDataset asks of megatron-core's IndexedDataset."""
 
     def __init__(self, source: DatasetSpec) -> None:
@@ -113,7 +115,7 @@ class Documents:
         return self._prefixes[shard], document - int(self._first[shard])
 
 
-class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
+class MegatronEpoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
     """GPTDataset with a cache that several ranks, nodes and threads may share."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
@@ -129,16 +131,18 @@ class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
 
 
 @dataclass
-class EpochConfig(GPTDatasetConfig):  # type: ignore[misc]
+class MegatronEpochConfig(GPTDatasetConfig):  # type: ignore[misc]
     """Without a blend megatron-core takes the data for a mock and caches nothing by itself."""
 
     relayrun_cache: str | None = None
     relayrun_opening: str | None = None
 
 
-def _open_epoch(source: DatasetSpec, documents: Documents, indices: npt.NDArray[np.int32], epoch: int) -> Epoch:
-    config = EpochConfig(
-        random_seed=epoch_seed(source.seed, source.name, epoch),
+def _open_epoch(
+    source: DatasetSpec, documents: MegatronDocuments, indices: npt.NDArray[np.int32], epoch: int
+) -> MegatronEpoch:
+    config = MegatronEpochConfig(
+        random_seed=megatron_epoch_seed(source.seed, source.name, epoch),
         sequence_length=source.seq_length,
         split="1",
         reset_position_ids=False,
@@ -150,4 +154,4 @@ def _open_epoch(source: DatasetSpec, documents: Documents, indices: npt.NDArray[
         relayrun_opening=source.opening,
     )
     identity = f"{source.manifest.fingerprint}/{len(indices)}"
-    return Epoch(documents, identity, indices, None, Split.train, config)
+    return MegatronEpoch(documents, identity, indices, None, Split.train, config)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from relayrun.tokens.order.spec import DatasetSpec
 
-WINDOWS = 1 << 20
+MOCK_WINDOWS = 1 << 20
 """Windows of an epoch."""
 
 
@@ -24,7 +24,7 @@ class MockDataset:
         self._vocabulary_size = int(source.options["vocabulary_size"])
 
     def __len__(self) -> int:
-        return WINDOWS
+        return MOCK_WINDOWS
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
         """Token ids, int64 [seq_length + 1]."""

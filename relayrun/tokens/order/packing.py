@@ -36,18 +36,18 @@ from relayrun.tokens.order.index_cache import IndexCache
 
 log = logging.getLogger(__name__)
 
-BLOCK = 512
+WINDOWS_PER_BLOCK = 512
 """Windows that are packed together. Part of the order: another number is another order."""
-VERSION = 1
+PACKING_VERSION = 1
 """The way in which windows are packed: what another version of it has counted is not taken."""
-KEPT = 256
+CACHED_BLOCKS = 256
 """Blocks whose rows are kept in memory, the newest."""
 
-Pieces = list[tuple[int, int, int]]
+RowPieces = list[tuple[int, int, int]]
 """Windows of a row in order: number, first token, and the token behind the last one."""
 
 
-def assign(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> npt.NDArray[np.int64]:
+def assign_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> npt.NDArray[np.int64]:
     """The row of each window, int64 [windows], numbered from 0 without a gap; no window is longer than `room`.
 
     Not for `split`, which may put a window into several rows.
@@ -55,11 +55,11 @@ def assign(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> npt.NDA
     if packing in ("none", "pad"):
         return np.arange(len(sizes))
     if packing == "greedy":
-        return _greedy(sizes, room)
-    return _first_fit(sizes, room) if packing == "first_fit" else _best_fit(sizes, room)
+        return _pack_greedy(sizes, room)
+    return _pack_first_fit(sizes, room) if packing == "first_fit" else _pack_best_fit(sizes, room)
 
 
-def _greedy(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+def _pack_greedy(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     rows, row, left = [], -1, 0
     for size in sizes.tolist():
         if size > left:
@@ -69,7 +69,7 @@ def _greedy(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     return np.array(rows, np.int64)
 
 
-def _first_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+def _pack_first_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     left = np.full(len(sizes), room)
     rows, count = np.zeros(len(sizes), np.int64), 0
     for window, size in enumerate(sizes.tolist()):
@@ -80,7 +80,7 @@ def _first_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]
     return rows
 
 
-def _best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+def _pack_best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     order = np.argsort(-sizes, kind="stable")
     full = int(np.count_nonzero(sizes == room))  # each fills a row
     found, count = [*range(full)], full
@@ -100,11 +100,11 @@ def _best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     return rows
 
 
-def together(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> list[Pieces]:
+def pack_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> list[RowPieces]:
     """The rows that windows of these sizes give, int64 [windows], packed as one block."""
     if packing != "split":
-        rows = assign(sizes, room, packing)
-        found: list[Pieces] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
+        rows = assign_rows(sizes, room, packing)
+        found: list[RowPieces] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
         for window, (row, size) in enumerate(zip(rows.tolist(), sizes.tolist(), strict=True)):
             found[row].append((window, 0, size))
         return found
@@ -143,19 +143,19 @@ class PackedRows:
         self._room = room
         self._alone = packing in ("none", "pad")
         self._starts = np.zeros(1, np.int64) if self._alone else self._kept(cache, opening)
-        self._block = lru_cache(KEPT)(self._packed)
+        self._block = lru_cache(CACHED_BLOCKS)(self._packed)
 
     def __len__(self) -> int:
         return len(self.windows) if self._alone else int(self._starts[-1])
 
-    def pieces(self, i: int) -> Pieces:
+    def pieces(self, i: int) -> RowPieces:
         """What row i holds. Raises IndexError outside of 0..len-1, and as `DocumentWindows.read`."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} is outside of range({len(self)})")
         if self._alone:
             return [(i, 0, int(self.windows.sizes(i, i + 1)[0]))]
         block = int(np.searchsorted(self._starts, i, side="right")) - 1
-        row, first = i - int(self._starts[block]), block * BLOCK
+        row, first = i - int(self._starts[block]), block * WINDOWS_PER_BLOCK
         sizes, order, bounds = self._block(block)
         if self.packing != "split":
             inside = order[bounds[row] : bounds[row + 1]].tolist()
@@ -181,28 +181,35 @@ class PackedRows:
             return self._counted()
 
     def _counted(self) -> npt.NDArray[np.int64]:
-        return np.cumsum([0, *map(self._count, self.windows.all_sizes(BLOCK))], dtype=np.int64)
+        return np.cumsum([0, *map(self._count, self.windows.all_sizes(WINDOWS_PER_BLOCK))], dtype=np.int64)
 
     def _identity(self) -> str:
         """The hash of all that the rows depend on."""
         cut = self.windows.cut
         sizes = [cut.window, cut.overlap, cut.specials, cut.drop_end is not None]
-        identity = [VERSION, BLOCK, self._room, self.packing, *sizes, self.windows.manifest.fingerprint]
+        identity = [
+            PACKING_VERSION,
+            WINDOWS_PER_BLOCK,
+            self._room,
+            self.packing,
+            *sizes,
+            self.windows.manifest.fingerprint,
+        ]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def _count(self, sizes: npt.NDArray[np.int64]) -> int:
         if self.packing == "split":
             return -(-int(sizes.sum()) // self._room)
-        return int(assign(sizes, self._room, self.packing).max()) + 1
+        return int(assign_rows(sizes, self._room, self.packing).max()) + 1
 
     def _packed(self, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Sizes of the block's windows; windows by row; where the windows of each row begin in that.
 
         With `split` the last is where each window begins in the block, and the second is nothing.
         """
-        first = block * BLOCK
-        sizes = self.windows.sizes(first, min(first + BLOCK, len(self.windows)))
+        first = block * WINDOWS_PER_BLOCK
+        sizes = self.windows.sizes(first, min(first + WINDOWS_PER_BLOCK, len(self.windows)))
         if self.packing == "split":
             return sizes, sizes[:0], np.cumsum([0, *sizes.tolist()], dtype=np.int64)
-        rows = assign(sizes, self._room, self.packing)
+        rows = assign_rows(sizes, self._room, self.packing)
         return sizes, np.argsort(rows, kind="stable"), np.cumsum([0, *np.bincount(rows).tolist()], dtype=np.int64)

@@ -29,15 +29,15 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-ROUNDS = 12
+MIXING_ROUNDS = 12
 _MASK = (1 << 64) - 1
-_MULTIPLY_1 = 0xBF58476D1CE4E5B9  # the two odd multipliers of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
-_MULTIPLY_2 = 0x94D049BB133111EB
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9  # the two odd multipliers of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
+_MULTIPLIER_2 = 0x94D049BB133111EB
 
 
 def permutation_key(seed: int, name: str, epoch: int) -> bytes:
     """The key for one epoch of one data set: 96 bytes, SHAKE-256 of the three as a JSON list."""
-    return hashlib.shake_256(json.dumps([seed, name, epoch]).encode()).digest(8 * ROUNDS)
+    return hashlib.shake_256(json.dumps([seed, name, epoch]).encode()).digest(8 * MIXING_ROUNDS)
 
 
 class Permutation:
@@ -50,8 +50,8 @@ class Permutation:
     def __init__(self, n: int, key: bytes) -> None:
         if not 1 <= n <= 1 << 62:
             raise ValueError(f"n must lie in 1..2^62, not {n}")
-        if len(key) != 8 * ROUNDS:
-            raise ValueError(f"the key must have {8 * ROUNDS} bytes, not {len(key)}")
+        if len(key) != 8 * MIXING_ROUNDS:
+            raise ValueError(f"the key must have {8 * MIXING_ROUNDS} bytes, not {len(key)}")
         self.n = n
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
@@ -119,12 +119,12 @@ class Permutation:
 
 def _mix(half: int, key: int) -> int:
     """63 well mixed bits of half and key (63, so that adding a half stays below 2^64 in numpy)."""
-    x = ((half ^ key) * _MULTIPLY_1) & _MASK
-    x = ((x ^ (x >> 32)) * _MULTIPLY_2) & _MASK
+    x = ((half ^ key) * _MULTIPLIER_1) & _MASK
+    x = ((x ^ (x >> 32)) * _MULTIPLIER_2) & _MASK
     return (x ^ (x >> 29)) >> 1
 
 
 def _mix_many(half: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    x = (half ^ key) * np.uint64(_MULTIPLY_1)
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(_MULTIPLY_2)
+    x = (half ^ key) * np.uint64(_MULTIPLIER_1)
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(_MULTIPLIER_2)
     return (x ^ (x >> np.uint64(29))) >> np.uint64(1)

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
-from relayrun.config.sections.rampup import BatchSizes, Leg
+from relayrun.config.sections.rampup import BatchSizes, IterationRange
 from relayrun.errors import FatalTrainingError
 
 
-class Progress:
+class TrainingProgress:
     """Iterations done, samples consumed, and the legs in which that came about."""
 
     def __init__(
@@ -27,13 +27,13 @@ class Progress:
         *,
         iteration: int = 0,
         consumed_samples: int = 0,
-        legs: Sequence[Leg] = (),
+        legs: Sequence[IterationRange] = (),
         skipped: Sequence[int] = (),
     ) -> None:
         """Make the progress of a run that stands at `iteration` and goes on with `sizes`; `legs` are its past."""
         self.iteration = iteration
         self.consumed_samples = consumed_samples
-        self.legs = [*legs] or [Leg(0, 0, sizes)]
+        self.legs = [*legs] or [IterationRange(0, 0, sizes)]
         self.skipped = [*skipped]
         """Iterations whose update was left out, rising; their samples are consumed."""
         if self.legs[-1].sizes != sizes or self.legs[-1].consumed(iteration) != consumed_samples:
@@ -105,7 +105,7 @@ class Progress:
         """Go on from a state with these batch sizes. Raises FatalTrainingError if the state is damaged."""
         try:
             legs = [
-                Leg(entry["iteration"], entry["consumed_samples"], BatchSizes.from_json(entry))
+                IterationRange(entry["iteration"], entry["consumed_samples"], BatchSizes.from_json(entry))
                 for entry in state["legs"]
             ]
             iteration, consumed = state["iteration"], state["consumed_samples"]
@@ -125,4 +125,4 @@ class Progress:
         self.legs = [leg for leg in self.legs if leg.iteration < self.iteration]
         last = self.legs[-1] if self.legs else None
         if last is None or last.sizes != sizes or last.consumed(self.iteration) != self.consumed_samples:
-            self.legs.append(Leg(self.iteration, self.consumed_samples, sizes))
+            self.legs.append(IterationRange(self.iteration, self.consumed_samples, sizes))

@@ -17,7 +17,7 @@ from relayrun.errors import FatalTrainingError
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that would take four times as long to make, twice for each sample
-class Row:
+class SampleRow:
     """One sample."""
 
     tokens: npt.NDArray[np.signedinteger[Any]]
@@ -34,7 +34,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RowBatch:
     """The samples of a micro-batch."""
 
     tokens: npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class Rows:
     """Windows in all rows."""
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Self:
+    def of(cls, rows: Sequence[SampleRow]) -> Self:
         """Put rows of one length below each other."""
         masks = None
         if any(row.loss_mask is not None for row in rows):
@@ -64,17 +64,17 @@ class Rows:
         )
 
 
-def row_of(dataset: Any, epoch: int, i: int) -> Row:
+def read_row(dataset: Any, epoch: int, i: int) -> SampleRow:
     """Row i of an epoch of a data set (`relayrun.tokens.order.samples.Dataset`), whether it gives rows or tokens.
 
     Raises FatalTrainingError for a loss mask that does not fit the tokens.
     """
     if (row := getattr(dataset, "row", None)) is not None:
-        found: Row = row(epoch, i)
+        found: SampleRow = row(epoch, i)
         return found
     read = dataset.read(epoch, i)
     if not isinstance(read, tuple):
-        return Row(tokens=read)
+        return SampleRow(tokens=read)
     tokens, mask = read[0], np.asarray(read[1], np.float32)
     if mask.shape != (len(tokens) - 1,):
         raise FatalTrainingError(
@@ -82,10 +82,10 @@ def row_of(dataset: Any, epoch: int, i: int) -> Row:
             f"{len(tokens)} tokens",
             hint=f"a mask has one number for each input: {len(tokens) - 1}",
         )
-    return Row(tokens=tokens, loss_mask=mask)
+    return SampleRow(tokens=tokens, loss_mask=mask)
 
 
-def row_figures(counts: Sequence[int], *, tokens: int, samples: int) -> dict[str, Any]:
+def row_statistics(counts: Sequence[int], *, tokens: int, samples: int) -> dict[str, Any]:
     """What a step says of an iteration's rows, from padding and windows in all of them; nothing where none is known."""
     if not counts:
         return {}

@@ -23,16 +23,16 @@ import numpy.typing as npt
 
 from relayrun.config.sections.data import FORMER_ORDERS
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.order.lanes import Cursor, LaneReading, Standing, Stream, read_standing
-from relayrun.tokens.order.rows import Row, row_of
+from relayrun.tokens.order.lanes import Cursor, LanePositions, LaneReader, Stream, read_lane_positions
+from relayrun.tokens.order.rows import SampleRow, read_row
 from relayrun.tokens.order.samples import Dataset
 from relayrun.tokens.order.schedule import Schedule, integer_weights
 
-STATE_VERSION = 1
+SAMPLER_STATE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MixturePart:
     """One data set of the mixture."""
 
     dataset: Dataset | Stream
@@ -48,7 +48,7 @@ class MixtureSampler:
     `settings` is what decides the order of all parts alike (seed, sequence length, tokenizer), plain JSON.
     """
 
-    def __init__(self, parts: Mapping[str, Part], settings: Mapping[str, Any], *, name: str = "train") -> None:
+    def __init__(self, parts: Mapping[str, MixturePart], settings: Mapping[str, Any], *, name: str = "train") -> None:
         self.name = name
         self.parts = dict(parts)
         self.settings = dict(settings)
@@ -63,7 +63,7 @@ class MixtureSampler:
             for name, part in parts.items()
         }
         """Records of all data sets that the schedule names, also of those that have left the mixture."""
-        self.standing = {name: Standing(0, stream.first_cursors()) for name, stream in self.streams.items()}
+        self.standing = {name: LanePositions(0, stream.first_cursors()) for name, stream in self.streams.items()}
         """Where the lanes stand at the begin of this attempt, also those of streams that have left the mixture."""
 
     def locate(self, k: int) -> tuple[str, int, int]:
@@ -83,20 +83,20 @@ class MixtureSampler:
         """
         return self.row(k).tokens
 
-    def row(self, k: int) -> Row:
+    def row(self, k: int) -> SampleRow:
         """Return global sample k with what its data set knows of its tokens. Errors as in `sample`."""
         name, epoch, i = self.locate(k)
-        return row_of(self.parts[name].dataset, epoch, i)
+        return read_row(self.parts[name].dataset, epoch, i)
 
     def reading(
         self, consumed_samples: int, replica: int, replicas: int, *, streams: Mapping[str, Stream] | None = None
-    ) -> LaneReading:
+    ) -> LaneReader:
         """Return the samples of one of the data-parallel replicas, from `consumed_samples` on. Only of streams.
 
         `streams`: what is opened in place of the streams of the mixture, and gives their samples.
         """
         assert self.lanes is not None
-        return LaneReading(
+        return LaneReader(
             self.schedule,
             self.streams if streams is None else streams,
             self.standing,
@@ -122,11 +122,11 @@ class MixtureSampler:
         standing: dict[str, dict[str, Any]] = {}
         for name, one in self.standing.items():
             if name not in self.streams:  # it has left the mixture, and stands still
-                one = Standing(consumed_samples, one.cursors)
+                one = LanePositions(consumed_samples, one.cursors)
             standing[name] = one.to_json(consumed_samples, newer.get(name, {}))
         return {
             **({"streams": standing} if standing else {}),
-            "version": STATE_VERSION,
+            "version": SAMPLER_STATE_VERSION,
             "consumed_samples": consumed_samples,
             "settings": self.settings,
             "phases": self.schedule.to_json(),
@@ -140,9 +140,9 @@ class MixtureSampler:
         Raises FatalTrainingError, naming each difference, if the state was made over other data or in
         another order, so that sample numbers would not mean the same samples, or if its ledger is wrong.
         """
-        consumed, phases, records = _read(state)
+        consumed, phases, records = _read_phases(state)
         streamed = [name for name, record in records.items() if record.get("windows", 0) is None]
-        standing = read_standing(state.get("streams", {}), consumed, streamed)
+        standing = read_lane_positions(state.get("streams", {}), consumed, streamed)
         differences = [
             f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
             for name, old in state["settings"].items()
@@ -163,7 +163,7 @@ class MixtureSampler:
                 + "; ".join(differences),
                 hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
             )
-        begun = {name: Standing(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
+        begun = {name: LanePositions(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
         for name, stream in self.streams.items():
             if name in standing:
                 try:
@@ -179,11 +179,11 @@ class MixtureSampler:
         return consumed
 
 
-def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]]]:
+def _read_phases(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]]]:
     """Consumed samples, schedule and records of a state. Raises FatalTrainingError if it is damaged."""
     try:
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"its version is {state.get('version')!r}, this program reads {STATE_VERSION}")
+        if state.get("version") != SAMPLER_STATE_VERSION:
+            raise ValueError(f"its version is {state.get('version')!r}, this program reads {SAMPLER_STATE_VERSION}")
         consumed = state["consumed_samples"]
         if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
             raise ValueError(f"consumed_samples is {consumed!r}")
@@ -191,7 +191,7 @@ def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, 
         counts = schedule.counts(consumed)
         if state["counts"] != counts:
             raise ValueError(f"its ledger counts {dict(state['counts'])}, its phases give {counts}")
-        records = {name: _named_as_today(record) for name, record in state["datasets"].items()}
+        records = {name: _current_order_names(record) for name, record in state["datasets"].items()}
         if records.keys() != set(schedule.names):
             raise ValueError("its data sets are not those of its phases")
         return consumed, schedule, records
@@ -201,7 +201,7 @@ def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, 
         ) from None
 
 
-def _named_as_today(record: Mapping[str, Any]) -> dict[str, Any]:
+def _current_order_names(record: Mapping[str, Any]) -> dict[str, Any]:
     """A data set's record, which may be of an earlier version."""
     return {**record, "order": FORMER_ORDERS.get(record["order"], record["order"])} if "order" in record else {**record}
 

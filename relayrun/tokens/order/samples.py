@@ -18,7 +18,7 @@ import numpy.typing as npt
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.block_cache import BlockCache
 from relayrun.tokens.order.permutation import Permutation, permutation_key
-from relayrun.tokens.order.windows import Origin, WindowDataset
+from relayrun.tokens.order.windows import DocumentOrigin, WindowDataset
 from relayrun.tokens.shards.manifest import DatasetManifest
 
 
@@ -38,7 +38,7 @@ class Dataset(Protocol):
         """Token ids, int64 [seq_length + 1], of window i, 0 <= i < len, of epoch 0, 1, ..."""
 
 
-class SampleOrder:
+class WindowOrder:
     """The samples of one data set in order; sample k is any k >= 0, epoch follows epoch.
 
     `name` separates the shuffles of data sets that share a seed. `shuffle=False` reads every epoch in
@@ -64,7 +64,7 @@ class SampleOrder:
         self.name = name
         self.shuffle = shuffle
         self.windows = WindowDataset(manifest, seq_length, blocks=blocks)
-        training = len(self.windows) - held_out_windows(len(self.windows), split)
+        training = len(self.windows) - held_out_window_count(len(self.windows), split)
         self._first = training if held_out else 0
         self.windows_per_epoch = len(self.windows) - training if held_out else training
         if not self.windows_per_epoch:
@@ -75,7 +75,7 @@ class SampleOrder:
                 hint="give more data or a smaller seq_length",
             )
         # two epochs, since readers of one order may stand on both sides of an epoch's end
-        self._permutation = lru_cache(2)(partial(_epoch_permutation, self.windows_per_epoch, seed, name))
+        self._permutation = lru_cache(2)(partial(_window_permutation, self.windows_per_epoch, seed, name))
 
     def __len__(self) -> int:
         return self.windows_per_epoch
@@ -90,7 +90,7 @@ class SampleOrder:
         """Token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
         return self.windows.read(self.window(epoch, i))
 
-    def origins(self, epoch: int, i: int) -> list[Origin]:
+    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
         """Where the tokens of a sample come from: documents, and offsets in them."""
         return self.windows.origins(self.window(epoch, i))
 
@@ -106,10 +106,10 @@ class SampleOrder:
         return self.windows.read(self.locate(k)[2])
 
 
-def held_out_windows(windows: int, split: float) -> int:
+def held_out_window_count(windows: int, split: float) -> int:
     """How many windows a share holds out: at least one, and never all."""
     return min(max(1, round(windows * split)), windows - 1) if split and windows else 0
 
 
-def _epoch_permutation(windows: int, seed: int, name: str, epoch: int) -> Permutation:
+def _window_permutation(windows: int, seed: int, name: str, epoch: int) -> Permutation:
     return Permutation(windows, permutation_key(seed, name, epoch))

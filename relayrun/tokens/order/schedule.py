@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from relayrun.tokens.order.permutation import Permutation, permutation_key
 
-TOTAL = 1 << 32
+WEIGHT_TOTAL = 1 << 32
 """Sum of the integer weights of a phase."""
 
 
@@ -40,7 +40,7 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     Largest remainders, in exact arithmetic: the result depends on the ratios alone, not on the order in
     which the weights are given. Raises ValueError unless all are positive and finite.
     """
-    if not weights or len(weights) > TOTAL >> 8:
+    if not weights or len(weights) > WEIGHT_TOTAL >> 8:
         raise ValueError("a mixture needs a dataset, and not millions of them")
     try:
         exact = {name: Fraction(weight) for name, weight in sorted(weights.items())}
@@ -48,11 +48,11 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
         raise ValueError("a weight must be a finite number") from None
     if min(exact.values()) <= 0:
         raise ValueError("a weight must be positive; leave a dataset out to give it no weight")
-    spare = TOTAL - len(exact)  # each has 1 already
+    spare = WEIGHT_TOTAL - len(exact)  # each has 1 already
     total = sum(exact.values())
     shares = {name: weight / total * spare for name, weight in exact.items()}
     result = {name: 1 + int(share) for name, share in shares.items()}
-    missing = TOTAL - sum(result.values())
+    missing = WEIGHT_TOTAL - sum(result.values())
     for name in sorted(shares, key=lambda name: (int(shares[name]) - shares[name], name))[:missing]:
         result[name] += 1
     return result
@@ -113,7 +113,7 @@ class Interleave:
         return found
 
 
-class Turned:
+class RotatedInterleave:
     """The samples of one phase of a mixture with streams: an `Interleave`, turned anew for every `lanes` samples.
 
     Number r of turn t is number (r + shift of t) mod `lanes` of that turn in the `Interleave`. Without this a data set
@@ -171,10 +171,10 @@ class Phase:
     """Lanes of the streams in the mixture; None: there is no stream."""
 
     @cached_property
-    def interleave(self) -> Interleave | Turned:
+    def interleave(self) -> Interleave | RotatedInterleave:
         """How the samples of the phase are dealt to its datasets."""
         inner = Interleave(self.weights)
-        return inner if self.lanes is None else Turned(inner, self.lanes)
+        return inner if self.lanes is None else RotatedInterleave(inner, self.lanes)
 
 
 class Schedule:
@@ -188,7 +188,7 @@ class Schedule:
         if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
             raise ValueError(f"phases begin at 0 and rise, not {starts}")
         for phase in phases:
-            if sum(phase.weights.values()) != TOTAL or min(phase.weights.values()) < 1:
+            if sum(phase.weights.values()) != WEIGHT_TOTAL or min(phase.weights.values()) < 1:
                 raise ValueError(f"the weights of the phase at {phase.start} do not sum to 2^32")
         self.phases = tuple(phases)
         self._starts = starts

@@ -6,12 +6,12 @@ import os
 from typing import Protocol
 
 from relayrun.errors import FatalTrainingError, InputError
-from relayrun.tokens.order.block_cache import BLOCK, BlockCache
+from relayrun.tokens.order.block_cache import BLOCK_BYTES, BlockCache
 from relayrun.tokens.stores import stores
-from relayrun.tokens.stores.remote import again
+from relayrun.tokens.stores.remote import retry_transient
 
 
-class Bytes(Protocol):
+class ShardFile(Protocol):
     """An open file. Several threads may read it."""
 
     def pread(self, count: int, at: int) -> bytes:
@@ -19,20 +19,20 @@ class Bytes(Protocol):
         ...
 
 
-def open_bytes(path: str, size: int, fingerprint: str, blocks: BlockCache | None) -> Bytes:
+def open_shard_file(path: str, size: int, fingerprint: str, blocks: BlockCache | None) -> ShardFile:
     """Open a file of a shard, a local one or one below a URL.
 
     `size`, `fingerprint`: of the file and of its shard when the run began, which name its blocks. `blocks`: needed for
     a URL. Raises OSError for a local file, and InputError for a URL that has changed or cannot be read.
     """
     if not stores.is_url(path):
-        return LocalBytes(path)
+        return LocalShardFile(path)
     if blocks is None:
         raise FatalTrainingError("this shard lies below a URL, and there is no cache", where=path)
-    return RemoteBytes(path, size, fingerprint, blocks)
+    return RemoteShardFile(path, size, fingerprint, blocks)
 
 
-class LocalBytes:
+class LocalShardFile:
     """A local file. Closed when the last user lets go of it, so that one thread cannot close it on another."""
 
     def __init__(self, path: str) -> None:
@@ -47,7 +47,7 @@ class LocalBytes:
             os.close(self._fd)
 
 
-class RemoteBytes:
+class RemoteShardFile:
     """A file below a URL. Reads that fail are tried again, as `readers.remote.again` does."""
 
     def __init__(self, url: str, size: int, fingerprint: str, blocks: BlockCache) -> None:
@@ -55,7 +55,7 @@ class RemoteBytes:
 
         self._url, self._size, self._blocks = url, size, blocks
         self._name = f"{url}\n{size}\n{fingerprint}\n"
-        now, _ = stores.stat(url)
+        now, _ = stores.stat_url(url)
         if now != size:
             raise InputError(
                 f"this file has {now:,} bytes, had {size:,} when the run began", where=url, hint="put it back as it was"
@@ -66,14 +66,14 @@ class RemoteBytes:
         end = min(at + count, self._size)
         parts = []
         while at < end:
-            number, first = divmod(at, BLOCK)
+            number, first = divmod(at, BLOCK_BYTES)
             block = self._block(number)
             parts.append(block[first : first + end - at])
             at += len(parts[-1])
         return b"".join(parts)
 
     def _block(self, number: int) -> bytes:
-        start, end = number * BLOCK, min((number + 1) * BLOCK, self._size)
+        start, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self._size)
 
         def fetch() -> bytes:
             data = bytes(self._store.cat_file(self._path, start=start, end=end))
@@ -83,4 +83,4 @@ class RemoteBytes:
                 raise OSError(f"the connection ended at {start + len(data):,} of {end:,} bytes")
             return data
 
-        return self._blocks.get(f"{self._name}{number}", lambda: again(fetch, self._url))
+        return self._blocks.get(f"{self._name}{number}", lambda: retry_transient(fetch, self._url))

@@ -24,12 +24,12 @@ import numpy.typing as npt
 
 from relayrun.errors import InputError
 from relayrun.tokens.order.block_cache import BlockCache
-from relayrun.tokens.order.shard_bytes import open_bytes
-from relayrun.tokens.shards.indexed import HEADER, Shard
+from relayrun.tokens.order.shard_bytes import open_shard_file
+from relayrun.tokens.shards.indexed import INDEX_HEADER, Shard
 from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
 from relayrun.tokens.stores.stores import is_url
 
-OPEN_FILES = 128
+MAX_OPEN_FILES = 128
 """Shards of one data set that are held open; many systems allow a process 1,024 files in all."""
 
 
@@ -41,7 +41,7 @@ class WindowDataset:
         manifest: DatasetManifest,
         seq_length: int,
         *,
-        open_files: int = OPEN_FILES,
+        open_files: int = MAX_OPEN_FILES,
         blocks: BlockCache | None = None,
     ) -> None:
         """`blocks`: the cache for shards below URLs; without any there may be none of these."""
@@ -50,7 +50,7 @@ class WindowDataset:
         self.manifest = manifest
         self.seq_length = seq_length
         self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open, manifest.shards, blocks))
+        self._file = lru_cache(open_files)(partial(_open_bin_file, manifest.shards, blocks))
         self._blocks = blocks
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class WindowDataset:
             shard += 1
         return result
 
-    def origins(self, i: int) -> list[Origin]:
+    def origins(self, i: int) -> list[DocumentOrigin]:
         """Where the tokens of window i come from, in order. Reads a few pages of an .idx for each shard."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
@@ -91,13 +91,13 @@ class WindowDataset:
             number = bisect_right(self._starts, at) - 1
             entry = self.manifest.shards[number]
             itemsize = np.dtype(entry.dtype).itemsize
-            offsets = _offsets(entry, self._blocks)
+            offsets = _sequence_offsets(entry, self._blocks)
             within = at - self._starts[number]
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
             stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
             count = min(end - at, stop - within)
             found.append(
-                Origin(
+                DocumentOrigin(
                     prefix=entry.prefix,
                     document=document,
                     tokens=count,
@@ -109,7 +109,7 @@ class WindowDataset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class DocumentOrigin:
     """A piece of a sample: `tokens` tokens of one document of one shard, from token `offset` of it on."""
 
     prefix: str
@@ -118,13 +118,13 @@ class Origin:
     tokens: int
 
 
-class _TokenFile:
+class _BinFile:
     """An open .bin."""
 
     def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
         self._path = shard.prefix + ".bin"
         self._dtype = np.dtype(shard.dtype).newbyteorder("<")
-        self._bytes = open_bytes(self._path, shard.bin_bytes, shard.fingerprint, blocks)
+        self._bytes = open_shard_file(self._path, shard.bin_bytes, shard.fingerprint, blocks)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.generic]:
         size = count * self._dtype.itemsize
@@ -138,14 +138,14 @@ class _TokenFile:
         return np.frombuffer(data, dtype=self._dtype)
 
 
-def _open(shards: tuple[ShardEntry, ...], blocks: BlockCache | None, number: int) -> _TokenFile:
-    return _TokenFile(shards[number], blocks)
+def _open_bin_file(shards: tuple[ShardEntry, ...], blocks: BlockCache | None, number: int) -> _BinFile:
+    return _BinFile(shards[number], blocks)
 
 
-def _offsets(shard: ShardEntry, blocks: BlockCache | None) -> npt.NDArray[np.int64]:
+def _sequence_offsets(shard: ShardEntry, blocks: BlockCache | None) -> npt.NDArray[np.int64]:
     """Byte offset of each sequence of a shard in its .bin."""
     if not is_url(shard.prefix):
         return Shard.open(shard.prefix).offsets()
-    index = open_bytes(shard.prefix + ".idx", shard.idx_bytes, shard.fingerprint, blocks)
-    sequences = HEADER.unpack(index.pread(HEADER.size, 0))[3]
-    return np.frombuffer(index.pread(8 * sequences, HEADER.size + 4 * sequences), "<i8")
+    index = open_shard_file(shard.prefix + ".idx", shard.idx_bytes, shard.fingerprint, blocks)
+    sequences = INDEX_HEADER.unpack(index.pread(INDEX_HEADER.size, 0))[3]
+    return np.frombuffer(index.pread(8 * sequences, INDEX_HEADER.size + 4 * sequences), "<i8")

@@ -15,12 +15,12 @@ import pyarrow as pa
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.jsonlines import MOST_ROWS, plain_lines
-from relayrun.tokens.readers.rowtext import no_column
+from relayrun.tokens.readers.jsonlines import MAX_ROWS, open_decompressed
+from relayrun.tokens.readers.rowtext import missing_column_error
 from relayrun.tokens.readers.texts import large_strings
 from relayrun.tokens.stores.stores import printable
 
-_LONGEST_FIELD = (1 << 31) - 1
+_MAX_FIELD_CHARACTERS = (1 << 31) - 1
 """Characters of a field, at most."""
 
 
@@ -29,8 +29,8 @@ def read_csv(
 ) -> Iterator[pa.Array]:
     """As `columns.read_column`. Raises InputError naming the line where the row begins."""
     file = printable(path)
-    csv.field_size_limit(_LONGEST_FIELD)
-    with plain_lines(raw, compression) as lines:
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
+    with open_decompressed(raw, compression) as lines:
         # a byte order mark is dropped; a byte that is not UTF-8 becomes a lone surrogate, which no UTF-8 gives
         decoded = io.TextIOWrapper(lines, "utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(decoded, strict=True)
@@ -45,20 +45,20 @@ def read_csv(
                     continue  # an empty line
                 if names is None:
                     names = row
-                    place = _place(names, file, column)
+                    place = _column_index(names, file, column)
                     continue
-                text = _field(row, names, place, column)
+                text = _row_text(row, names, place, column)
             except StopIteration:
                 break
             except csv.Error as error:
                 if names is None:
                     raise InputError(f"its first row is not CSV: {error}", where=f"{file}:{before + 1}") from None
-                faults.add(_no_row(error, reader.line_num - before), f"{file}:{before + 1}")
+                faults.add(_bad_row(error, reader.line_num - before), f"{file}:{before + 1}")
                 continue
             except BadLine as bad:
                 faults.add(bad, f"{file}:{before + 1}")
                 continue
-            if texts and (size + len(text) > batch_bytes or len(texts) == MOST_ROWS):
+            if texts and (size + len(text) > batch_bytes or len(texts) == MAX_ROWS):
                 yield large_strings(texts)
                 texts, size = [], 0
             texts.append(text)
@@ -67,15 +67,15 @@ def read_csv(
             yield large_strings(texts)
 
 
-def _place(names: list[str], file: str, column: str) -> int:
+def _column_index(names: list[str], file: str, column: str) -> int:
     if names.count(column) > 1:
         raise InputError(f"there are {names.count(column)} columns {column!r}", where=file)
     if column not in names:
-        raise no_column(file, column, names)
+        raise missing_column_error(file, column, names)
     return names.index(column)
 
 
-def _field(row: list[str], names: list[str], place: int, column: str) -> bytes:
+def _row_text(row: list[str], names: list[str], place: int, column: str) -> bytes:
     if len(row) != len(names):
         raise BadLine("not CSV", f"this row has {len(row)} fields, the first row has {len(names)}")
     try:
@@ -84,6 +84,6 @@ def _field(row: list[str], names: list[str], place: int, column: str) -> bytes:
         raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
 
 
-def _no_row(error: csv.Error, lines: int) -> BadLine:
+def _bad_row(error: csv.Error, lines: int) -> BadLine:
     whole = f"this row of {lines:,} lines is" if lines > 1 else "this row is"
     return BadLine("not CSV", f"{whole} not CSV: {error}")

@@ -8,11 +8,11 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.tokens.stores.stores import printable
 
-MOST_EXAMPLES = 5
+MAX_EXAMPLES = 5
 """Lines that are named, of those that were left out."""
 
 
-def by_reason(counts: Mapping[str, int]) -> str:
+def describe_bad_lines(counts: Mapping[str, int]) -> str:
     """How many lines were left out, for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
     total = sum(counts.values())
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1]))
@@ -49,7 +49,7 @@ class LineFaults:
         if not self._skip:
             raise error from None
         self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1
-        if len(self.examples) < MOST_EXAMPLES:
+        if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{error.where}: {error.message}")
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:

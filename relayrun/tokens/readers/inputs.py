@@ -10,14 +10,14 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from relayrun.errors import InputError, RelayrunError, nearest_path, together
+from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.tokens.stores import stores
 from relayrun.tokens.stores.stores import MissingInput, printable
 
 InputFile = tuple[str, int, int]
 """Path below the dataset folder, bytes, time of change in ns."""
 
-MISSING = (0, -1)
+MISSING_FILE = (0, -1)
 """Bytes and time of change of a file that is not there."""
 
 
@@ -56,23 +56,23 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     then they have the size and time `MISSING`.
     """
     if not stores.is_url(dataset) and not os.path.isdir(dataset):
-        raise InputError("there is no such dataset folder", where=dataset, hint=nearest_path(dataset) or None)
+        raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
     inputs: list[InputFile] = []
     missing: list[RelayrunError] = []
     for name in names:
         try:
-            inputs.append((name, *_stat(os.fspath(dataset), name)))
+            inputs.append((name, *_stat_input(os.fspath(dataset), name)))
         except MissingInput as error:
             missing.append(error)
-            inputs.append((name, *MISSING))
+            inputs.append((name, *MISSING_FILE))
     if missing and not missing_ok:
-        raise together(missing, f"of {len(names):,} files are missing")
+        raise combined_error(missing, f"of {len(names):,} files are missing")
     return inputs
 
 
-def _stat(dataset: str, name: str) -> tuple[int, int]:
+def _stat_input(dataset: str, name: str) -> tuple[int, int]:
     if stores.is_url(dataset):
-        return stores.stat(stores.join(dataset, name))
+        return stores.stat_url(stores.join_path(dataset, name))
     try:
         status = os.stat(os.path.join(dataset, name))
     except (FileNotFoundError, NotADirectoryError):

@@ -23,21 +23,21 @@ import pyarrow as pa
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.rowtext import no_column
-from relayrun.tokens.readers.spill import Spill
+from relayrun.tokens.readers.rowtext import missing_column_error
+from relayrun.tokens.readers.spill import LongText
 from relayrun.tokens.readers.texts import large_strings
 from relayrun.tokens.stores.stores import printable
 
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 """Rows of an array, at most."""
 
-_LONG = 1 << 20
+_LONG_BYTES = 1 << 20
 """Bytes of a line, or of a block of a string."""
 
-_NAME = uuid.uuid4().hex
+_PLACEHOLDER = uuid.uuid4().hex
 """Stands, with a number behind it, for a string that was taken out: no text holds it by chance or by intent."""
 
-_CUT = re.compile(
+_CUT_PATTERN = re.compile(
     rb"(?<=[^\\]{12})(?=[^\x80-\xbf])"  # no escape, nor a pair of them, is so long; and a character begins here
     rb"|(?<=[^\\])(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?=\\)"  # an escape begins, and no second half of a pair
 )
@@ -57,25 +57,25 @@ def read_jsonl(
     faults: LineFaults | None = None,
 ) -> Iterator[pa.Array]:
     """As `columns.read_column`. Raises InputError naming the line, or the file where it holds no lines of JSON."""
-    with plain_lines(raw, compression) as lines:
-        yield from _texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
+    with open_decompressed(raw, compression) as lines:
+        yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
 
 
-def plain_lines(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
+def open_decompressed(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
     """A buffered file of the bytes of `raw`, decompressed."""
     stream: Any = raw
     if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
         stream = pa.CompressedInputStream(raw, compression)
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
-    return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG))
+    return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
 
 
-def _texts(
+def _read_texts(
     lines: Any, file: str, column: str, batch_bytes: int, scratch: str | None, faults: LineFaults
 ) -> Iterator[pa.Array]:
-    most, readline = _LONG, lines.readline
+    most, readline = _LONG_BYTES, lines.readline
     texts: list[str | None] = []
-    taken: dict[str, Spill | None] = {}
+    taken: dict[str, LongText | None] = {}
     size = number = 0
     begun = False
     while line := readline(most):
@@ -88,10 +88,10 @@ def _texts(
             line, taken = _without_long_strings(line, lines, scratch)
         if not line or line.isspace():
             continue
-        spilled: Spill | None = None
+        spilled: LongText | None = None
         reason = None
         try:
-            text = _text(line, column, faults, taken)
+            text = _line_text(line, column, faults, taken)
             if text is not None and text in taken and (spilled := taken[text]) is None:
                 raise BadLine("not UTF-8", f"{column!r} holds what cannot be written as UTF-8")
         except BadLine as bad:
@@ -102,7 +102,7 @@ def _texts(
         finally:
             taken = {}
         length = len(line)
-        if texts and (size + length > batch_bytes or len(texts) == MOST_ROWS or spilled is not None):
+        if texts and (size + length > batch_bytes or len(texts) == MAX_ROWS or spilled is not None):
             yield large_strings(texts)
             texts, size = [], 0
         if spilled is not None:
@@ -141,7 +141,7 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
         )
 
 
-def _text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, Spill | None]) -> str | None:
+def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, LongText | None]) -> str | None:
     """The text of a line, or the name of a long one. Raises BadLine."""
     exact = True
     try:
@@ -149,12 +149,12 @@ def _text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, Spill
     except orjson.JSONDecodeError as error:
         exact = False
         try:
-            row = _leniently(line.removeprefix(_BOM))
+            row = _parse_leniently(line.removeprefix(_BOM))
         except (ValueError, RecursionError):
             raise BadLine("not JSON", f"this line is not JSON: {error}") from None
     if isinstance(row, dict):
         faults.look(row, long)
-    text = _value(row, column)
+    text = _column_value(row, column)
     if not exact and text is not None:
         try:
             text.encode()
@@ -166,7 +166,7 @@ def _text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, Spill
     return text
 
 
-def _leniently(line: bytes) -> Any:
+def _parse_leniently(line: bytes) -> Any:
     """JSON with NaN, integers of any length, lone surrogates, and bytes that are not UTF-8 as lone surrogates."""
     return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=float)
 
@@ -179,13 +179,13 @@ def _is_utf8(line: bytes) -> bool:
     return True
 
 
-def _value(row: Any, column: str) -> str | None:
+def _column_value(row: Any, column: str) -> str | None:
     if not isinstance(row, dict):
         raise BadLine("no object", "this line is no JSON object")
     value: Any = row
     for name in (column,) if column in row else column.split("."):
         if not isinstance(value, dict) or name not in value:
-            error = no_column("", column, list(row))
+            error = missing_column_error("", column, list(row))
             raise BadLine("no column", error.message, hint=error.hint)
         value = value[name]
     if value is not None and not isinstance(value, str):
@@ -193,15 +193,15 @@ def _value(row: Any, column: str) -> str | None:
     return value
 
 
-def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tuple[bytes, dict[str, Spill | None]]:
+def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tuple[bytes, dict[str, LongText | None]]:
     """A line that begins with `begin`, with names for its long strings; and these strings by name, in UTF-8.
 
     None stands for one that cannot be written as UTF-8. A line that holds what is no string of JSON is read to its end,
     and what is returned of it is no JSON.
     """
-    short, taken = bytearray(), dict[str, Spill | None]()
+    short, taken = bytearray(), dict[str, LongText | None]()
     left = bytearray(begin)
-    text: Spill | None = None  # of the string that `left` is inside of
+    text: LongText | None = None  # of the string that `left` is inside of
     long = ended = broken = encodable = False
     while True:
         if broken:
@@ -211,11 +211,11 @@ def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tupl
             short += left[:quote] if quote >= 0 else left
             del left[: quote + 1 if quote >= 0 else len(left)]
             if quote >= 0:
-                text, long, encodable = Spill(scratch), False, True
+                text, long, encodable = LongText(scratch), False, True
                 continue
         else:
-            quote = _closing(left)
-            cut = None if quote >= 0 or len(left) <= _LONG else _CUT.search(left, len(left) - 4096)
+            quote = _closing_quote(left)
+            cut = None if quote >= 0 or len(left) <= _LONG_BYTES else _CUT_PATTERN.search(left, len(left) - 4096)
             end = quote if quote >= 0 else cut.start() if cut is not None else -1
             if end >= 0:
                 string = left[:end]
@@ -223,14 +223,14 @@ def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tupl
                 long = long or cut is not None
                 if long:
                     try:
-                        piece = _decoded(string)
+                        piece = _decode_string(string)
                     except ValueError:
                         broken = True
                         continue
                     encodable = encodable and piece is not None
                     if encodable and piece is not None:
                         text.add(piece)
-                    string = bytearray(f"{_NAME} {len(taken)}".encode())
+                    string = bytearray(f"{_PLACEHOLDER} {len(taken)}".encode())
                 if quote >= 0:
                     if long:
                         taken[string.decode()] = text if encodable else None
@@ -239,12 +239,12 @@ def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tupl
                     continue
         if ended:
             return bytes(short if text is None else short + b'"'), taken  # an open string is an error
-        block = lines.readline(_LONG)
-        ended = len(block) < _LONG or block.endswith(b"\n")
+        block = lines.readline(_LONG_BYTES)
+        ended = len(block) < _LONG_BYTES or block.endswith(b"\n")
         left += block
 
 
-def _closing(inside: bytearray) -> int:
+def _closing_quote(inside: bytearray) -> int:
     """Where the quote is that ends a string, -1 if it does not end here."""
     quote = inside.find(b'"')
     while quote >= 0:
@@ -257,11 +257,11 @@ def _closing(inside: bytearray) -> int:
     return -1
 
 
-def _decoded(inside: bytearray) -> bytes | None:
+def _decode_string(inside: bytearray) -> bytes | None:
     """The inside of a string in UTF-8; None where it cannot be written so. Raises ValueError for what is no string."""
     string = b'"' + inside + b'"'
     try:
         return bytes(orjson.loads(string).encode())
     except orjson.JSONDecodeError:
-        _leniently(string)
+        _parse_leniently(string)
         return None

@@ -16,26 +16,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from relayrun.errors import InputError, RelayrunError, together
-from relayrun.tokens.readers.columns import read_column, unreadable
+from relayrun.errors import InputError, RelayrunError, combined_error
+from relayrun.tokens.readers.columns import read_column, unreadable_file_error
 from relayrun.tokens.readers.faults import LineFaults
-from relayrun.tokens.readers.formats import compression_of, kind_of
-from relayrun.tokens.readers.rowtext import find_field, row_name, with_valid_text
+from relayrun.tokens.readers.formats import file_compression, file_kind
+from relayrun.tokens.readers.rowtext import find_field, keep_utf8_rows, row_namer
 from relayrun.tokens.stores import stores
 from relayrun.tokens.stores.stores import printable
 
-_READ_AHEAD = 1 << 18
+_ROWS_READ_AHEAD = 1 << 18
 """Bytes of every column that are read at a time."""
 
 _BATCH_BYTES = 4_000_000
-_MOST_ROWS = 4096
+_MAX_TABLE_ROWS = 4096
 _FIRST_ROWS = 128
 """Rows that are read first of a file that may hold a text once for many rows: its size says little of theirs."""
 
 _PAGE_ROWS = 1024
 """Writers look at the size of a page after about so many rows."""
 
-_COMPRESSED = 6
+_COMPRESSION_FACTOR = 6
 """A compressed jsonl file holds about this many times its bytes."""
 
 _FOOTERS_AT_A_TIME = 8
@@ -55,7 +55,7 @@ class RowFile:
     """The schema of a file that is written from it: without dictionaries, views and metadata."""
 
 
-def look_at(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
+def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
     """What these files (path, bytes on disk) are, from the footers of those that are parquet.
 
     Raises InputError naming the files that are torn, lack the column, or have other columns than the first one.
@@ -64,7 +64,7 @@ def look_at(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
 
     def tried(file: tuple[str, int]) -> RowFile | None:
         try:
-            return _look_at(*file, column)
+            return _inspect_file(*file, column)
         except InputError as error:
             bad.append(error)
             return None
@@ -72,27 +72,27 @@ def look_at(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
     with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:
         found = [file for file in pool.map(tried, files) if file is not None]
     if bad:
-        raise together(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")
-    first = wide(found[0].schema)
+        raise combined_error(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")
+    first = wide_schema(found[0].schema)
     bad += [
         InputError(
-            f"its columns are others than those of {printable(found[0].path)}: {_difference(schema, first)}",
+            f"its columns are others than those of {printable(found[0].path)}: {_schema_difference(schema, first)}",
             where=printable(file.path),
             hint="shuffle files of one kind at a time",
         )
         for file in found[1:]
-        if (schema := wide(file.schema)) != first
+        if (schema := wide_schema(file.schema)) != first
     ]
     if bad:
-        raise together(bad, f"of {len(files):,} files have other columns than the first one")
+        raise combined_error(bad, f"of {len(files):,} files have other columns than the first one")
     return found
 
 
-def _look_at(path: str, size: int, column: str) -> RowFile:
-    if kind_of(path) != "parquet":
-        size *= 1 if compression_of(path) is None else _COMPRESSED
+def _inspect_file(path: str, size: int, column: str) -> RowFile:
+    if file_kind(path) != "parquet":
+        size *= 1 if file_compression(path) is None else _COMPRESSION_FACTOR
         return RowFile(path=path, size=size, rows=None, page=0, schema=pa.schema([(column, pa.string())]))
-    with opened_parquet(path) as file:
+    with open_parquet(path) as file:
         find_field(file.schema_arrow, path, column)
         metadata = file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
@@ -104,7 +104,7 @@ def _look_at(path: str, size: int, column: str) -> RowFile:
                 (group.total_byte_size * min(_PAGE_ROWS, group.num_rows) // max(group.num_rows, 1) for group in groups),
                 default=0,
             ),
-            schema=_plain(file.schema_arrow),
+            schema=_plain_schema(file.schema_arrow),
         )
 
 
@@ -113,62 +113,62 @@ def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> I
 
     Raises InputError as `read_column`.
     """
-    schema, faults = wide(file.schema), faults or LineFaults()
+    schema, faults = wide_schema(file.schema), faults or LineFaults()
     if file.rows is None:
         for array in read_column(file.path, column, batch_bytes=_BATCH_BYTES, faults=faults):
             yield pa.table([array.cast(pa.large_string())], schema)
         return
-    with opened_parquet(file.path) as source:
+    with open_parquet(file.path) as source:
         fields = find_field(source.schema_arrow, file.path, column)
         measured = 0.0
         for group in range(source.num_row_groups):
             part = source.metadata.row_group(group)
             average = max(part.total_byte_size / max(part.num_rows, 1), measured, 1)
-            most = int(max(1, min(_MOST_ROWS if measured else _FIRST_ROWS, _BATCH_BYTES / average)))
+            most = int(max(1, min(_MAX_TABLE_ROWS if measured else _FIRST_ROWS, _BATCH_BYTES / average)))
             size = first = 0
             # one thread: the callers share the cores already
             for batch in source.iter_batches(most, [group], use_threads=False):
                 rows = len(batch)
                 size += batch.nbytes
-                batch = with_valid_text(batch, fields, faults, row_name(file.path, group, first))
+                batch = keep_utf8_rows(batch, fields, faults, row_namer(file.path, group, first))
                 first += rows
                 yield pa.Table.from_batches([batch]).replace_schema_metadata().cast(schema)
             measured = max(measured, size / max(part.num_rows, 1))
 
 
 @contextlib.contextmanager
-def opened_parquet(path: str) -> Iterator[pq.ParquetFile]:
+def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
     """Open a parquet file, local or below a URL. Raises InputError naming one that cannot be read."""
     try:
         # pages come through a buffer: without it a whole row group is read at once
         with (
-            _source(path) as source,
-            pq.ParquetFile(source, buffer_size=_READ_AHEAD, pre_buffer=False) as file,
+            _open_source(path) as source,
+            pq.ParquetFile(source, buffer_size=_ROWS_READ_AHEAD, pre_buffer=False) as file,
         ):
             yield file
     except (pa.ArrowException, OSError) as error:
-        raise unreadable(path, error) from None
+        raise unreadable_file_error(path, error) from None
 
 
-def _source(path: str) -> pa.NativeFile:
+def _open_source(path: str) -> pa.NativeFile:
     utf8 = path == printable(path)  # Arrow takes no other names
     return pa.OSFile(path) if utf8 and not stores.is_url(path) else pa.PythonFile(stores.open_input(path), "r")
 
 
-def wide(schema: pa.Schema) -> pa.Schema:
+def wide_schema(schema: pa.Schema) -> pa.Schema:
     """The same columns with 64-bit offsets."""
-    return pa.schema([_wide(field) for field in schema])
+    return pa.schema([_wide_field(field) for field in schema])
 
 
-def narrow(table: pa.Table, schema: pa.Schema) -> pa.Table:
+def narrow_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """The table in the types of `schema`; of several chunks where one would hold too much for them."""
     if table.nbytes < 1 << 31 or len(table) == 1:
         return table.cast(schema)
     half = len(table) // 2
-    return pa.concat_tables([narrow(table.slice(0, half), schema), narrow(table.slice(half), schema)])
+    return pa.concat_tables([narrow_table(table.slice(0, half), schema), narrow_table(table.slice(half), schema)])
 
 
-def texts(table: pa.Table, column: str) -> pa.ChunkedArray:
+def text_column(table: pa.Table, column: str) -> pa.ChunkedArray:
     """The column of the text, which may be a nested one."""
     first, *others = find_field(table.schema, "", column)
     found = table[first]
@@ -177,22 +177,22 @@ def texts(table: pa.Table, column: str) -> pa.ChunkedArray:
     return found
 
 
-def _wide(field: pa.Field) -> pa.Field:
+def _wide_field(field: pa.Field) -> pa.Field:
     kind = field.type
     if pa.types.is_string(kind):
         kind = pa.large_string()
     elif pa.types.is_binary(kind):
         kind = pa.large_binary()
     elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = pa.large_list(_wide(kind.value_field))
+        kind = pa.large_list(_wide_field(kind.value_field))
     elif pa.types.is_struct(kind):
-        kind = pa.struct([_wide(inner) for inner in kind])
+        kind = pa.struct([_wide_field(inner) for inner in kind])
     elif pa.types.is_map(kind):
-        kind = pa.map_(_wide(kind.key_field), _wide(kind.item_field), kind.keys_sorted)
+        kind = pa.map_(_wide_field(kind.key_field), _wide_field(kind.item_field), kind.keys_sorted)
     return field.with_type(kind)
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
+def _plain_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema([_plain_field(field) for field in schema])
 
 
@@ -213,7 +213,7 @@ def _plain_field(field: pa.Field) -> pa.Field:
     return field.with_type(kind).remove_metadata()
 
 
-def _difference(schema: pa.Schema, first: pa.Schema) -> str:
+def _schema_difference(schema: pa.Schema, first: pa.Schema) -> str:
     here, there = ({f"{each.name}: {each.type}" for each in kinds} for kinds in (schema, first))
     found = [f"it has {name}" for name in sorted(here - there)] + [f"it lacks {name}" for name in sorted(there - here)]
     return ", ".join(found[:4]) or "they stand in another order, or may be null in one of the files alone"

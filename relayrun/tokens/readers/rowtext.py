@@ -18,11 +18,11 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
     """The names that lead to the column of the text. Raises InputError naming `path`."""
     names = [column] if column in schema.names else column.split(".")
     if names[0] not in schema.names:
-        raise no_column(path, column, schema.names)
+        raise missing_column_error(path, column, schema.names)
     kind = schema.field(names[0]).type
     for name in names[1:]:
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            raise no_column(path, column, _leaves(schema))
+            raise missing_column_error(path, column, _leaf_names(schema))
         kind = kind.field(name).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (_is_text(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
@@ -30,7 +30,7 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
     return names
 
 
-def no_column(where: str, column: str, columns: Sequence[str]) -> InputError:
+def missing_column_error(where: str, column: str, columns: Sequence[str]) -> InputError:
     """The error of a file without the column."""
     return InputError(
         f"no column {column!r}; there are: {', '.join(columns)}",
@@ -39,7 +39,7 @@ def no_column(where: str, column: str, columns: Sequence[str]) -> InputError:
     )
 
 
-def text_of(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
+def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     """The texts of a batch as a string or large_string array; `fields` as `find_field` gives them."""
     array = batch.column(fields[0])
     for field in fields[1:]:
@@ -49,27 +49,27 @@ def text_of(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     return array if _is_text(array.type) else array.cast(pa.large_string())
 
 
-def valid(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array:
+def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array:
     """The texts of a string or large_string array that are UTF-8, which Arrow's readers do not look at.
 
     `where` names row i of the array; `faults` may keep a null in the place of another one. Raises InputError for the
     first other one, unless `faults` leaves it out, and pa.ArrowInvalid for an array that is broken in another way.
     """
-    good = _good(array, faults, where)
+    good = _utf8_mask(array, faults, where)
     if good is None:
         return array
     return pc.if_else(good, array, pa.scalar(None, array.type)) if faults.keep else array.filter(good)
 
 
-def with_valid_text(
+def keep_utf8_rows(
     batch: pa.RecordBatch, fields: Sequence[str], faults: LineFaults, where: Callable[[int], str]
 ) -> pa.RecordBatch:
     """The rows of a batch whose texts are UTF-8, with all their columns. Raises as `valid` does."""
-    good = _good(text_of(batch, fields), faults, where)
+    good = _utf8_mask(text_array(batch, fields), faults, where)
     return batch if good is None else batch.filter(good)
 
 
-def _good(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array | None:
+def _utf8_mask(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array | None:
     """Which texts are UTF-8; None where all are, which costs little to find out."""
     try:
         array.validate(full=True)
@@ -93,7 +93,7 @@ def _good(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> p
     return mask
 
 
-def row_name(path: str, group: int, first: int, *, what: str = "row group") -> Callable[[int], str]:
+def row_namer(path: str, group: int, first: int, *, what: str = "row group") -> Callable[[int], str]:
     """How row i of an array is named that begins at row `first` of a row group, or of a record batch of Arrow."""
     return lambda row: f"{path}: {what} {group}, row {first + row} of it (both counted from 0)"
 
@@ -102,7 +102,7 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _leaves(schema: pa.Schema) -> list[str]:
+def _leaf_names(schema: pa.Schema) -> list[str]:
     names = []
     for field in schema:
         inner = (

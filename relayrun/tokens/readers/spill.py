@@ -15,14 +15,14 @@ import pyarrow as pa
 
 from relayrun.errors import RelayrunError
 
-MOST_IN_MEMORY = 16 << 20
+MAX_BYTES_IN_MEMORY = 16 << 20
 """Bytes of a text that is kept in memory."""
 
 _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """Texts that lie in files, by their address."""
 
 
-class Spill:
+class LongText:
     """The bytes of one text, above `MOST_IN_MEMORY` in a file without a name, which is gone when nobody reads it."""
 
     def __init__(self, folder: str | None) -> None:
@@ -34,8 +34,8 @@ class Spill:
     def add(self, data: bytes) -> None:
         """Raises RelayrunError when the disk is full."""
         self._memory += data
-        if self._folder is not None and (self._file is not None or len(self._memory) > MOST_IN_MEMORY):
-            with _no_room(self._folder):
+        if self._folder is not None and (self._file is not None or len(self._memory) > MAX_BYTES_IN_MEMORY):
+            with _explain_full_disk(self._folder):
                 if self._file is None:
                     self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".text-")  # noqa: SIM115
                     weakref.finalize(self, self._file.close)  # also of a text that nobody asks for
@@ -47,7 +47,7 @@ class Spill:
         """A large_string array of this one text, not copied; nothing may be added any more. Raises as `add` does."""
         data: bytearray | mmap.mmap = self._memory
         if self._file is not None:
-            with _no_room(self._folder), self._file:
+            with _explain_full_disk(self._folder), self._file:
                 data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
             _mapped[_address(np.frombuffer(data, np.uint8))] = data
         offsets = pa.py_buffer(np.array([0, len(data)], np.int64))
@@ -55,7 +55,7 @@ class Spill:
 
 
 @contextlib.contextmanager
-def _no_room(folder: object) -> Iterator[None]:
+def _explain_full_disk(folder: object) -> Iterator[None]:
     """An error of the file is not one of the input."""
     try:
         yield
@@ -63,7 +63,7 @@ def _no_room(folder: object) -> Iterator[None]:
         raise RelayrunError(f"no room for a long text: {error.strerror}", where=folder) from None
 
 
-def let_go(data: npt.NDArray[np.uint8]) -> None:
+def release_pages(data: npt.NDArray[np.uint8]) -> None:
     """Tell the kernel that a text is read up to the end of `data`: what lies in a file need not stay in memory."""
     begin = _address(data)
     for place, mapped in _mapped.items():

@@ -22,12 +22,12 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
-from relayrun.tokens.shards.record import MadeBy, ShardRecord, remove_own_record, write_own_record
-from relayrun.tokens.stores.direct_io import LARGEST_RESERVE, DirectFile
+from relayrun.tokens.shards.record import ShardRecord, TokenizerRecord, remove_shard_record, write_shard_record
+from relayrun.tokens.stores.direct_io import MAX_RESERVE_BYTES, DirectFile
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-CODES: dict[int, type[np.generic]] = {
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES: dict[int, type[np.generic]] = {
     1: np.uint8,
     2: np.int8,
     3: np.int16,
@@ -69,7 +69,7 @@ class Shard:
         hint = "tokenize it again, or leave this prefix out"
         try:
             with open(prefix + ".idx", "rb", buffering=0) as file:
-                header = file.read(HEADER.size)
+                header = file.read(INDEX_HEADER.size)
                 idx_bytes = os.fstat(file.fileno()).st_size
                 last = _last_sequence(file.fileno(), header, idx_bytes)
             bin_bytes = os.stat(prefix + ".bin").st_size
@@ -77,12 +77,12 @@ class Shard:
             raise InputError(
                 "a shard needs both its .bin and its .idx file; this one is missing", where=error.filename, hint=hint
             ) from None
-        if len(header) < HEADER.size or header[:9] != MAGIC:
+        if len(header) < INDEX_HEADER.size or header[:9] != INDEX_MAGIC:
             raise InputError("not a Megatron index", where=prefix + ".idx", hint=hint)
-        _, version, code, sequences, bounds = HEADER.unpack(header)
-        if version != 1 or code not in CODES:
+        _, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
+        if version != 1 or code not in DTYPE_CODES:
             raise InputError(f"unknown index version {version} or token type {code}", where=prefix + ".idx", hint=hint)
-        wanted = HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
+        wanted = INDEX_HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
         if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
             raise InputError(
                 "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
@@ -93,7 +93,7 @@ class Shard:
             raise InputError(
                 f"index is torn: {idx_bytes} bytes, its header asks for {wanted}", where=prefix + ".idx", hint=hint
             )
-        dtype = np.dtype(CODES[code])
+        dtype = np.dtype(DTYPE_CODES[code])
         tokens = bin_bytes // dtype.itemsize
         if sequences:  # the last sequence must end inside the .bin; a cut shard may leave bytes behind it
             length, offset = last
@@ -123,23 +123,23 @@ class Shard:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each sequence, shape [sequences], memory-mapped."""
-        return np.memmap(self.prefix + ".idx", np.dtype("<i4"), "r", HEADER.size, (self.sequences,))
+        return np.memmap(self.prefix + ".idx", np.dtype("<i4"), "r", INDEX_HEADER.size, (self.sequences,))
 
     def offsets(self) -> npt.NDArray[np.int64]:
         """Byte offset of each sequence in the .bin, shape [sequences], memory-mapped."""
         return np.memmap(
-            self.prefix + ".idx", np.dtype("<i8"), "r", HEADER.size + 4 * self.sequences, (self.sequences,)
+            self.prefix + ".idx", np.dtype("<i8"), "r", INDEX_HEADER.size + 4 * self.sequences, (self.sequences,)
         )
 
     def bounds(self) -> npt.NDArray[np.int64]:
         """First sequence of each document, and the number of sequences, shape [documents + 1], memory-mapped."""
         return np.memmap(
-            self.prefix + ".idx", np.dtype("<i8"), "r", HEADER.size + 12 * self.sequences, (self.documents + 1,)
+            self.prefix + ".idx", np.dtype("<i8"), "r", INDEX_HEADER.size + 12 * self.sequences, (self.documents + 1,)
         )
 
     def modes(self) -> npt.NDArray[np.int8]:
         """Mode of each sequence of a multimodal shard, shape [sequences], memory-mapped."""
-        place = HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
+        place = INDEX_HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
         return np.memmap(self.prefix + ".idx", np.int8, "r", place, (self.sequences,))
 
     def ids(self) -> npt.NDArray[np.generic]:
@@ -149,8 +149,8 @@ class Shard:
 
 def _last_sequence(idx: int, header: bytes, idx_bytes: int) -> tuple[int, int]:
     """Length in tokens and offset in bytes of the last sequence of the open index; zeros where it holds none."""
-    sequences = HEADER.unpack(header)[3] if len(header) == HEADER.size else 0
-    place = HEADER.size + 4 * sequences
+    sequences = INDEX_HEADER.unpack(header)[3] if len(header) == INDEX_HEADER.size else 0
+    place = INDEX_HEADER.size + 4 * sequences
     if not sequences or place + 8 * sequences > idx_bytes:
         return 0, 0
     (length,) = struct.unpack("<i", os.pread(idx, 4, place - 4))
@@ -166,7 +166,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self, prefix: str | os.PathLike[str], dtype: type[np.generic], *, own_record: MadeBy | None = None
+        self, prefix: str | os.PathLike[str], dtype: type[np.generic], *, own_record: TokenizerRecord | None = None
     ) -> None:
         """Begin the shard `prefix`. `own_record`: it gets a record of its own beside it, which names this tokenizer."""
         self.prefix = os.fspath(prefix)
@@ -214,7 +214,7 @@ class ShardWriter:
         """Return an array for `add`, shape [tokens], in the memory that the file is written from: its ids are not
         copied."""
         size = tokens * self.dtype.itemsize
-        if size > LARGEST_RESERVE:
+        if size > MAX_RESERVE_BYTES:
             return np.empty(tokens, self.dtype)
         self._reserved = self._bin.reserve(size).view(self.dtype)
         return self._reserved
@@ -251,7 +251,7 @@ class ShardWriter:
             documents = np.concatenate(self._lengths)
             bounds = np.zeros(len(documents) + 1, np.int64)
             np.cumsum(documents > 0, out=bounds[1:])
-            idx_bytes = index_bytes(documents[documents > 0], bounds, self.dtype)
+            idx_bytes = encode_index(documents[documents > 0], bounds, self.dtype)
             with open(self.prefix + ".idx.tmp", "wb") as idx:
                 idx.write(idx_bytes)
                 idx.flush()
@@ -261,9 +261,11 @@ class ShardWriter:
             self._bin.close()
             if self._made is not None:
                 largest = self.largest_id if self.tokens else None
-                write_own_record(self.prefix, ShardRecord(made=self._made, xxh3_128=self.xxh3_128, largest_id=largest))
+                write_shard_record(
+                    self.prefix, ShardRecord(made=self._made, xxh3_128=self.xxh3_128, largest_id=largest)
+                )
             else:
-                remove_own_record(self.prefix)
+                remove_shard_record(self.prefix)
         except BaseException:
             self.abort()
             raise
@@ -283,10 +285,10 @@ class ShardWriter:
                     os.unlink(self.prefix + name)
 
 
-def index_bytes(lengths: npt.NDArray[np.int32], bounds: npt.NDArray[np.int64], dtype: np.dtype[np.generic]) -> bytes:
+def encode_index(lengths: npt.NDArray[np.int32], bounds: npt.NDArray[np.int64], dtype: np.dtype[np.generic]) -> bytes:
     """The .idx of sequences of these `lengths` that lie one behind the other; documents as in the layout above."""
     offsets = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1].astype("<i8") * dtype.itemsize, out=offsets[1:])
-    code = next(code for code, kind in CODES.items() if np.dtype(kind) == dtype)
-    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds))
+    code = next(code for code, kind in DTYPE_CODES.items() if np.dtype(kind) == dtype)
+    header = INDEX_HEADER.pack(INDEX_MAGIC, 1, code, len(lengths), len(bounds))
     return b"".join((header, lengths.astype("<i4").tobytes(), offsets.tobytes(), bounds.astype("<i8").tobytes()))

@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import InputError
-from relayrun.files import RealPath
+from relayrun.files import RealPathCache
 from relayrun.tokens.shards.indexed import Shard
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
-from relayrun.tokens.shards.record import MadeBy, Records
+from relayrun.tokens.shards.record import ShardRecords, TokenizerRecord
 
 log = logging.getLogger(__name__)
 
-SETTING = "data.allow_other_tokenizer"
-LOOKED_AT = 32
+ALLOW_SETTING = "data.allow_other_tokenizer"
+MAX_SAMPLED_SHARDS = 32
 """Shards without a record whose ids are looked at, in each data set."""
-IDS = 1 << 16
+SAMPLED_IDS = 1 << 16
 """How many ids of such a shard are looked at, at its beginning."""
 
 
@@ -34,15 +34,15 @@ def check_tokenizer(
 
     Parameters as `other_tokenizers`. Returns how many shards have no record.
     """
-    errors, without = other_tokenizers(manifest, mixture, ends_matter=ends_matter)
+    errors, without = tokenizer_differences(manifest, mixture, ends_matter=ends_matter)
     for error in errors:
         if not allow:
             raise error
-        log.warning("taken, as %s says: %s: %s", SETTING, error.where, error.message)
+        log.warning("taken, as %s says: %s: %s", ALLOW_SETTING, error.where, error.message)
     return sum(map(len, without.values()))
 
 
-def other_tokenizers(
+def tokenizer_differences(
     manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False
 ) -> tuple[list[InputError], dict[str, list[str]]]:
     """Return an error for every set and way in which shards differ from the run's tokenizer.
@@ -50,30 +50,30 @@ def other_tokenizers(
     `mixture`: names of the data sets to look at, beside all validation sets; None: all. `ends_matter`: something in
     the run depends on which id ends a document. Also returned: by set, the prefixes of shards that have no record.
     """
-    records, real_path = Records(), RealPath()
+    records, real_path = ShardRecords(), RealPathCache()
     errors: list[InputError] = []
     without: dict[str, list[str]] = {}
-    for what, dataset in sets_of(manifest, mixture):
+    for what, dataset in iterate_data_sets(manifest, mixture):
         wrong: dict[str, list[str]] = {}
         for shard in dataset.shards:
             record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
             if record is None or record.made is None:
                 without.setdefault(what, []).append(shard.prefix)
-            elif (words := _difference(record.made, manifest, ends_matter)) is not None:
+            elif (words := _tokenizer_difference(record.made, manifest, ends_matter)) is not None:
                 wrong.setdefault(words, []).append(shard.prefix)
         errors += [
             InputError(
                 f"{what}: {len(prefixes):,} of {len(dataset.shards):,} shards, of which this is the first, were not "
                 f"made with the tokenizer {manifest.tokenizer}: {words}",
                 where=prefixes[0],
-                hint=f"set data.tokenizer to the one that made them, or tokenize again; if it is meant, {SETTING}=true",
+                hint=f"set data.tokenizer to the one that made them, or tokenize again; if it is meant, {ALLOW_SETTING}=true",
             )
             for words, prefixes in wrong.items()
         ]
     return errors, without
 
 
-def sets_of(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
+def iterate_data_sets(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
     """Yield each data set of `mixture` (None: all) and each validation set, with the words that name it."""
     for name in manifest.datasets if mixture is None else mixture:
         yield f"data set {name!r}", manifest.datasets[name]
@@ -81,9 +81,9 @@ def sets_of(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple
         yield f"validation set {name!r}", dataset
 
 
-def _difference(made: MadeBy, manifest: Manifest, ends_matter: bool) -> str | None:
+def _tokenizer_difference(made: TokenizerRecord, manifest: Manifest, ends_matter: bool) -> str | None:
     """Say how the tokenizer of a record differs from the run's; None if it does not, or nobody knows."""
-    if (words := _other_tokenizer(made, manifest)) is not None:
+    if (words := _vocabulary_difference(made, manifest)) is not None:
         return words
     if ends_matter and made.eos != manifest.eod:
         there = "no token" if made.eos is None else f"the token {made.eos}"
@@ -91,7 +91,7 @@ def _difference(made: MadeBy, manifest: Manifest, ends_matter: bool) -> str | No
     return None
 
 
-def _other_tokenizer(made: MadeBy, manifest: Manifest) -> str | None:
+def _vocabulary_difference(made: TokenizerRecord, manifest: Manifest) -> str | None:
     if made.ids and manifest.tokenizer_ids:
         if made.ids == manifest.tokenizer_ids:
             return None
@@ -106,12 +106,12 @@ def _other_tokenizer(made: MadeBy, manifest: Manifest) -> str | None:
     return f"that one has {size:,} entries, the run's {own:,}{small}"
 
 
-def look_at(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
+def check_first_ids(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
     """Raise InputError if one of the first ids of some of these shards, evenly chosen, is beyond the vocabulary."""
     prefixes = [prefix for prefix in prefixes if "://" not in prefix]  # their ids are checked when they are read
-    step = max(1, -(-len(prefixes) // LOOKED_AT))
+    step = max(1, -(-len(prefixes) // MAX_SAMPLED_SHARDS))
     for prefix in prefixes[::step]:
-        ids: npt.NDArray[np.int64] = np.asarray(Shard.open(prefix).ids()[:IDS], np.int64)
+        ids: npt.NDArray[np.int64] = np.asarray(Shard.open(prefix).ids()[:SAMPLED_IDS], np.int64)
         if len(ids) and (ids.max() >= vocabulary_size or ids.min() < 0):
             wrong = int(ids[(ids >= vocabulary_size) | (ids < 0)][0])
             raise InputError(

@@ -27,14 +27,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from relayrun.errors import InputError, RelayrunError, together
+from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import read_json, write_json
 from relayrun.tokens.shards.indexed import Shard
-from relayrun.tokens.shards.mixture_folder import repeated_on_purpose
-from relayrun.tokens.shards.record import Records
-from relayrun.tokens.stores.checksum import checksum_of
+from relayrun.tokens.shards.mixture_folder import is_repeated_pass
+from relayrun.tokens.shards.record import ShardRecords
+from relayrun.tokens.stores.checksum import file_checksum
 
-VERSION = 2
+MANIFEST_VERSION = 2
 _CHUNK = 1 << 20
 
 
@@ -136,7 +136,7 @@ class FileEntry:
             return [f"{self.path}: missing"]
         if now.st_size != self.size:
             return [f"{self.path}: {now.st_size} bytes, was {self.size}"]
-        same = self.changed in (0, now.st_mtime_ns) or (self.content and checksum_of(self.path) == self.content)
+        same = self.changed in (0, now.st_mtime_ns) or (self.content and file_checksum(self.path) == self.content)
         return [] if same else [f"{self.path}: was changed: {self.other_time()}"]
 
     def other_time(self) -> str:
@@ -192,7 +192,7 @@ class DatasetManifest:
             except InputError as error:
                 bad.append(error)
         if bad:
-            raise together(bad, f"of {len(prefixes):,} shards cannot be used")
+            raise combined_error(bad, f"of {len(prefixes):,} shards cannot be used")
         return cls(shards=tuple(shards))
 
 
@@ -271,7 +271,7 @@ class Manifest:
         together = set(mixture)
         in_training: dict[tuple[int, int], tuple[str, str]] = {}
         for name, dataset in self.datasets.items():
-            for identity, prefix in _identities(name, dataset, missing_ok=name not in together).items():
+            for identity, prefix in _file_identities(name, dataset, missing_ok=name not in together).items():
                 other, first = in_training.setdefault(identity, (name, prefix))
                 if other != name and {name, other} <= together:
                     raise InputError(
@@ -280,7 +280,7 @@ class Manifest:
                         hint="name each shard once, or its tokens are repeated",
                     )
         for name, dataset in self.validation.items():
-            _identities(f"validation {name!r}", dataset)
+            _file_identities(f"validation {name!r}", dataset)
         training, validation = (
             {name: [shard.prefix for shard in dataset.shards] for name, dataset in sets.items()}
             for sets in (self.datasets, self.validation)
@@ -293,11 +293,11 @@ class Manifest:
         """Read what `write` wrote. Raises FileNotFoundError, and InputError if it is damaged."""
         try:
             value = read_json(path)
-            if value["version"] != VERSION:
-                raise ValueError(f"its version is {value['version']}, this program reads {VERSION}")
+            if value["version"] != MANIFEST_VERSION:
+                raise ValueError(f"its version is {value['version']}, this program reads {MANIFEST_VERSION}")
             return cls(
-                datasets={name: _dataset(part) for name, part in value["datasets"].items()},
-                validation={name: _dataset(part) for name, part in value["validation"].items()},
+                datasets={name: _dataset_from_json(part) for name, part in value["datasets"].items()},
+                validation={name: _dataset_from_json(part) for name, part in value["validation"].items()},
                 vocabulary_size=value["vocabulary_size"],
                 eod=value["eod"],
                 tokenizer=value["tokenizer"],
@@ -319,7 +319,7 @@ class Manifest:
         write_json(
             path,
             {
-                "version": VERSION,
+                "version": MANIFEST_VERSION,
                 "tokenizer": self.tokenizer,
                 "tokenizer_fingerprint": self.tokenizer_fingerprint,
                 "tokenizer_ids": self.tokenizer_ids,
@@ -327,8 +327,8 @@ class Manifest:
                 "listed_validation": self.listed_validation,
                 "vocabulary_size": self.vocabulary_size,
                 "eod": self.eod,
-                "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},
-                "validation": {name: _json(dataset) for name, dataset in self.validation.items()},
+                "datasets": {name: _dataset_to_json(dataset) for name, dataset in self.datasets.items()},
+                "validation": {name: _dataset_to_json(dataset) for name, dataset in self.validation.items()},
             },
         )
 
@@ -359,7 +359,7 @@ def check_held_out(
 
     `files`: training data that are read as text. `split`: the training sets of which a share is held out.
     """
-    records = Records()
+    records = ShardRecords()
     texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
     held: dict[str, str] = {}
     for prefix in (prefix for name in split for prefix in training[name]):
@@ -406,7 +406,7 @@ def _check_contiguous(shard: Shard) -> None:
         expected = int(ends[-1])
 
 
-def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
+def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
     """(device, inode) of every .bin → prefix, and of every local file of text → path."""
     found: dict[tuple[int, int], str] = {}
     below_urls = [shard.prefix for shard in dataset.shards if "://" in shard.prefix]
@@ -423,7 +423,7 @@ def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False
                 continue
             raise
         other = found.setdefault((status.st_dev, status.st_ino), prefix)
-        if other is not prefix and not repeated_on_purpose(prefix, other):
+        if other is not prefix and not is_repeated_pass(prefix, other):
             raise InputError(
                 f"stands twice in {name}, also as {other}",
                 where=prefix,
@@ -432,7 +432,7 @@ def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False
     return found
 
 
-def _json(dataset: DatasetManifest) -> dict[str, Any]:
+def _dataset_to_json(dataset: DatasetManifest) -> dict[str, Any]:
     return {
         "fingerprint": dataset.fingerprint,
         "tokens": dataset.tokens,
@@ -441,7 +441,7 @@ def _json(dataset: DatasetManifest) -> dict[str, Any]:
     }
 
 
-def _dataset(value: dict[str, Any]) -> DatasetManifest:
+def _dataset_from_json(value: dict[str, Any]) -> DatasetManifest:
     dataset = DatasetManifest(
         shards=tuple(ShardEntry(**shard) for shard in value["shards"]),
         files=tuple(FileEntry(**file) for file in value.get("files", ())),  # none in runs of earlier versions

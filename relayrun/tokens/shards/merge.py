@@ -20,9 +20,16 @@ import numpy as np
 import xxhash
 
 from relayrun.errors import InputError, refuse_unwritable, refuse_urls
-from relayrun.files import RealPath, alone, fsync_directory, remove_leftovers, rename_new, temporary_prefix
-from relayrun.tokens.shards.indexed import Shard, index_bytes
-from relayrun.tokens.shards.record import OWN_RECORD, MadeBy, Records, ShardRecord, write_own_record
+from relayrun.files import (
+    RealPathCache,
+    exclusive_maker,
+    fsync_directory,
+    remove_leftovers,
+    rename_to_unused_name,
+    temporary_prefix,
+)
+from relayrun.tokens.shards.indexed import Shard, encode_index
+from relayrun.tokens.shards.record import RECORD_SUFFIX, ShardRecord, ShardRecords, TokenizerRecord, write_shard_record
 from relayrun.tokens.stores.direct_io import DirectFile
 
 log = logging.getLogger(__name__)
@@ -31,7 +38,7 @@ _PIECE = 1 << 20
 """Bytes that are read, hashed and passed on at a time: they stay in the processor's cache."""
 
 
-def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
+def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
     """Write the shards `prefixes`, in this order, as the shard `output`; return it.
 
     `multimodal`: their indices hold a mode of every sequence, and so does the result's.
@@ -40,18 +47,18 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal
     one of the inputs. Warns where the record cannot name a tokenizer, because not every input does.
     """
     target = os.path.abspath(output)
-    inputs = look(prefixes, output, multimodal=multimodal)
-    with alone(Path(target)) as held:
+    inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
+    with exclusive_maker(Path(target)) as held:
         if not held:
             hint = "wait for it, or choose another name"
             raise InputError("another merge writes this output", where=target, hint=hint)
         _refuse_existing(target)  # again: another one may have ended since
         remove_leftovers(Path(target).parent, shared=True)
-        _merge(inputs, target, [os.path.abspath(prefix) for prefix in prefixes], multimodal=multimodal)
+        _write_merged(inputs, target, [os.path.abspath(prefix) for prefix in prefixes], multimodal=multimodal)
     return Shard.open(target, multimodal=multimodal)
 
 
-def _merge(inputs: Inputs, target: str, prefixes: list[str], *, multimodal: bool) -> None:
+def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, multimodal: bool) -> None:
     """Write the files under names of this process, then give them theirs; where that fails, none of them is left."""
     shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
     folder = Path(target).parent
@@ -61,14 +68,14 @@ def _merge(inputs: Inputs, target: str, prefixes: list[str], *, multimodal: bool
         with DirectFile(tokens) as out:
             digest = xxhash.xxh3_128()
             for shard, record in zip(shards, known, strict=True):
-                _append(shard, {} if record is None else record.xxh3_128, out, digest)
+                _append_shard(shard, {} if record is None else record.xxh3_128, out, digest)
             os.fsync(out.fileno())
         bounds, sequences = [np.zeros(1, np.int64)], 0
         for shard in shards:
             bounds.append(np.asarray(shard.bounds())[1:] + sequences)
             sequences += shard.sequences
         lengths = np.concatenate([np.asarray(shard.lengths()) for shard in shards])
-        index = index_bytes(lengths, np.concatenate(bounds), dtype)
+        index = encode_index(lengths, np.concatenate(bounds), dtype)
         if multimodal:
             index += b"".join(np.asarray(shard.modes()).tobytes() for shard in shards)
         with open(index_file, "wb") as file:
@@ -79,10 +86,10 @@ def _merge(inputs: Inputs, target: str, prefixes: list[str], *, multimodal: bool
         largest = _largest_id(shards, known)
         own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
         try:
-            rename_new(tokens, target + ".bin")
-            made += [target + ".bin", target + OWN_RECORD]
-            write_own_record(target, own, merged=prefixes)
-            rename_new(index_file, target + ".idx")
+            rename_to_unused_name(tokens, target + ".bin")
+            made += [target + ".bin", target + RECORD_SUFFIX]
+            write_shard_record(target, own, merged=prefixes)
+            rename_to_unused_name(index_file, target + ".idx")
         except FileExistsError:
             _refuse_existing(target)
             raise
@@ -95,12 +102,12 @@ def _merge(inputs: Inputs, target: str, prefixes: list[str], *, multimodal: bool
 
 
 @dataclass(frozen=True)
-class Inputs:
+class MergeInputs:
     """The shards of a merge, the record of each that has one, and the tokenizer that all of them have on record."""
 
     shards: list[Shard]
     records: list[ShardRecord | None]
-    made: MadeBy | None
+    made: TokenizerRecord | None
     texts: frozenset[str]
     """What names the text of all of them (`Records.texts`)."""
 
@@ -110,7 +117,7 @@ class Inputs:
         return sum(shard.tokens * shard.dtype.itemsize + shard.idx_bytes for shard in self.shards)
 
 
-def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Inputs:
+def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> MergeInputs:
     """Look at the inputs of a merge and the place of its output; no token is read. Raises InputError as `merge`."""
     refuse_urls(output)
     target = os.path.abspath(output)
@@ -126,10 +133,10 @@ def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal:
             where=other.prefix,
             hint="merge shards of one tokenizer alone",
         )
-    records, real_path = Records(), RealPath()
+    records, real_path = ShardRecords(), RealPathCache()
     known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
     texts = frozenset().union(*records.texts(prefixes).values())
-    return Inputs(shards, known, _one_tokenizer(prefixes, known, target), texts)
+    return MergeInputs(shards, known, _common_tokenizer(prefixes, known, target), texts)
 
 
 def _refuse_existing(target: str) -> None:
@@ -138,7 +145,9 @@ def _refuse_existing(target: str) -> None:
             raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
 
 
-def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str) -> MadeBy | None:
+def _common_tokenizer(
+    prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str
+) -> TokenizerRecord | None:
     """The tokenizer that all inputs have on record; None, with a warning, where one has none.
 
     Raises InputError where two differ, or end documents with different tokens.
@@ -150,7 +159,7 @@ def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None
         if not made.same(other):
             what = "another tokenizer made this shard than"
         elif made.eos != other.eos:
-            what = f"documents end with {_token(made.eos)} here, with {_token(other.eos)} in"
+            what = f"documents end with {_describe_token(made.eos)} here, with {_describe_token(other.eos)} in"
         else:
             continue
         raise InputError(f"{what} {first}", where=prefix, hint="merge shards of one tokenizer alone")
@@ -176,11 +185,11 @@ def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) 
     return max(known) if known and len(known) == len(noted) else None
 
 
-def _token(id_: int | None) -> str:
+def _describe_token(id_: int | None) -> str:
     return "no token" if id_ is None else f"the token {id_}"
 
 
-def _append(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
+def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
     """The tokens of `shard` behind what `out` holds; its offsets must run without gaps from 0.
 
     `sums`: what its record says of its files, if it has one. Raises InputError where they are others.

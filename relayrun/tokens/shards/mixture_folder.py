@@ -11,41 +11,43 @@ import re
 from pathlib import Path
 
 from relayrun.files import read_json
-from relayrun.tokens.shards.prefixes import SUFFIXES
+from relayrun.tokens.shards.prefixes import SHARD_SUFFIXES
 
-FORMAT = "relayrun dataset mixture, version 1"
+MIXTURE_FORMAT = "relayrun dataset mixture, version 1"
 SUMMARY_TEXT = "dataset_mixture_summary.txt"
 SUMMARY_JSON = "dataset_mixture_summary.json"
 
 
-def files_of(mixture: Path) -> dict[str, bool]:
+def mixture_files(mixture: Path) -> dict[str, bool]:
     """What belongs to the mixture in this folder, by its summary: path below it → whether it is a link.
 
     Nothing, if it is no mixture.
     """
     try:
         former = read_json(mixture / SUMMARY_JSON)
-        if former["format"] != FORMAT:
+        if former["format"] != MIXTURE_FORMAT:
             return {}
         files = dict.fromkeys((SUMMARY_TEXT, SUMMARY_JSON, *(dataset["name"] for dataset in former["datasets"])), False)
         for shard in former["shards"]:
             link = shard["link"]
             files[os.path.dirname(link)] = False
-            files |= {link + suffix: suffix == ".bin" or "cut_after_documents" not in shard for suffix in SUFFIXES}
+            files |= {
+                link + suffix: suffix == ".bin" or "cut_after_documents" not in shard for suffix in SHARD_SUFFIXES
+            }
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # ValueError: also no UTF-8
         return {}
     return files
 
 
 @functools.lru_cache(maxsize=16)
-def _links(mixture: str) -> frozenset[str]:
-    return frozenset(name[:-4] for name in files_of(Path(mixture)) if name.endswith(SUFFIXES))
+def _mixture_links(mixture: str) -> frozenset[str]:
+    return frozenset(name[:-4] for name in mixture_files(Path(mixture)) if name.endswith(SHARD_SUFFIXES))
 
 
-def repeated_on_purpose(prefix: str, other: str) -> bool:
+def is_repeated_pass(prefix: str, other: str) -> bool:
     """Whether two prefixes are one shard in two passes of a mixture that repeats its dataset."""
     folder = os.path.commonpath([prefix, other])
     mixture = os.path.dirname(folder)
     names = [os.path.relpath(path, mixture) for path in (prefix, other)]
     passes = {re.fullmatch(r"epoch-\d+", os.path.basename(os.path.dirname(name))) is not None for name in names}
-    return True in passes and _links(mixture).issuperset(names)
+    return True in passes and _mixture_links(mixture).issuperset(names)

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relayrun.errors import InputError, RelayrunError, nearest_path, together
-from relayrun.files import ASIDE
+from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
+from relayrun.files import REPLACED_PREFIX
 
-SUFFIXES = (".bin", ".idx")
+SHARD_SUFFIXES = (".bin", ".idx")
 
 
 def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
@@ -32,11 +32,11 @@ def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
     prefixes: dict[str, None] = {}
     roots = [Path(path).absolute() for path in paths]
     for root in roots if listed else sorted(roots):
-        prefixes |= dict.fromkeys(sorted(_below(root, seen)))
+        prefixes |= dict.fromkeys(sorted(_prefixes_below(root, seen)))
     return list(prefixes) if listed else sorted(prefixes)
 
 
-def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:
+def expand_paths(paths: Sequence[str], *, listed: bool = True) -> list[str]:
     """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, each once.
 
     A shard or a folder that exists under just the name that is given is never a pattern.
@@ -48,44 +48,46 @@ def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:
     bad: list[RelayrunError] = []
     for path in paths:
         try:
-            found.append(_matches(path))
+            found.append(_match_path(path))
         except InputError as error:
             bad.append(error)
     if bad:
-        raise together(bad, "paths lead to nothing")
-    files = (prefix + suffix for _, prefixes in found for prefix in sorted(prefixes) for suffix in SUFFIXES)
-    if half := [_half(file) for file in files if not os.path.isfile(file)]:
-        raise together(half, "shards are not whole")
+        raise combined_error(bad, "paths lead to nothing")
+    files = (prefix + suffix for _, prefixes in found for prefix in sorted(prefixes) for suffix in SHARD_SUFFIXES)
+    if half := [_half_shard_error(file) for file in files if not os.path.isfile(file)]:
+        raise combined_error(half, "shards are not whole")
     if not listed:
         folders = [folder for below, _ in found for folder in below]
         return sorted(set(find_prefixes(folders)).union(*(prefixes for _, prefixes in found)))
     seen: set[tuple[int, int]] = set()
     ordered: dict[str, None] = {}
     for below, prefixes in found:
-        every = prefixes.union(*(_below(folder, seen) for folder in sorted(below)))
+        every = prefixes.union(*(_prefixes_below(folder, seen) for folder in sorted(below)))
         ordered |= dict.fromkeys(sorted(every))
     return list(ordered)
 
 
-def _matches(path: str) -> tuple[list[Path], set[str]]:
+def _match_path(path: str) -> tuple[list[Path], set[str]]:
     """The folders and the prefixes that one path of `expand` leads to. Raises InputError if there is none."""
     if os.path.isdir(path):
         return [Path(path).absolute()], set()
-    exists = any(os.path.lexists(path + suffix) for suffix in SUFFIXES)
-    pattern = glob.escape(path) if exists else literal_front(path)
-    files = set(glob.glob(pattern)) | {match for suffix in SUFFIXES for match in glob.glob(pattern + suffix)}
+    exists = any(os.path.lexists(path + suffix) for suffix in SHARD_SUFFIXES)
+    pattern = glob.escape(path) if exists else escape_literal_front(path)
+    files = set(glob.glob(pattern)) | {match for suffix in SHARD_SUFFIXES for match in glob.glob(pattern + suffix)}
     below = [Path(match).absolute() for match in files if os.path.isdir(match)]
     if glob.has_magic(path):  # `dump-0/*` means its shards, and not the logs beside them
-        below = [folder for folder in below if any(_walk(os.fspath(folder), set()))]
-    shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
+        below = [folder for folder in below if any(_walk_prefixes(os.fspath(folder), set()))]
+    shards = {
+        os.path.abspath(match[:-4]) for match in files if match.endswith(SHARD_SUFFIXES) and os.path.isfile(match)
+    }
     if not below and not shards:
         usual = "give a folder, a shard without its suffix, or a pattern of either"
-        hint = "; ".join(filter(None, [nearest_path(path), usual]))
+        hint = "; ".join(filter(None, [did_you_mean_path(path), usual]))
         raise InputError("leads to no folder and to no shard", where=path, hint=hint)
     return below, shards
 
 
-def literal_front(path: str) -> str:
+def escape_literal_front(path: str) -> str:
     """`path` as a pattern whose longest front that exists under just this name stands for itself alone.
 
     So does the begin of a name, in front of its first `*` or `?`, with which a name there begins: `web[2024]-*`.
@@ -93,33 +95,33 @@ def literal_front(path: str) -> str:
     parts = path.split("/")
     fronts = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
     front = next(filter(os.path.lexists, fronts), "")
-    begin = begin_of_name(path[len(front) :])
+    begin = literal_name_start(path[len(front) :])
     if begin and glob.glob(glob.escape(front + begin) + "*"):
         front += begin
     return glob.escape(front) + path[len(front) :]
 
 
-def begin_of_name(rest: str) -> str:
+def literal_name_start(rest: str) -> str:
     """What stands in front of the first `*` or `?` of a name, if it holds a bracket; else nothing."""
     found = re.match(r"/*[^/*?]*\[[^/*?]*(?=[*?])", rest)
     return "" if found is None else found[0]
 
 
-def _below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
+def _prefixes_below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
     """The prefixes below one folder, without those of the folders in `seen`. Raises InputError as `find_prefixes`."""
     if not root.is_dir():
-        what, near = ("not a folder", "") if root.exists() else ("no such folder", nearest_path(root))
+        what, near = ("not a folder", "") if root.exists() else ("no such folder", did_you_mean_path(root))
         hint = "; ".join(filter(None, [near, "give folders that hold .bin and .idx files"]))
         raise InputError(what, where=root, hint=hint)
-    found = set(_walk(os.fspath(root), seen))
-    if not found and not any(_walk(os.fspath(root), set())):  # not even when read without the others
+    found = set(_walk_prefixes(os.fspath(root), seen))
+    if not found and not any(_walk_prefixes(os.fspath(root), set())):  # not even when read without the others
         raise InputError(
             "no .bin and .idx files below this folder", where=root, hint="tokenize into it first, or leave it out"
         )
     return found
 
 
-def _half(missing: str) -> InputError:
+def _half_shard_error(missing: str) -> InputError:
     return InputError(
         "a shard needs both its .bin and its .idx file; this one is missing",
         where=missing,
@@ -127,7 +129,7 @@ def _half(missing: str) -> InputError:
     )
 
 
-def one_line(prefixes: Sequence[str]) -> str:
+def join_prefixes(prefixes: Sequence[str]) -> str:
     """The prefixes separated by spaces, as Megatron's `--data-path $(...)` takes them.
 
     Raises InputError if one holds a blank: a shell would split it.
@@ -142,7 +144,7 @@ def one_line(prefixes: Sequence[str]) -> str:
     return " ".join(prefixes)
 
 
-def _walk(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+def _walk_prefixes(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
     """Yield the prefixes below `root`; `seen` holds (device, inode) of the folders that were read."""
     waiting = [root]
     while waiting:
@@ -152,14 +154,14 @@ def _walk(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
             continue
         seen.add((status.st_dev, status.st_ino))
         folders: list[str] = []
-        stems: dict[str, set[str]] = {suffix: set() for suffix in SUFFIXES}
+        stems: dict[str, set[str]] = {suffix: set() for suffix in SHARD_SUFFIXES}
         with os.scandir(folder) as entries:
             for entry in entries:
                 stem, suffix = entry.name[:-4], entry.name[-4:]
                 if entry.is_dir():
-                    if not entry.name.startswith(ASIDE):
+                    if not entry.name.startswith(REPLACED_PREFIX):
                         folders.append(entry.path)
-                elif suffix in SUFFIXES and stem:
+                elif suffix in SHARD_SUFFIXES and stem:
                     if not entry.is_file():
                         raise InputError(
                             "not a file, or a link that leads nowhere", where=entry.path, hint="mend or remove it"
@@ -168,6 +170,6 @@ def _walk(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         bins, indices = stems.values()
         if bins != indices:
             missing = [os.path.join(folder, stem + (".idx" if stem in bins else ".bin")) for stem in bins ^ indices]
-            raise together([_half(path) for path in sorted(missing)], "shards are not whole")
+            raise combined_error([_half_shard_error(path) for path in sorted(missing)], "shards are not whole")
         yield from (os.path.join(folder, stem) for stem in bins)
         waiting.extend(sorted(folders, reverse=True))

@@ -15,18 +15,18 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from relayrun.files import RealPath, read_json, write_json
+from relayrun.files import RealPathCache, read_json, write_json
 
-RECORD = "tokenization.json"
+FOLDER_RECORD = "tokenization.json"
 """The record of a folder of shards."""
-OWN_RECORD = ".record.json"
+RECORD_SUFFIX = ".record.json"
 """What the name of a shard's own record has behind the prefix."""
-FORMAT = "relayrun shard, version 1"
+SHARD_RECORD_FORMAT = "relayrun shard, version 1"
 _END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeBy:
+class TokenizerRecord:
     """What a record says of the tokenizer."""
 
     fingerprint: str
@@ -38,7 +38,7 @@ class MadeBy:
     eos: int | None
     """The id that ends every document; None if none does."""
 
-    def same(self, other: MadeBy) -> bool:
+    def same(self, other: TokenizerRecord) -> bool:
         """Whether two records name one tokenizer, as far as both tell."""
         return self.ids == other.ids if self.ids and other.ids else self.fingerprint == other.fingerprint
 
@@ -47,7 +47,7 @@ class MadeBy:
 class ShardRecord:
     """One shard's record."""
 
-    made: MadeBy | None
+    made: TokenizerRecord | None
     """None where nobody knows."""
     xxh3_128: dict[str, str]
     """Checksums, 32 hexadecimal digits, of the .bin and the .idx; empty where nobody knows."""
@@ -61,38 +61,38 @@ class ShardRecord:
     """The prefixes of these shards, where an earlier version merged them and noted no texts."""
 
 
-def write_own_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
+def write_shard_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
     """Write the record of the shard `prefix` alone, before its files get their names. `merged`: the shards it joins."""
     record: dict[str, Any] = {
-        "format": FORMAT,
+        "format": SHARD_RECORD_FORMAT,
         "tokenizer": None if shard.made is None else asdict(shard.made),
         "xxh3_128": shard.xxh3_128,
         "largest_id": shard.largest_id,
     }
     if merged is not None:
         record |= {"merged": list(merged), "texts": sorted(shard.texts)}
-    write_json(prefix + OWN_RECORD, record)
+    write_json(prefix + RECORD_SUFFIX, record)
 
 
-def remove_own_record(prefix: str) -> None:
+def remove_shard_record(prefix: str) -> None:
     """Remove the record of a shard that another is about to replace."""
-    Path(prefix + OWN_RECORD).unlink(missing_ok=True)
+    Path(prefix + RECORD_SUFFIX).unlink(missing_ok=True)
 
 
-class Records:
+class ShardRecords:
     """The records of shards; each folder is read once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
-        self._real_path = RealPath()
+        self._real_path = RealPathCache()
 
     def of(self, real_prefix: str) -> ShardRecord | None:
         """What is on record of the shard whose .bin is the real file `real_prefix`.bin; None where nothing is."""
         folder, name = os.path.split(real_prefix)
         if folder not in self._folders:
-            self._folders[folder] = _of_folder(folder), _own_records(folder)
+            self._folders[folder] = _read_folder_record(folder), _list_shard_records(folder)
         shared, own = self._folders[folder]
-        return (_own(real_prefix) if name + OWN_RECORD in own else None) or shared.get(name)
+        return (_read_shard_record(real_prefix) if name + RECORD_SUFFIX in own else None) or shared.get(name)
 
     def texts(self, prefixes: Iterable[str]) -> dict[str, set[str]]:
         """Name the text of each shard: shards have a name in common if they hold the same text, whatever their paths.
@@ -123,7 +123,7 @@ class Records:
         for alike in (sizes[size] for size in without if len(sizes[size]) > 1):
             for real, several in alike.items():
                 for prefix in several:
-                    found[prefix].add(_sample(real))
+                    found[prefix].add(_hash_ends(real))
         return found
 
     def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
@@ -133,7 +133,7 @@ class Records:
         return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
 
 
-def _sample(prefix: str) -> str:
+def _hash_ends(prefix: str) -> str:
     """A hash of the first and last 64 KiB of the .bin."""
     with open(prefix + ".bin", "rb") as file:
         digest = hashlib.sha256(file.read(_END_BYTES))
@@ -142,10 +142,10 @@ def _sample(prefix: str) -> str:
     return digest.hexdigest()
 
 
-def _of_folder(folder: str) -> dict[str, ShardRecord]:
+def _read_folder_record(folder: str) -> dict[str, ShardRecord]:
     """What the record of a folder says, by name of the shard; nothing where there is none, or one that is no such."""
     try:
-        record: Any = read_json(os.path.join(folder, RECORD))
+        record: Any = read_json(os.path.join(folder, FOLDER_RECORD))
         dataset = (record.get("source") or {}).get("dataset") or ""
         shards = {
             name: ShardRecord(
@@ -169,7 +169,7 @@ def _of_folder(folder: str) -> dict[str, ShardRecord]:
         return {}
     try:
         settings, known = record["settings"], record.get("tokenizer", {})
-        made = MadeBy(
+        made = TokenizerRecord(
             fingerprint=settings["tokenizer"], eos=settings["eos"], ids=known.get("ids", ""), size=known.get("size")
         )
     except (KeyError, TypeError, AttributeError):
@@ -177,19 +177,19 @@ def _of_folder(folder: str) -> dict[str, ShardRecord]:
     return {name: replace(shard, made=made) for name, shard in shards.items()}
 
 
-def _own_records(folder: str) -> set[str]:
+def _list_shard_records(folder: str) -> set[str]:
     try:
-        return {name for name in os.listdir(folder) if name.endswith(OWN_RECORD)}
+        return {name for name in os.listdir(folder) if name.endswith(RECORD_SUFFIX)}
     except OSError:
         return set()
 
 
-def _own(real_prefix: str) -> ShardRecord | None:
+def _read_shard_record(real_prefix: str) -> ShardRecord | None:
     try:
-        record: Any = read_json(real_prefix + OWN_RECORD)
+        record: Any = read_json(real_prefix + RECORD_SUFFIX)
         made = record["tokenizer"]
         return ShardRecord(
-            made=None if made is None else MadeBy(**made),
+            made=None if made is None else TokenizerRecord(**made),
             xxh3_128=dict(record["xxh3_128"]),
             largest_id=record.get("largest_id"),
             texts=frozenset(record.get("texts", ())),

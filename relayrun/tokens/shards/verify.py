@@ -19,14 +19,14 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.tokens.shards.indexed import Shard
-from relayrun.tokens.shards.record import Records
+from relayrun.tokens.shards.record import ShardRecords
 
-_PIECE = 1 << 20
+_READ_BYTES = 1 << 20
 """Bytes that are looked at twice, for checksum and range, while they are in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class VerifiedShard:
     """A shard, and what is wrong with it."""
 
     prefix: str
@@ -35,22 +35,22 @@ class Verified:
     faults: tuple[str, ...]
 
 
-def verify(
+def verify_shards(
     prefixes: Sequence[str],
     *,
     vocabulary_size: int | None = None,
     eod: int | None = None,
     checksums: bool = True,
     threads: int | None = None,
-    report: Callable[[Verified], None] = lambda verified: None,
-) -> list[Verified]:
+    report: Callable[[VerifiedShard], None] = lambda verified: None,
+) -> list[VerifiedShard]:
     """Check shards, each fault named; `report` gets each shard as it is done, in the order of `prefixes`.
 
     `vocabulary_size`: ids must lie below it. `eod`: every document must end with it. `checksums`: compare
     with the record beside the shard, if there is one.
     """
-    records = Records() if checksums else None
-    check = functools.partial(_verify, vocabulary_size=vocabulary_size, eod=eod, records=records)
+    records = ShardRecords() if checksums else None
+    check = functools.partial(_verify_shard, vocabulary_size=vocabulary_size, eod=eod, records=records)
     results = []
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         for verified in pool.map(check, prefixes):
@@ -59,29 +59,31 @@ def verify(
     return results
 
 
-def _verify(prefix: str, *, vocabulary_size: int | None, eod: int | None, records: Records | None) -> Verified:
+def _verify_shard(
+    prefix: str, *, vocabulary_size: int | None, eod: int | None, records: ShardRecords | None
+) -> VerifiedShard:
     try:
         shard = Shard.open(prefix)
     except InputError as error:
-        return Verified(prefix=prefix, tokens=0, bytes=0, faults=(error.message,))
-    whole = _whole(shard)
-    faults = _faults_of_index(shard, cut=whole is not None)
+        return VerifiedShard(prefix=prefix, tokens=0, bytes=0, faults=(error.message,))
+    whole = _uncut_shard(shard)
+    faults = _index_faults(shard, cut=whole is not None)
     if whole is not None:
-        faults += _faults_of_cut(shard, whole)
+        faults += _cut_faults(shard, whole)
     if not faults and eod is not None:
-        faults += _faults_of_ends(shard, eod)
-    expected = _checksums(prefix, records) if records is not None else {}
+        faults += _document_end_faults(shard, eod)
+    expected = _recorded_checksums(prefix, records) if records is not None else {}
     digest = xxhash.xxh3_128() if expected else None
-    faults += _faults_of_ids(shard, vocabulary_size, digest)
+    faults += _id_faults(shard, vocabulary_size, digest)
     index = (shard if whole is None else whole).prefix + ".idx"
     if digest is not None and digest.hexdigest() != expected.get("bin"):
         faults.append("the .bin is not what its record says (xxh3-128)")
     if digest is not None and xxhash.xxh3_128_hexdigest(Path(index).read_bytes()) != expected.get("idx"):
         faults.append("the .idx is not what its record says (xxh3-128)")
-    return Verified(prefix=prefix, tokens=shard.tokens, bytes=shard.bin_bytes, faults=tuple(faults))
+    return VerifiedShard(prefix=prefix, tokens=shard.tokens, bytes=shard.bin_bytes, faults=tuple(faults))
 
 
-def _whole(shard: Shard) -> Shard | None:
+def _uncut_shard(shard: Shard) -> Shard | None:
     """The shard that a mixture cut: its .bin is the target of a link beside a shorter .idx."""
     tokens, index = shard.prefix + ".bin", shard.prefix + ".idx"
     if not shard.cut or not os.path.islink(tokens) or os.path.islink(index):
@@ -92,7 +94,7 @@ def _whole(shard: Shard) -> Shard | None:
         return None
 
 
-def _faults_of_cut(shard: Shard, whole: Shard) -> list[str]:
+def _cut_faults(shard: Shard, whole: Shard) -> list[str]:
     same = (
         shard.dtype == whole.dtype
         and np.array_equal(shard.lengths(), whole.lengths()[: shard.sequences])
@@ -101,7 +103,7 @@ def _faults_of_cut(shard: Shard, whole: Shard) -> list[str]:
     return [] if same else [f"its index is not the beginning of {whole.prefix}.idx"]
 
 
-def _faults_of_index(shard: Shard, *, cut: bool) -> list[str]:
+def _index_faults(shard: Shard, *, cut: bool) -> list[str]:
     faults = []
     lengths, bounds = np.asarray(shard.lengths()), np.asarray(shard.bounds())
     if (lengths <= 0).any():
@@ -117,7 +119,7 @@ def _faults_of_index(shard: Shard, *, cut: bool) -> list[str]:
     return faults
 
 
-def _faults_of_ends(shard: Shard, eod: int) -> list[str]:
+def _document_end_faults(shard: Shard, eod: int) -> list[str]:
     bounds = np.unique(np.asarray(shard.bounds()))[1:]
     ends = np.cumsum(shard.lengths(), dtype=np.int64)[bounds - 1] - 1
     without = np.flatnonzero(np.asarray(shard.ids())[ends] != eod) if len(ends) else ends
@@ -126,12 +128,12 @@ def _faults_of_ends(shard: Shard, eod: int) -> list[str]:
     return [f"{without.size:,} documents do not end with {eod}, the first of them is document {int(without[0])}"]
 
 
-def _faults_of_ids(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[str]:
+def _id_faults(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[str]:
     """One pass over the .bin: the range of the ids, and its checksum."""
     highest = -1
     unsigned = np.dtype(f"u{shard.dtype.itemsize}")  # there an id below zero is a very large one, too
     with open(shard.prefix + ".bin", "rb", buffering=0) as file:
-        buffer = bytearray(_PIECE)
+        buffer = bytearray(_READ_BYTES)
         while read := file.readinto(buffer):
             if digest is not None:
                 digest.update(memoryview(buffer)[:read])
@@ -144,7 +146,7 @@ def _faults_of_ids(shard: Shard, vocabulary_size: int | None, digest: Any) -> li
     return []
 
 
-def _checksums(prefix: str, records: Records) -> dict[str, str]:
+def _recorded_checksums(prefix: str, records: ShardRecords) -> dict[str, str]:
     """What the record beside the shard says, or nothing."""
     record = records.of(os.path.realpath(prefix + ".bin").removesuffix(".bin"))
     return {} if record is None else record.xxh3_128

@@ -26,18 +26,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import RelayrunError
-from relayrun.files import whole_file
+from relayrun.files import atomic_file
 from relayrun.tokens.readers.faults import LineFaults
-from relayrun.tokens.readers.rows import RowFile, read_rows, texts, wide
-from relayrun.tokens.shuffle.lengths import Lengths
-from relayrun.tokens.shuffle.pieces import Cut
+from relayrun.tokens.readers.rows import RowFile, read_rows, text_column, wide_schema
+from relayrun.tokens.shuffle.lengths import LengthProfile
+from relayrun.tokens.shuffle.pieces import RowSplit
 
 _KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
-BINS = 64
+BINS_PER_BUCKET = 64
 """The pieces of a bucket, at most, in which it is read where it turns out to be larger than expected."""
 
 
-def keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def row_keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The keys of these rows of file number `file`: two rounds of the splitmix64 finaliser (Steele et al., 2014)."""
     start = np.random.SeedSequence([seed, file]).generate_state(1, np.uint64)[0]
     mixed = rows * np.uint64(0x9E3779B97F4A7C15) + start
@@ -50,16 +50,16 @@ def keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.u
 
 def keyed_schema(schema: pa.Schema) -> pa.Schema:
     """The schema of the rows of files of this schema, while they are moved: with their keys."""
-    return wide(schema).append(_KEY)
+    return wide_schema(schema).append(_KEY)
 
 
-def keyed(
+def keyed_rows(
     files: Iterable[tuple[int, RowFile]],
     column: str,
     seed: int,
-    lengths: Lengths,
+    lengths: LengthProfile,
     faults: LineFaults,
-    cut: Cut | None = None,
+    cut: RowSplit | None = None,
 ) -> Iterator[pa.Table]:
     """The rows of these files and their numbers, in pieces, with their keys; notes the lengths of the texts.
 
@@ -69,21 +69,21 @@ def keyed(
         row = 0
         for table in read_rows(file, column, faults):
             table = table if cut is None else cut.apply(table, column)
-            lengths.add(texts(table, column))
+            lengths.add(text_column(table, column))
             rows = np.arange(row, row + len(table), dtype=np.uint64)
             row += len(table)
-            yield table.append_column(_KEY, pa.array(keys(seed, number, rows)))
+            yield table.append_column(_KEY, pa.array(row_keys(seed, number, rows)))
         lengths.end_file()
 
 
-class Partition:
+class BucketSplitter:
     """Takes rows apart by bucket, about `most` bytes at a time: in few steps, through memory that is used again."""
 
     def __init__(self, buckets: int, most: int) -> None:
         self._buckets, self._most = buckets, most
         self._waiting: list[pa.Table] = []
         self._size = 0
-        self.counts = np.zeros(buckets * BINS, np.int64)
+        self.counts = np.zeros(buckets * BINS_PER_BUCKET, np.int64)
         """Rows of every bin."""
 
     def add(self, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
@@ -101,15 +101,17 @@ class Partition:
         table = pa.concat_tables(self._waiting).combine_chunks()
         self._waiting.clear()
         self._size = 0
-        bins = _bins(table, self._buckets)
+        bins = _row_bins(table, self._buckets)
         self.counts += np.bincount(bins, minlength=self.counts.size)
-        order = np.argsort(bins // BINS, kind="stable")
-        bounds = np.searchsorted(bins[order] // BINS, np.arange(self._buckets + 1))
+        order = np.argsort(bins // BINS_PER_BUCKET, kind="stable")
+        bounds = np.searchsorted(bins[order] // BINS_PER_BUCKET, np.arange(self._buckets + 1))
         for number in np.flatnonzero(np.diff(bounds)).tolist():
             yield number, table.take(order[bounds[number] : bounds[number + 1]])
 
 
-def scatter(tables: Iterable[pa.Table], stem: Path, partition: Partition, lengths: Lengths) -> Iterator[None]:
+def scatter_rows(
+    tables: Iterable[pa.Table], stem: Path, partition: BucketSplitter, lengths: LengthProfile
+) -> Iterator[None]:
     """Write the part `stem` (.arrow, .npz) with the rows of `tables`.
 
     Yields after every table. Both files come whole, the .npz last: a part that has one is done.
@@ -123,20 +125,20 @@ def scatter(tables: Iterable[pa.Table], stem: Path, partition: Partition, length
                 sink.write(batch.serialize())
                 segments.append((number, start, sink.tell() - start))
 
-    with whole_file(stem.with_suffix(".arrow")) as temporary, pa.OSFile(str(temporary), "wb") as sink:
+    with atomic_file(stem.with_suffix(".arrow")) as temporary, pa.OSFile(str(temporary), "wb") as sink:
         for table in tables:
             write(partition.add(table))
             del table
             yield
         write(partition.rest())
-    with whole_file(stem.with_suffix(".npz")) as temporary, open(temporary, "wb") as file:
+    with atomic_file(stem.with_suffix(".npz")) as temporary, open(temporary, "wb") as file:
         found = np.array(segments, np.int64).reshape(-1, 3)
         np.savez(file, segments=found, counts=partition.counts, lengths=lengths.array())
 
 
-def _bins(table: pa.Table, buckets: int) -> npt.NDArray[np.int64]:
+def _row_bins(table: pa.Table, buckets: int) -> npt.NDArray[np.int64]:
     upper = table[_KEY.name].to_numpy() >> np.uint64(32)
-    return np.asarray(upper * np.uint64(buckets * BINS) >> np.uint64(32), np.int64)
+    return np.asarray(upper * np.uint64(buckets * BINS_PER_BUCKET) >> np.uint64(32), np.int64)
 
 
 class SortedRows:
@@ -176,7 +178,7 @@ def text_bytes(buckets: Buckets) -> int:
     return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)
 
 
-class InMemory:
+class MemoryBuckets:
     """Buckets that fit into memory."""
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -186,7 +188,7 @@ class InMemory:
         self.size = 0
         self.before: list[npt.NDArray[np.float64]] = []
 
-    def add_part(self, pieces: Sequence[list[pa.Table]], lengths: Lengths) -> None:
+    def add_part(self, pieces: Sequence[list[pa.Table]], lengths: LengthProfile) -> None:
         """The pieces of every bucket, from the part that comes next in the input."""
         self._pieces = [[*old, *new] for old, new in zip(self._pieces or [[] for _ in pieces], pieces, strict=True)]
         self.counts = np.array([sum(map(len, tables)) for tables in self._pieces], np.int64)
@@ -197,7 +199,7 @@ class InMemory:
         return SortedRows(self._pieces[number], self._schema)
 
 
-class OnDisk:
+class DiskBuckets:
     """The buckets of all parts."""
 
     def __init__(self, stems: Sequence[Path], schema: pa.Schema) -> None:
@@ -212,7 +214,7 @@ class OnDisk:
                 self.before.append(found["lengths"])
         found = np.concatenate(segments)
         found = found[np.argsort(found[:, 1], kind="stable")]
-        self._buckets = bins.size // BINS
+        self._buckets = bins.size // BINS_PER_BUCKET
         self._bounds = np.searchsorted(found[:, 1], np.arange(self._buckets + 1))
         self._segments = found[:, [0, 2, 3]]
         self.size = int(found[:, 3].sum())
@@ -221,11 +223,11 @@ class OnDisk:
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        return np.asarray(self._bins.reshape(-1, BINS // self._pieces).sum(axis=1), np.int64)
+        return np.asarray(self._bins.reshape(-1, BINS_PER_BUCKET // self._pieces).sum(axis=1), np.int64)
 
     def split(self, most: int) -> None:
         """Count a bucket as several from now on, where the largest one holds more than `most` bytes."""
-        self._pieces = next((each for each in (1, 2, 4, 8, 16, 32) if self._largest <= most * each), BINS)
+        self._pieces = next((each for each in (1, 2, 4, 8, 16, 32) if self._largest <= most * each), BINS_PER_BUCKET)
 
     def load(self, number: int) -> SortedRows:
         """Read bucket `number`, or the piece of one that this is since `split`, from the disk."""
@@ -233,18 +235,18 @@ class OnDisk:
         segments = self._segments[self._bounds[bucket] : self._bounds[bucket + 1]].tolist()
         if self._pieces == 1:
             return SortedRows(self._read(segments), self._schema)
-        first = (bucket * self._pieces + piece) * (BINS // self._pieces)
+        first = (bucket * self._pieces + piece) * (BINS_PER_BUCKET // self._pieces)
         tables = []
         for segment in segments:  # one by one: together they are too many
             (table,) = self._read([segment])
-            bins = _bins(table, self._buckets)
-            tables.append(table.filter(pa.array((first <= bins) & (bins < first + BINS // self._pieces))))
+            bins = _row_bins(table, self._buckets)
+            tables.append(table.filter(pa.array((first <= bins) & (bins < first + BINS_PER_BUCKET // self._pieces))))
         return SortedRows(tables, self._schema)
 
     def _read(self, segments: Sequence[tuple[int, int, int]]) -> list[pa.Table]:
         buffer = pa.allocate_buffer(sum(length for _, _, length in segments))
         view, tables, at = memoryview(buffer), [], 0
-        with contextlib.ExitStack() as stack, _reading():
+        with contextlib.ExitStack() as stack, _explain_read_errors():
             files = {
                 part: stack.enter_context(open(self._files[part], "rb", buffering=0))
                 for part in {part for part, _, _ in segments}
@@ -258,7 +260,7 @@ class OnDisk:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def _explain_read_errors() -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:

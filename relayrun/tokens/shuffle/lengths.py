@@ -18,7 +18,7 @@ _POINTS = 200
 """Points of a panel, where there are as many rows: the same in both, whatever was read or written at a time."""
 
 
-class Lengths:
+class LengthProfile:
     """Lengths in bytes of the texts of files, in the order in which they come, as totals of equal stretches.
 
     A stretch is one row at first, and twice as long whenever a file has too many of them. So the memory is bounded, and
@@ -77,7 +77,9 @@ class Lengths:
         return np.concatenate([found, rest]).astype(np.float64)
 
 
-def draw(before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[np.float64]], file: Path) -> None:
+def draw_lengths(
+    before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[np.float64]], file: Path
+) -> None:
     """Write a PNG of what `Lengths.array` gave for the parts of the dataset, in their order, before and after."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -85,7 +87,7 @@ def draw(before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for panel, title, parts in zip(panels, ("before", "after"), (before, after), strict=True):
-        rows, means, mean = points(np.concatenate(parts))
+        rows, means, mean = length_points(np.concatenate(parts))
         panel.scatter(rows, means, s=8)
         panel.axhline(mean, color="0.5", linewidth=1, linestyle="--")
         panel.set(title=f"{title}; dashed: the mean of all, {mean:,.0f}", xlabel="row", xlim=(0, None), ylim=(0, None))
@@ -93,7 +95,7 @@ def draw(before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[
     FigureCanvasAgg(figure).print_png(file)
 
 
-def points(
+def length_points(
     stretches: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
     """Middles, in rows, and mean lengths of equal shares of the dataset, and the mean length of all its texts.

@@ -14,14 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.files import whole_file
-from relayrun.tokens.readers.rows import narrow, texts
+from relayrun.files import atomic_file
+from relayrun.tokens.readers.rows import narrow_table, text_column
 from relayrun.tokens.shuffle.buckets import Buckets, SortedRows
-from relayrun.tokens.shuffle.lengths import Lengths
+from relayrun.tokens.shuffle.lengths import LengthProfile
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileForm:
+class OutputFormat:
     """How a file is written. `size`: bytes of a file, at least; `row_group_size`: rows of a row group."""
 
     schema: pa.Schema
@@ -31,17 +31,17 @@ class FileForm:
     compression: str
 
 
-def file_name(number: int) -> str:
+def output_file_name(number: int) -> str:
     return f"data_{number}.parquet"
 
 
-class Shuffled:
+class ShuffleWriter:
     """Writes files of the rows of `buckets` into `folder`, and the lengths of their texts beside, into `notes`.
 
     For one thread: it keeps the bucket that it read last.
     """
 
-    def __init__(self, buckets: Buckets, form: FileForm, folder: Path, notes: Path) -> None:
+    def __init__(self, buckets: Buckets, form: OutputFormat, folder: Path, notes: Path) -> None:
         self._buckets, self._form, self._folder, self._notes = buckets, form, folder, notes
         self._ends = np.cumsum(buckets.counts)
         self._bucket: SortedRows | None = None
@@ -57,9 +57,9 @@ class Shuffled:
             yield from self._write(number, number * rows, min((number + 1) * rows, int(self._ends[-1])), None)
 
     def _write(self, number: int, start: int, stop: int, rows: list[int] | None) -> Iterator[None]:
-        form, lengths = self._form, Lengths()
-        path = self._folder / file_name(number)
-        with whole_file(path) as temporary:
+        form, lengths = self._form, LengthProfile()
+        path = self._folder / output_file_name(number)
+        with atomic_file(path) as temporary:
             with (
                 pa.OSFile(str(temporary), "wb") as sink,
                 pq.ParquetWriter(sink, form.schema, compression=form.compression) as writer,
@@ -67,8 +67,8 @@ class Shuffled:
                 for first in range(start, stop, form.row_group_size):
                     last = min(first + form.row_group_size, stop)
                     group = self._rows(first, last)
-                    lengths.add(texts(group, form.column))
-                    writer.write_table(narrow(group, form.schema), row_group_size=len(group))
+                    lengths.add(text_column(group, form.column))
+                    writer.write_table(narrow_table(group, form.schema), row_group_size=len(group))
                     del group
                     yield
                     if rows is not None and sink.tell() >= form.size:

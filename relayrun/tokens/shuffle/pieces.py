@@ -13,7 +13,7 @@ from relayrun.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class RowSplit:
     """How a text becomes rows: of at most `size` characters, each of which repeats the last `overlap` of the former.
 
     A text of n characters is one row if n ≤ size, else ceil((n - overlap) / (size - overlap)), as document windows are.

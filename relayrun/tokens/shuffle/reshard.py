@@ -26,21 +26,29 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import InputError, refuse_unwritable
-from relayrun.files import alone, remove_leftovers, replaced_folder, temporary_prefix
-from relayrun.tokens.readers.faults import LineFaults, by_reason
-from relayrun.tokens.readers.formats import SUFFIXES
-from relayrun.tokens.readers.rows import RowFile, look_at
-from relayrun.tokens.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter, text_bytes
-from relayrun.tokens.shuffle.lengths import Lengths, draw
-from relayrun.tokens.shuffle.output import FileForm, Shuffled
-from relayrun.tokens.shuffle.pieces import Cut
+from relayrun.files import exclusive_maker, remove_leftovers, replaced_folder, temporary_prefix
+from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
+from relayrun.tokens.readers.formats import DATA_SUFFIXES
+from relayrun.tokens.readers.rows import RowFile, inspect_files
+from relayrun.tokens.shuffle.buckets import (
+    Buckets,
+    BucketSplitter,
+    DiskBuckets,
+    MemoryBuckets,
+    keyed_rows,
+    scatter_rows,
+    text_bytes,
+)
+from relayrun.tokens.shuffle.lengths import LengthProfile, draw_lengths
+from relayrun.tokens.shuffle.output import OutputFormat, ShuffleWriter
+from relayrun.tokens.shuffle.pieces import RowSplit
 from relayrun.tokens.stores import stores
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import find_files
+from relayrun.tokens.tokenize.split import find_data_files
 
 log = logging.getLogger(__name__)
 
-PICTURE = "lengths.png"
+LENGTHS_PICTURE = "lengths.png"
 _BASE = 200_000_000
 """Memory of the process itself, with Arrow and what draws the picture."""
 
@@ -95,13 +103,13 @@ class ReshardOptions:
     on_error: Literal["fail", "skip-line"] = TokenizeOptions.default("on_error")
 
     @property
-    def cut(self) -> Cut | None:
+    def cut(self) -> RowSplit | None:
         """How long texts are cut. Raises InputError for lengths that do not fit."""
         if self.split_rows is None:
             if self.split_overlap:
                 raise InputError("is of rows that --split-rows cuts", where="--split-overlap")
             return None
-        return Cut(size=self.split_rows, overlap=self.split_overlap)
+        return RowSplit(size=self.split_rows, overlap=self.split_overlap)
 
     def group_rows(self, rows: int, text: int) -> int:
         """Rows of a row group, where `rows` rows hold `text` bytes of text."""
@@ -111,7 +119,7 @@ class ReshardOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ShufflePlan:
     """How the work is split. `parts`: runs of files [first, last) that are scattered side by side."""
 
     options: ReshardOptions
@@ -119,10 +127,10 @@ class Plan:
     parts: tuple[tuple[int, int], ...]
     buckets: int
 
-    def form(self, buckets: Buckets) -> FileForm:
+    def form(self, buckets: Buckets) -> OutputFormat:
         """The form of the files that are written."""
         options = self.options
-        return FileForm(
+        return OutputFormat(
             schema=self.files[0].schema,
             column=options.column,
             size=options.file_size,
@@ -135,11 +143,11 @@ class Plan:
         """Bytes that a thread of pass 1 takes apart at a time."""
         return min(self.readers().each // 4, max(_ENOUGH, self.buckets * _SEGMENT))
 
-    def readers(self) -> Shares:
+    def readers(self) -> ThreadShares:
         """Threads of pass 1. Raises InputError where there is no room for one."""
         return _shares(self.options, _THREAD + _PAGES * max(file.page for file in self.files), _LEAST)
 
-    def writers(self, size: int, rows: int, text: int) -> Shares:
+    def writers(self, size: int, rows: int, text: int) -> ThreadShares:
         """Threads of pass 2, where `rows` rows take `size` bytes, `text` of them texts.
 
         Raises InputError where there is no room for one.
@@ -149,14 +157,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Shares:
+class ThreadShares:
     """How many threads find room at a time, and the bytes that each may keep."""
 
     threads: int
     each: int
 
 
-def _shares(options: ReshardOptions, fixed: int, least: int) -> Shares:
+def _shares(options: ReshardOptions, fixed: int, least: int) -> ThreadShares:
     room = options.memory_limit - _BASE
     if (threads := min(options.threads, room // (fixed + least))) < 1:
         raise InputError(
@@ -164,7 +172,7 @@ def _shares(options: ReshardOptions, fixed: int, least: int) -> Shares:
             where="--memory-limit",
             hint=f"give more, or, where rows are long, make {_group_option(options)} smaller",
         )
-    return Shares(threads, room // threads - fixed)
+    return ThreadShares(threads, room // threads - fixed)
 
 
 def _group_option(options: ReshardOptions) -> str:
@@ -176,9 +184,9 @@ def reshard(options: ReshardOptions) -> int:
 
     Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice.
     """
-    plan = make_plan(options, tasks=1)
+    plan = make_shuffle_plan(options, tasks=1)
     remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
-    with alone(Path(os.path.realpath(options.output))) as held:
+    with exclusive_maker(Path(os.path.realpath(options.output))) as held:
         if not held:
             hint = "wait for it, or choose another folder"
             raise InputError("another shuffle writes this output", where=options.output, hint=hint)
@@ -189,7 +197,7 @@ def reshard(options: ReshardOptions) -> int:
             raise InputError("the output came to be meanwhile", where=options.output, hint=hint) from None
 
 
-def _reshard(plan: Plan, options: ReshardOptions) -> int:
+def _reshard(plan: ShufflePlan, options: ReshardOptions) -> int:
     with (
         replaced_folder(options.output, new=True) as building,
         tempfile.TemporaryDirectory(prefix=f"{temporary_prefix()}reshard-", dir=options.temp_dir) as folder,
@@ -198,15 +206,19 @@ def _reshard(plan: Plan, options: ReshardOptions) -> int:
         buckets: Buckets | None = _in_memory(plan)
         if buckets is None:
             scatter_parts(plan, range(len(plan.parts)), work)
-            buckets = scattered(plan, work)
-        rows = write_first(plan, buckets, building, work)
-        files = file_count(buckets, rows)
+            buckets = open_buckets(plan, work)
+        rows = write_first_file(plan, buckets, building, work)
+        files = count_files(buckets, rows)
         write_files(plan, buckets, range(1, files), rows, building, work)
-        draw(buckets.before, [np.load(work / f"after-{number}.npy") for number in range(files)], building / PICTURE)
+        draw_lengths(
+            buckets.before,
+            [np.load(work / f"after-{number}.npy") for number in range(files)],
+            building / LENGTHS_PICTURE,
+        )
     return int(buckets.counts.sum())
 
 
-def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
+def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
     """Look at all files; `tasks` is the number of processes. Raises InputError before anything is written."""
     for name in ("file_size", "row_group_size", "threads"):
         if getattr(options, name) < 1:
@@ -218,20 +230,22 @@ def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
     if os.path.lexists(options.output):
         raise InputError("the output exists", where=options.output, hint="move it away, or choose another folder")
     refuse_unwritable(options.output)
-    folder = stores.absolute(options.dataset_folder)
+    folder = stores.absolute_path(options.dataset_folder)
     if not stores.is_url(folder) and Path(output).is_relative_to(os.path.realpath(folder)):
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
-    found = find_files(folder)
+    found = find_data_files(folder)
     if not found:
-        raise InputError(f"no file below this folder ends in {', '.join(SUFFIXES)}", where=folder)
-    files = look_at([(stores.join(folder, file.path), file.size) for file in found], options.column)
+        raise InputError(f"no file below this folder ends in {', '.join(DATA_SUFFIXES)}", where=folder)
+    files = inspect_files([(stores.join_path(folder, file.path), file.size) for file in found], options.column)
     if cut is not None:
         files = [replace(file, size=math.ceil(file.size * cut.growth)) for file in files]
         if options.column not in files[0].schema.names:
             raise InputError(f"the text {options.column!r} lies in a column of structs", where="--split-rows")
     size = sum(file.size for file in files)
     workers = tasks * options.threads
-    plan = Plan(options=options, files=tuple(files), parts=_parts(files, workers * (4 if tasks > 1 else 1)), buckets=1)
+    plan = ShufflePlan(
+        options=options, files=tuple(files), parts=_parts(files, workers * (4 if tasks > 1 else 1)), buckets=1
+    )
     plan.readers()
     rows, known = sum(file.rows or 0 for file in files), cut is None and all(file.rows is not None for file in files)
     writers = plan.writers(size, rows, size) if known else plan.writers(0, 0, 0)
@@ -251,33 +265,33 @@ def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _keyed(plan: Plan, part: int, lengths: Lengths) -> Iterator[pa.Table]:
+def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterator[pa.Table]:
     first, last = plan.parts[part]
     files = ((number, plan.files[number]) for number in range(first, last))
     faults = LineFaults(skip=plan.options.on_error == "skip-line")
-    yield from keyed(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut)
+    yield from keyed_rows(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut)
     if faults.counts:
-        log.warning("left out: %s, the first is %s", by_reason(faults.counts), faults.examples[0])
+        log.warning("left out: %s, the first is %s", describe_bad_lines(faults.counts), faults.examples[0])
 
 
 class _TooLarge(Exception):
     """For the memory."""
 
 
-def _in_memory(plan: Plan) -> InMemory | None:
+def _in_memory(plan: ShufflePlan) -> MemoryBuckets | None:
     """All rows in memory; None where they do not fit."""
     readers = plan.readers()
     # while they come, a thread holds a buffer and its copy; while they go, a bucket and row groups
     room = readers.threads * (readers.each - 2 * plan.buffer)
     if sum(file.size for file in plan.files) > room * 9 // 10:
         return None
-    lengths = [Lengths(len(plan.files)) for _ in plan.parts]
+    lengths = [LengthProfile(len(plan.files)) for _ in plan.parts]
     pieces: list[list[list[pa.Table]]] = [[[] for _ in range(plan.buckets)] for _ in plan.parts]
     sizes = [0] * len(plan.parts)
 
     def collect(part: int) -> Iterator[None]:
-        partition = Partition(plan.buckets, plan.buffer)
-        for table in _keyed(plan, part, lengths[part]):
+        partition = BucketSplitter(plan.buckets, plan.buffer)
+        for table in _keyed_part(plan, part, lengths[part]):
             sizes[part] += table.nbytes
             if sum(sizes) > room * 9 // 10:
                 raise _TooLarge
@@ -289,62 +303,66 @@ def _in_memory(plan: Plan) -> InMemory | None:
             pieces[part][number].append(piece)
 
     try:
-        in_threads([collect(part) for part in range(len(plan.parts))], readers.threads)
+        run_in_threads([collect(part) for part in range(len(plan.parts))], readers.threads)
     except _TooLarge:
         return None
-    found = InMemory(plan.files[0].schema)
+    found = MemoryBuckets(plan.files[0].schema)
     for part, of_part in enumerate(pieces):
         found.add_part(of_part, lengths[part])
     return found
 
 
-def scatter_parts(plan: Plan, parts: Iterable[int], work: Path) -> None:
+def scatter_parts(plan: ShufflePlan, parts: Iterable[int], work: Path) -> None:
     """Pass 1 for these parts; those that are done are left out."""
     readers = plan.readers()
 
     def one(part: int) -> Iterator[None]:
-        lengths = Lengths(len(plan.files))
-        partition = Partition(plan.buckets, plan.buffer)
-        yield from scatter(_keyed(plan, part, lengths), stem(work, part), partition, lengths)
+        lengths = LengthProfile(len(plan.files))
+        partition = BucketSplitter(plan.buckets, plan.buffer)
+        yield from scatter_rows(_keyed_part(plan, part, lengths), part_stem(work, part), partition, lengths)
 
-    missing = [part for part in parts if not stem(work, part).with_suffix(".npz").exists()]
-    in_threads([one(part) for part in missing], readers.threads)
+    missing = [part for part in parts if not part_stem(work, part).with_suffix(".npz").exists()]
+    run_in_threads([one(part) for part in missing], readers.threads)
     pa.default_memory_pool().release_unused()  # pass 2 has buffers of other sizes
 
 
-def stem(work: Path, part: int) -> Path:
+def part_stem(work: Path, part: int) -> Path:
     return work / f"part-{part}"
 
 
-def scattered(plan: Plan, work: Path) -> OnDisk:
+def open_buckets(plan: ShufflePlan, work: Path) -> DiskBuckets:
     """What pass 1 made of all parts."""
-    found = OnDisk([stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
+    found = DiskBuckets([part_stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
     found.split(plan.writers(found.size, int(found.counts.sum()), text_bytes(found)).each // 3)
     return found
 
 
-def write_first(plan: Plan, buckets: Buckets, building: Path, work: Path) -> int:
+def write_first_file(plan: ShufflePlan, buckets: Buckets, building: Path, work: Path) -> int:
     """Write file 0; return its number of rows, which is that of all files but the last."""
     if not buckets.counts.sum():
         raise InputError("the files hold no row", where=plan.options.dataset_folder)
     rows: list[int] = []
-    for _ in Shuffled(buckets, plan.form(buckets), building, work).write_first(rows):
+    for _ in ShuffleWriter(buckets, plan.form(buckets), building, work).write_first(rows):
         pass
     return rows[0]
 
 
-def file_count(buckets: Buckets, rows: int) -> int:
+def count_files(buckets: Buckets, rows: int) -> int:
     return -(-int(buckets.counts.sum()) // rows)
 
 
-def write_files(plan: Plan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path, work: Path) -> None:
+def write_files(
+    plan: ShufflePlan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path, work: Path
+) -> None:
     """Pass 2 for these files, in runs for the threads."""
     threads = plan.writers(buckets.size, int(buckets.counts.sum()), text_bytes(buckets)).threads
     runs = [numbers[at * len(numbers) // threads : (at + 1) * len(numbers) // threads] for at in range(threads)]
-    in_threads([Shuffled(buckets, plan.form(buckets), building, work).write(run, rows) for run in runs if run], threads)
+    run_in_threads(
+        [ShuffleWriter(buckets, plan.form(buckets), building, work).write(run, rows) for run in runs if run], threads
+    )
 
 
-def in_threads(works: Sequence[Iterator[None]], threads: int) -> None:
+def run_in_threads(works: Sequence[Iterator[None]], threads: int) -> None:
     """Exhaust all iterators, `threads` at a time. After an error or an interrupt the others end at their next step."""
     stop = threading.Event()
 

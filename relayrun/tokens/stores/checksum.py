@@ -7,19 +7,19 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-_PIECE = 1 << 20
+_HASH_BYTES = 1 << 20
 """Bytes that are read at a time: they stay in the processor's cache."""
 
 
-def checksum_of(path: str | os.PathLike[str]) -> str:
+def file_checksum(path: str | os.PathLike[str]) -> str:
     """The xxh3-128 of a whole file, 32 hexadecimal digits. Raises OSError as it comes."""
     with open(path, "rb", buffering=0) as file:
-        return checksum_of_open(file)
+        return open_file_checksum(file)
 
 
-def checksum_of_open(file: Any) -> str:
+def open_file_checksum(file: Any) -> str:
     """The xxh3-128 of what is left of an open file (with `readinto`), 32 hexadecimal digits. Raises as reading does."""
-    digest, buffer = xxhash.xxh3_128(), bytearray(_PIECE)
+    digest, buffer = xxhash.xxh3_128(), bytearray(_HASH_BYTES)
     while read := file.readinto(buffer):
         digest.update(memoryview(buffer)[:read])
     return str(digest.hexdigest())

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-BLOCK = 8 << 20
+BLOCK_BYTES = 8 << 20
 """Bytes of a write. There are two blocks: one fills up while the other is written."""
 
 ALIGNMENT = 4096
 """Direct writes begin and end at multiples of it: no device asks for more (open(2), O_DIRECT)."""
 
-LARGEST_RESERVE = BLOCK - ALIGNMENT
+MAX_RESERVE_BYTES = BLOCK_BYTES - ALIGNMENT
 """Most bytes that `DirectFile.reserve` gives at once: a block may begin with up to `ALIGNMENT` bytes of the one
 before."""
 
@@ -38,7 +38,10 @@ class DirectFile(io.RawIOBase):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._block, self._other = mmap.mmap(-1, BLOCK), mmap.mmap(-1, BLOCK)  # begin at a page, as direct writes must
+        self._block, self._other = (
+            mmap.mmap(-1, BLOCK_BYTES),
+            mmap.mmap(-1, BLOCK_BYTES),
+        )  # begin at a page, as direct writes must
         self._begin = self._filled = 0
         """Where the block that fills up stands in the file, and how much of it there is."""
         self._dirty = False
@@ -80,7 +83,7 @@ class DirectFile(io.RawIOBase):
         source = np.frombuffer(view.cast("B"), np.uint8)
         begin = 0
         while begin < len(source):
-            piece = source[begin : begin + BLOCK - self._filled]
+            piece = source[begin : begin + BLOCK_BYTES - self._filled]
             # numpy lets other threads run meanwhile, a copy between memoryviews does not
             self.reserve(len(piece))[:] = piece
             self.commit(len(piece))
@@ -90,9 +93,9 @@ class DirectFile(io.RawIOBase):
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
         """Return memory for the next `size` bytes, shape [size], to be filled before `commit`; at most
         `LARGEST_RESERVE`."""
-        if self._filled + size > BLOCK:
+        if self._filled + size > BLOCK_BYTES:
             self._pass_on()
-        assert self._filled + size <= BLOCK
+        assert self._filled + size <= BLOCK_BYTES
         return np.frombuffer(self._block, np.uint8)[self._filled : self._filled + size]
 
     def commit(self, size: int) -> None:
@@ -100,7 +103,7 @@ class DirectFile(io.RawIOBase):
         self._checkClosed()
         self._filled += size
         self._dirty = True
-        if self._filled == BLOCK:
+        if self._filled == BLOCK_BYTES:
             self._pass_on()
 
     def truncate(self, size: int | None = None) -> int:
@@ -182,7 +185,7 @@ class DirectFile(io.RawIOBase):
             _write_all(self._fd, data, place)
         # begins to write this, and drops what is written of the block before (Linux, mm/fadvise.c)
         with contextlib.suppress(OSError):  # advice alone
-            begin = max(place - BLOCK, 0)
+            begin = max(place - BLOCK_BYTES, 0)
             os.posix_fadvise(self._fd, begin, place + len(data) - begin, os.POSIX_FADV_DONTNEED)
 
     @contextlib.contextmanager

@@ -23,8 +23,8 @@ from relayrun.files import write_atomic
 
 log = logging.getLogger(__name__)
 
-SUMS = "SHA256SUMS"
-PAUSES = (1.0, 4.0, 16.0, 60.0)
+CHECKSUMS_FILE = "SHA256SUMS"
+RETRY_PAUSES = (1.0, 4.0, 16.0, 60.0)
 """Seconds between the tries of a file whose connection fails."""
 _CHUNK = 1 << 22
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class HubFile:
         return found if (found if self.large else blob.hexdigest()) == self.digest else None
 
 
-def download(
+def download_dataset(
     repository: str,
     include: Sequence[str],
     output: Path,
@@ -71,22 +71,22 @@ def download(
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint)
-    commit, files = _again(lambda: _listed(api, repository, revision), repository)
+    commit, files = _retry(lambda: _list_files(api, repository, revision), repository)
     chosen = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in include)]
     if not chosen:
         raise InputError(
-            f"none of its {len(files):,} files fits {', '.join(include)}", where=repository, hint=_nearest(files)
+            f"none of its {len(files):,} files fits {', '.join(include)}", where=repository, hint=_folders_hint(files)
         )
     output.mkdir(parents=True, exist_ok=True)
-    sums = _read_sums(output / SUMS)
-    missing = [file for file in chosen if not _is_here(file, output, sums)]
+    sums = _read_sums(output / CHECKSUMS_FILE)
+    missing = [file for file in chosen if not _is_downloaded(file, output, sums)]
     left, total = sum(file.size for file in missing), sum(file.size for file in chosen)
     report(
         f"{repository} at {commit[:12]}: {len(chosen):,} files, {total / 1e9:,.2f} GB; {left / 1e9:,.2f} GB to fetch"
     )
     failed: list[RelayrunError] = []
     with ThreadPoolExecutor(max(1, at_once)) as pool:
-        waiting = {pool.submit(_fetched, api, repository, commit, file, output): file for file in missing}
+        waiting = {pool.submit(_fetch_file, api, repository, commit, file, output): file for file in missing}
         for number, future in enumerate(as_completed(waiting), start=1):
             file = waiting[future]
             try:
@@ -94,14 +94,14 @@ def download(
             except RelayrunError as error:
                 failed.append(error)
                 continue
-            _write_sums(output / SUMS, sums)
+            _write_sums(output / CHECKSUMS_FILE, sums)
             report(f"{number} of {len(missing)}: {file.path}, {file.size:,} bytes, checksum right")
     if failed:
         raise failed[0]
     return len(chosen)
 
 
-def _listed(api: Any, repository: str, revision: str) -> tuple[str, list[HubFile]]:
+def _list_files(api: Any, repository: str, revision: str) -> tuple[str, list[HubFile]]:
     from huggingface_hub.hf_api import RepoFile
 
     commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
@@ -118,7 +118,7 @@ def _listed(api: Any, repository: str, revision: str) -> tuple[str, list[HubFile
     ]
 
 
-def _fetched(api: Any, repository: str, commit: str, file: HubFile, output: Path) -> str:
+def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: Path) -> str:
     """Fetch a file and return its SHA-256. One that is here with a wrong checksum is fetched once more."""
 
     def fetch(force: bool) -> Path:
@@ -134,7 +134,7 @@ def _fetched(api: Any, repository: str, commit: str, file: HubFile, output: Path
 
     for force in (False, True):
         try_it = (lambda: fetch(True)) if force else (lambda: fetch(False))
-        here = _again(try_it, f"{repository}/{file.path}")
+        here = _retry(try_it, f"{repository}/{file.path}")
         if (found := file.check(here)) is not None:
             return found
         here.unlink()
@@ -146,7 +146,7 @@ def _fetched(api: Any, repository: str, commit: str, file: HubFile, output: Path
     )
 
 
-def _again(call: Callable[[], T], where: str) -> T:
+def _retry(call: Callable[[], T], where: str) -> T:
     """Return what `call` returns; after a failure that may pass, call it again after each of `PAUSES`."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -159,7 +159,7 @@ def _again(call: Callable[[], T], where: str) -> T:
     )
 
     reason: Exception
-    for pause in (*PAUSES, None):
+    for pause in (*RETRY_PAUSES, None):
         try:
             return call()
         except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError, OfflineModeIsEnabled) as error:
@@ -177,7 +177,7 @@ def _again(call: Callable[[], T], where: str) -> T:
             reason = error
         if pause is None:
             raise InputError(
-                f"the hub does not answer: {_first_line(reason)} (tried {len(PAUSES) + 1} times)",
+                f"the hub does not answer: {_first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)",
                 where=where,
                 hint="run again: what has arrived is kept",
             ) from None
@@ -196,7 +196,7 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _is_here(file: HubFile, output: Path, sums: dict[str, str]) -> bool:
+def _is_downloaded(file: HubFile, output: Path, sums: dict[str, str]) -> bool:
     """Whether a file was checked before: noted, there, and as long as the hub says."""
     noted = sums.get(file.path)
     if noted is None or (file.large and noted != file.digest):
@@ -218,6 +218,6 @@ def _write_sums(path: Path, sums: dict[str, str]) -> None:
     write_atomic(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
-def _nearest(files: Sequence[HubFile]) -> str:
+def _folders_hint(files: Sequence[HubFile]) -> str:
     folders = sorted({file.path.rpartition("/")[0] or "." for file in files})
     return f"its folders: {', '.join(folders[:8])}{' ...' if len(folders) > 8 else ''}"

@@ -16,23 +16,30 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.masking import masked
+from relayrun.masking import mask_tokens
 
 log = logging.getLogger(__name__)
 
-PAUSES: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
+RETRY_PAUSES: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
 """Seconds between the tries of one read: about five minutes. A read that works begins the count anew."""
 
-_PIECE = 8 << 20
+_READ_BYTES = 8 << 20
 """Bytes of a read, where all that is left is asked for."""
 
-_FOR_EVER = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError, NotImplementedError)
+_PERMANENT_ERRORS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    ImportError,
+    ValueError,
+    NotImplementedError,
+)
 """Errors that come again: no such file, no access, no package for the scheme, a wrong URL."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_STORE_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors of a store that takes nothing more: a pause of seconds makes no room."""
 
-_BUSY = (408, 425, 429)
+_TRANSIENT_STATUSES = (408, 425, 429)
 """What passes among the 4xx of a server."""
 
 T = TypeVar("T")
@@ -42,60 +49,62 @@ class StoreError(RelayrunError):
     """A store did not answer for as long as it was asked. No fault of a file: no choice leaves the file out for it."""
 
 
-def again(call: Callable[[], T], url: str) -> T:
+def retry_transient(call: Callable[[], T], url: str) -> T:
     """Return what `call` returns; where it fails in a way that may pass, call it again after each of `PAUSES`.
 
     Raises what comes again as it came, and StoreError where the last try fails, too.
     """
-    for number, pause in enumerate((*PAUSES, None), start=1):
+    for number, pause in enumerate((*RETRY_PAUSES, None), start=1):
         try:
             return call()
         except Exception as error:
-            reason = _passing(error)
+            reason = _transient_error(error)
             if reason is None:
                 raise
-            text = masked((str(reason).splitlines() or [""])[0] or type(reason).__name__)[0]
+            text = mask_tokens((str(reason).splitlines() or [""])[0] or type(reason).__name__)[0]
             if pause is None:
                 raise StoreError(
                     f"the store does not answer: {text} (tried {number} times)",
                     where=url,
                     hint="run again: what is done is kept",
                 ) from None
-            log.warning("%s: %s; tried again in %g s (%d of %d)", url, text, pause, number, len(PAUSES))
+            log.warning("%s: %s; tried again in %g s (%d of %d)", url, text, pause, number, len(RETRY_PAUSES))
         time.sleep(pause)
     raise AssertionError("the last pause is None")
 
 
-def _passing(error: Exception) -> Exception | None:
+def _transient_error(error: Exception) -> Exception | None:
     """The error that may pass, or None.
 
     fsspec says of a web page that cannot be looked at, for whatever reason, that it is not found: the cause tells.
     """
     cause = error.__cause__
-    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_of_a_connection(cause):
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_connection_error(cause):
         return cause
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in _STORE_FULL_CODES:
         return None
-    if isinstance(error, (RelayrunError, *_FOR_EVER)) or (400 <= _status(error) < 500 and _status(error) not in _BUSY):
+    if isinstance(error, (RelayrunError, *_PERMANENT_ERRORS)) or (
+        400 <= _http_status(error) < 500 and _http_status(error) not in _TRANSIENT_STATUSES
+    ):
         return None
     return error
 
 
-def _is_of_a_connection(cause: Exception) -> bool:
-    if isinstance(cause, _FOR_EVER):
+def _is_connection_error(cause: Exception) -> bool:
+    if isinstance(cause, _PERMANENT_ERRORS):
         return False
-    if status := _status(cause):
-        return status >= 500 or status in _BUSY
+    if status := _http_status(cause):
+        return status >= 500 or status in _TRANSIENT_STATUSES
     return isinstance(cause, OSError) or type(cause).__module__.split(".")[0] == "aiohttp"
 
 
 def _is_refusal(error: Exception) -> bool:
     cause = error.__cause__ if isinstance(error, FileNotFoundError) else None  # so fsspec says it of a web page
-    refused = isinstance(error, PermissionError) or _status(error) in _EXPIRED
-    return refused or (cause is not None and _status(cause) in _EXPIRED)
+    refused = isinstance(error, PermissionError) or _http_status(error) in _EXPIRED_STATUSES
+    return refused or (cause is not None and _http_status(cause) in _EXPIRED_STATUSES)
 
 
-def _status(error: BaseException) -> int:
+def _http_status(error: BaseException) -> int:
     """The status of HTTP that an error of aiohttp, huggingface_hub, botocore or azure carries, or 0."""
     response: Any = getattr(error, "response", None)
     places = (error, "status"), (error, "status_code"), (response, "status_code")
@@ -105,7 +114,7 @@ def _status(error: BaseException) -> int:
     return found if isinstance(found, int) else 0
 
 
-_EXPIRED = (401, 403, 410)
+_EXPIRED_STATUSES = (401, 403, 410)
 """What a store answers to a signed link, or a token, that has run out."""
 
 
@@ -124,7 +133,7 @@ class RemoteFile(io.RawIOBase):
         self._allowed = False
         self._file: Any = None
         with self._refusals():
-            self._file = again(self._open, url)
+            self._file = retry_transient(self._open, url)
         self._size: int | None = getattr(self._file, "size", None)
 
     def readable(self) -> bool:
@@ -148,9 +157,9 @@ class RemoteFile(io.RawIOBase):
         pieces: list[bytes] = []
         left = float("inf") if size is None or size < 0 else size
         while left > 0:
-            try_it = functools.partial(self._read, int(min(left, _PIECE)))
+            try_it = functools.partial(self._read, int(min(left, _READ_BYTES)))
             with self._refusals():
-                piece = again(try_it, self._url)
+                piece = retry_transient(try_it, self._url)
             if not piece:
                 break
             self._at += len(piece)
@@ -200,7 +209,7 @@ class RemoteFile(io.RawIOBase):
         try:
             yield
         except Exception as error:
-            if _status(error) == 404 and not isinstance(error, FileNotFoundError):
+            if _http_status(error) == 404 and not isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from None
             if not _is_refusal(error):
                 raise
@@ -227,7 +236,7 @@ class RemoteFile(io.RawIOBase):
         except ValueError:  # of a stream: what is read already comes once more
             if self._file.tell() > place:
                 self._file = self._open()
-            while (left := place - self._file.tell()) > 0 and self._file.read(min(left, _PIECE)):
+            while (left := place - self._file.tell()) > 0 and self._file.read(min(left, _READ_BYTES)):
                 pass
 
     def _drop(self) -> None:

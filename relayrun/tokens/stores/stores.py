@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.tokens.stores.remote import RemoteFile, again
+from relayrun.tokens.stores.remote import RemoteFile, retry_transient
 
 _END_BYTES = 1 << 16
 _MOST_LINKS = 40
@@ -32,7 +32,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(place)
 
 
-def followed(folder: str | os.PathLike[str]) -> str:
+def resolve_url_link(folder: str | os.PathLike[str]) -> str:
     """The folder as it is given, or the URL to which a link leads, `raw-dataset-link` of `prepare_dumps.py`.
 
     A link may lead there through other links.
@@ -48,12 +48,12 @@ def followed(folder: str | os.PathLike[str]) -> str:
     return given
 
 
-def absolute(folder: str | os.PathLike[str]) -> str:
+def absolute_path(folder: str | os.PathLike[str]) -> str:
     """A local folder from the root of the file system; a URL without slashes at its end, also of a link to one.
 
     Raises InputError for a URL with a password, which would be written into files.
     """
-    folder = followed(folder)
+    folder = resolve_url_link(folder)
     if not is_url(folder):
         return os.path.abspath(folder)
     scheme, _, rest = folder.partition("://")
@@ -68,9 +68,9 @@ def absolute(folder: str | os.PathLike[str]) -> str:
     return f"{scheme}://{rest.rstrip('/')}"
 
 
-def join(folder: str, name: str) -> str:
+def join_path(folder: str, name: str) -> str:
     """The path of a file below a folder."""
-    return f"{absolute(folder)}/{name}" if is_url(folder) else os.path.join(folder, name)
+    return f"{absolute_path(folder)}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
 def open_input(path: str) -> BinaryIO:
@@ -78,7 +78,7 @@ def open_input(path: str) -> BinaryIO:
     return cast(BinaryIO, RemoteFile(path)) if is_url(path) else open(path, "rb")
 
 
-def digest_of_ends(path: str) -> str:
+def hash_file_ends(path: str) -> str:
     """SHA-256, hexadecimal, of the first and last 64 KiB of a file. Raises InputError and OSError."""
     with open_input(path) as file:
         digest = hashlib.sha256(file.read(_END_BYTES))
@@ -88,41 +88,41 @@ def digest_of_ends(path: str) -> str:
     return digest.hexdigest()
 
 
-def find(url: str) -> list[tuple[str, int]]:
+def list_url(url: str) -> list[tuple[str, int]]:
     """All files below a URL: their paths below it, and their bytes.
 
     Raises InputError where the scheme is not known or its package not installed, for lack of access to any folder,
     and where there is nothing.
     """
-    with _clear_errors(url, missing="there is no such dataset folder"):
+    with _explain_store_errors(url, missing="there is no such dataset folder"):
         import fsspec
 
         store, root = fsspec.core.url_to_fs(url)
-        found = list(sizes_below(store, root).items())
+        found = list(list_store_sizes(store, root).items())
     if not found:
         raise InputError("there is no file below this", where=url)
     return found
 
 
-def sizes_below(store: Any, root: str) -> dict[str, int]:
+def list_store_sizes(store: Any, root: str) -> dict[str, int]:
     """Bytes of all files below a path of fsspec's `store`, by their paths below it; of a file itself by no name.
 
     Raises what the store raises, for lack of access to any folder too.
     """
-    return {info["name"].removeprefix(root).lstrip("/"): _size(store, info) for info in _files(store, root)}
+    return {info["name"].removeprefix(root).lstrip("/"): _store_size(store, info) for info in _walk_store(store, root)}
 
 
-def stat(url: str) -> tuple[int, int]:
+def stat_url(url: str) -> tuple[int, int]:
     """Bytes of the file at a URL, and its time of change as `time_of` tells it. Raises InputError."""
-    with _clear_errors(url, missing="this file of the paths file is missing"):
+    with _explain_store_errors(url, missing="this file of the paths file is missing"):
         import fsspec
 
         store, path = fsspec.core.url_to_fs(url)
-        info = again(lambda: store.info(path), url)
-        return _size(store, info), time_of(info)
+        info = retry_transient(lambda: store.info(path), url)
+        return _store_size(store, info), modified_time(info)
 
 
-def time_of(info: Mapping[str, Any]) -> int:
+def modified_time(info: Mapping[str, Any]) -> int:
     """When a file of a store changed, in ns, from what its store tells; 0 where it tells nothing.
 
     A store that tells no time, but a tag of the version, has a number made of that tag in its place: a server of web
@@ -141,7 +141,7 @@ def time_of(info: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.sha256(str(tag).encode()).digest()[:7]) if tag else 0
 
 
-def _files(store: Any, root: str) -> Iterator[dict[str, Any]]:
+def _walk_store(store: Any, root: str) -> Iterator[dict[str, Any]]:
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 
@@ -159,7 +159,7 @@ def _files(store: Any, root: str) -> Iterator[dict[str, Any]]:
                 yield info
 
 
-def _size(store: Any, info: dict[str, Any]) -> int:
+def _store_size(store: Any, info: dict[str, Any]) -> int:
     size = info.get("size")
     if size is None:  # not in a listing of web pages
         size = store.info(info["name"]).get("size")
@@ -169,7 +169,7 @@ def _size(store: Any, info: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
+def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
     try:
         yield
     except RelayrunError:
@@ -180,7 +180,7 @@ def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
         raise InputError(
             f"the package of this scheme cannot be imported: {(str(error).splitlines() or [''])[0]}",
             where=url,
-            hint=f"pip install {_package(url.partition('://')[0])}",
+            hint=f"pip install {_scheme_package(url.partition('://')[0])}",
         ) from None
     except Exception as error:  # an unknown scheme, no access: each package has its own
         lines = str(error).splitlines() or [type(error).__name__]
@@ -191,7 +191,7 @@ def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
         ) from None
 
 
-def _package(scheme: str) -> str:
+def _scheme_package(scheme: str) -> str:
     """What is to be installed for a scheme."""
     from fsspec.registry import known_implementations
 

@@ -20,23 +20,23 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from relayrun.config.sections.streams import Stream
+from relayrun.config.sections.streams import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
-from relayrun.tokens.streams.cursor import Place
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder
-from relayrun.tokens.streams.rows import FragmentReader, integers
+from relayrun.tokens.streams.lane_cursor import BlockPosition
+from relayrun.tokens.streams.rows import FragmentReader, arrow_integers
 
-LEAST_ROWS = 256
+MIN_ROWS_PER_LANE = 256
 """Rows of a block for each lane, at least: the last sample of a lane's block is padded, which must stay rare. Part of
 the order."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class RowBlock:
     """Some rows of a group, before any filter."""
 
-    place: Place
+    place: BlockPosition
     rows: pa.Table
     """As `FragmentReader` gives them, in the order of the files."""
     origins: npt.NDArray[np.int64]
@@ -47,22 +47,22 @@ class Block:
     """Files that were met on the way and left out."""
 
 
-class Blocks:
+class RowBlocks:
     """The blocks of all groups of lanes of a stream."""
 
     def __init__(
-        self, order: FragmentOrder, reader: FragmentReader, stream: Stream, *, name: str, seed: int, lanes: int
+        self, order: FragmentOrder, reader: FragmentReader, stream: StreamSection, *, name: str, seed: int, lanes: int
     ) -> None:
         self.groups = order.groups
         self.lanes_of_a_group = lanes // order.groups
-        self.rows = self.lanes_of_a_group * max(LEAST_ROWS, -(-stream.shuffle_buffer // lanes))
+        self.rows = self.lanes_of_a_group * max(MIN_ROWS_PER_LANE, -(-stream.shuffle_buffer // lanes))
         """Rows of a block."""
         self._order = order
         self._reader = reader
         self._stream = stream
         self._name, self._seed = name, seed
 
-    def read(self, group: int, place: Place) -> Iterator[Block]:
+    def read(self, group: int, place: BlockPosition) -> Iterator[RowBlock]:
         """The blocks of a group from a place on, epoch after epoch; they end behind the last epoch, if there is one.
 
         Raises InputError as `FragmentReader.read`, and FatalTrainingError where an epoch has no row.
@@ -78,9 +78,9 @@ class Blocks:
                     f"data set {self._name!r}: the files of a group of lanes have no row",
                     hint="leave out empty files, or those that stream.on_error leaves out, or add others",
                 )
-            place = Place(place.epoch + 1, 0, 0, 0)
+            place = BlockPosition(place.epoch + 1, 0, 0, 0)
 
-    def _of_epoch(self, group: int, begin: Place) -> Iterator[Block]:
+    def _of_epoch(self, group: int, begin: BlockPosition) -> Iterator[RowBlock]:
         parts: list[pa.RecordBatch] = []
         origins: list[npt.NDArray[np.int64]] = []
         missing, place, left_out = self.rows, begin, 0
@@ -94,42 +94,42 @@ class Blocks:
                 while len(batch):
                     part = batch.slice(0, missing)
                     parts.append(part)
-                    origins.append(_origins(fragment, row, len(part)))
+                    origins.append(_row_origins(fragment, row, len(part)))
                     row, missing, batch = row + len(part), missing - len(part), batch.slice(len(part))
                     if not missing:
                         yield self._block(group, place, parts, origins, left_out)
                         parts, origins, missing, left_out = [], [], self.rows, 0
-                        place = Place(begin.epoch, place.number + 1, number, row)
+                        place = BlockPosition(begin.epoch, place.number + 1, number, row)
         if parts or left_out:
             yield self._block(group, place, parts, origins, left_out)
 
     def _block(
         self,
         group: int,
-        place: Place,
+        place: BlockPosition,
         parts: Sequence[pa.RecordBatch],
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
-    ) -> Block:
-        rows = _together(parts, self._name).combine_chunks() if parts else self._reader.no_rows
+    ) -> RowBlock:
+        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self._reader.no_rows
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{place.number}", place.epoch)
             order = Permutation(len(rows), key).map(order)
         where = np.concatenate([np.zeros((0, 3), np.int64), *origins])
-        return Block(place=place, rows=rows, origins=where, order=order, files_left_out=files_left_out)
+        return RowBlock(place=place, rows=rows, origins=where, order=order, files_left_out=files_left_out)
 
-    def of_lane(self, block: Block, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
+    def of_lane(self, block: RowBlock, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
         """The rows of a block that a lane gets, in its order, and their origins."""
         chosen = block.order[lane // self.groups :: self.lanes_of_a_group]
-        return block.rows.take(integers(chosen)), block.origins[chosen]
+        return block.rows.take(arrow_integers(chosen)), block.origins[chosen]
 
     def group_of(self, lane: int) -> int:
         """The group that a lane belongs to."""
         return lane % self.groups
 
 
-def _together(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
+def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
     """The rows of all parts. Raises InputError for columns of other kinds; `name`: of the data set."""
     if all(part.schema.equals(parts[0].schema) for part in parts):
         return pa.Table.from_batches(parts)
@@ -144,7 +144,7 @@ def _together(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
         ) from None
 
 
-def _origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int64]:
+def _row_origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int64]:
     group = -1 if fragment.group is None else fragment.group
     column = partial(np.full, count, dtype=np.int64)
     return np.stack([column(fragment.file), column(group), np.arange(row, row + count)], axis=1)

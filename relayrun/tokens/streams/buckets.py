@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.section import Positive, Section
+from relayrun.config.sections.base import Positive, Section
 
 
 class Bucketing(Section):
@@ -62,7 +62,7 @@ class Bucketing(Section):
         return self
 
 
-def batches(tables: Iterable[tuple[int, pa.Table]], bucketing: Bucketing) -> Iterator[pa.Table]:
+def bucket_batches(tables: Iterable[tuple[int, pa.Table]], bucketing: Bucketing) -> Iterator[pa.Table]:
     """Put tables, that come with their epochs, together and cut them into batches.
 
     Raises KeyError for a length column that is not there.
@@ -70,13 +70,13 @@ def batches(tables: Iterable[tuple[int, pa.Table]], bucketing: Bucketing) -> Ite
     together = (
         table
         for _, of_epoch in groupby(tables, key=itemgetter(0))
-        for table in bucketed((table for _, table in of_epoch), bucketing)
+        for table in fill_buckets((table for _, table in of_epoch), bucketing)
     )
     for number, table in enumerate(together):
         yield from _cut(table, bucketing, number)
 
 
-def bucketed(tables: Iterable[pa.Table], bucketing: Bucketing) -> Iterator[pa.Table]:
+def fill_buckets(tables: Iterable[pa.Table], bucketing: Bucketing) -> Iterator[pa.Table]:
     """Put tables together until they have reached the target."""
     together: list[pa.Table] = []
     cost = 0.0
@@ -91,7 +91,7 @@ def bucketed(tables: Iterable[pa.Table], bucketing: Bucketing) -> Iterator[pa.Ta
         yield _joined(together, bucketing)
 
 
-def lengths_of(table: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+def row_lengths(table: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.int64]:
     """Length of each row, int64 [rows]: over these columns, or all of text or lists."""
     found = np.zeros(len(table), np.int64)
     for name in columns or [field.name for field in table.schema if _has_length(field.type)]:
@@ -113,7 +113,7 @@ def _target(bucketing: Bucketing) -> float:
 
 def _cost(table: pa.Table, bucketing: Bucketing) -> float:
     if bucketing.target_total_length is not None:
-        return float(lengths_of(table, bucketing.length_columns).sum())
+        return float(row_lengths(table, bucketing.length_columns).sum())
     return float(table.nbytes if bucketing.target_table_memory is not None else len(table))
 
 
@@ -126,7 +126,7 @@ def _cut(table: pa.Table, bucketing: Bucketing, number: int) -> Iterator[pa.Tabl
     order = np.arange(len(table))
     if bucketing.shuffle:
         np.random.default_rng([bucketing.seed, number]).shuffle(order)
-    lengths = lengths_of(table, bucketing.length_columns)
+    lengths = row_lengths(table, bucketing.length_columns)
     if bucketing.order_by_length:
         order = order[np.argsort(lengths[order], kind="stable")]
     if bucketing.total_batch_length is not None:

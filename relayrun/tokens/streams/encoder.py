@@ -8,18 +8,18 @@ from functools import cached_property
 
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.manifest import FileEntry, Manifest
-from relayrun.tokens.streams.run_tokenizer import run_tokenizer
-from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
+from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
-from relayrun.tokens.tokenize.fused import sample
+from relayrun.tokens.tokenize.fused import sample_texts
 
 log = logging.getLogger(__name__)
 
-SAMPLE_BYTES = 200_000
+PROOF_BYTES = 200_000
 """Text of the data set on which a fast engine must prove itself."""
 
 
-class Encoder:
+class StreamEncoder:
     """Texts to ids. The tokenizer and its engine are loaded when the first text comes."""
 
     def __init__(self, tokenizer: str, manifest: Manifest, files: Sequence[FileEntry], column: str) -> None:
@@ -35,7 +35,7 @@ class Encoder:
 
     @cached_property
     def _engine(self) -> Engine:
-        tokenizer = run_tokenizer(self._name, self._manifest)
-        texts = sample(self._column, self._paths, most_bytes=SAMPLE_BYTES)
-        chosen = select("auto", lambda: tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
+        tokenizer = load_run_tokenizer(self._name, self._manifest)
+        texts = sample_texts(self._column, self._paths, most_bytes=PROOF_BYTES)
+        chosen = select_engine("auto", lambda: tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
         return chosen.build(tokenizer.definition, lambda: tokenizer.tokenizer)

@@ -14,11 +14,11 @@ from typing import Any
 from relayrun.config.sections import row_filter
 from relayrun.errors import InputError
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.spill import Spill
+from relayrun.tokens.readers.spill import LongText
 from relayrun.tokens.stores.stores import MissingInput
-from relayrun.tokens.streams.conditions import Misfit, fulfils
+from relayrun.tokens.streams.conditions import ConditionMisfit, row_fulfils
 
-FILTERED = "stream.filters"
+FILTER_REASON = "stream.filters"
 """The reason of a row that does not fulfil the condition."""
 
 
@@ -29,30 +29,32 @@ class RowFaults(LineFaults):
         """`condition`: what lines of JSON are asked; `skip`: bad rows are left out, else the first is an InputError."""
         super().__init__(skip=skip, keep=True)
         self._condition = condition
-        self._columns = [] if condition is None else row_filter.columns(condition)
+        self._columns = [] if condition is None else row_filter.condition_columns(condition)
         self.seen: set[str] = set()
         """Columns of the condition that a line had."""
 
-    def look(self, row: Mapping[str, Any], long: Mapping[str, Spill | None]) -> None:
+    def look(self, row: Mapping[str, Any], long: Mapping[str, LongText | None]) -> None:
         """Raise BadLine for a row that the condition leaves out, or that it does not fit."""
         if self._condition is None:
             return
-        values = {name: _whole(row.get(name), long) for name in self._columns}
+        values = {name: _whole_value(row.get(name), long) for name in self._columns}
         self.seen.update(name for name in self._columns if name in row)
         try:
-            fits = fulfils(self._condition, values)
-        except Misfit as error:
-            raise BadLine("misfit", f"{FILTERED} does not fit: {error}", hint="mend the line or the filter") from None
+            fits = row_fulfils(self._condition, values)
+        except ConditionMisfit as error:
+            raise BadLine(
+                "misfit", f"{FILTER_REASON} does not fit: {error}", hint="mend the line or the filter"
+            ) from None
         if not fits:
-            raise BadLine(FILTERED, "")
+            raise BadLine(FILTER_REASON, "")
 
     def add(self, bad: BadLine, where: str) -> None:
         """Count a bad row; see `LineFaults.add`. A row that a filter leaves out is none."""
-        if bad.reason != FILTERED:
+        if bad.reason != FILTER_REASON:
             super().add(bad, where)
 
 
-def is_of_content(error: InputError) -> bool:
+def is_content_fault(error: InputError) -> bool:
     """Whether a file cannot be read because of its bytes, which are the same for everybody who reads it."""
     cause = error.__context__
     known = (PermissionError, FileNotFoundError, ConnectionError, TimeoutError)
@@ -60,7 +62,7 @@ def is_of_content(error: InputError) -> bool:
     return not (of_the_system or isinstance(error, MissingInput))
 
 
-def _whole(value: Any, long: Mapping[str, Spill | None]) -> Any:
+def _whole_value(value: Any, long: Mapping[str, LongText | None]) -> Any:
     """A value of a line; a long string has a name in its place."""
     if not isinstance(value, str) or value not in long:
         return value

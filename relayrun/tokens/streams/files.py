@@ -15,34 +15,34 @@ import pyarrow as pa
 
 from relayrun.config.sections import row_filter
 from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.streams import Limit, Stream
-from relayrun.errors import ConfigError, InputError, nearest_path
-from relayrun.tokens.readers.columns import look_at_column, read_column
-from relayrun.tokens.readers.formats import kind_of
-from relayrun.tokens.readers.rows import opened_parquet
+from relayrun.config.sections.streams import StreamLimit, StreamSection
+from relayrun.errors import ConfigError, InputError, did_you_mean_path
+from relayrun.tokens.readers.columns import check_column, read_column
+from relayrun.tokens.readers.formats import file_kind
+from relayrun.tokens.readers.rows import open_parquet
 from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
-from relayrun.tokens.shards.prefixes import begin_of_name, literal_front
+from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import stores
-from relayrun.tokens.stores.checksum import checksum_of
-from relayrun.tokens.streams.conditions import compiled
-from relayrun.tokens.streams.faults import RowFaults, is_of_content
-from relayrun.tokens.tokenize.split import find_files
+from relayrun.tokens.stores.checksum import file_checksum
+from relayrun.tokens.streams.conditions import arrow_expression
+from relayrun.tokens.streams.faults import RowFaults, is_content_fault
+from relayrun.tokens.tokenize.split import find_data_files
 
-KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
+FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
 """What `formats.kind_of` calls the files of a source."""
 _BATCH_BYTES = 1 << 16
 _AT_A_TIME = 16
 """Files that are looked at together: most of the time goes into waiting for the file system."""
 
-COUNTED = 64
+MAX_COUNTED_FILES = 64
 """Files whose rows are counted at the submit, at most."""
 
 
-HASHED_BYTES = 4_000_000_000
+MAX_HASHED_BYTES = 4_000_000_000
 """Bytes of all files of a data set, at most, for which each is read whole and hashed at the first submit."""
 
 
-def freeze(name: str, source: DataSource, lanes: int, known: Sequence[FileEntry] = ()) -> DatasetManifest:
+def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence[FileEntry] = ()) -> DatasetManifest:
     """The files of the stream called `name`, in the order in which they are named; those of a folder sorted.
 
     `known`: files that the run has under this name. One whose time of change is another one now is hashed whole, where
@@ -52,20 +52,20 @@ def freeze(name: str, source: DataSource, lanes: int, known: Sequence[FileEntry]
     first one has no such column; ConfigError for a condition that does not fit the files, and where a few parquet files
     have fewer rows than there are lanes.
     """
-    stream, where = source.stream or Stream(), f"data set {name!r}"
-    found = find(source, where)
+    stream, where = source.stream or StreamSection(), f"data set {name!r}"
+    found = find_text_files(source, where)
     first = _first_good([file.path for file in found], stream)
     if source.source == "parquet":
         _try_columns(first, stream, where)
     elif stream.filters is not None:
         _try_lines(first, stream, where)
-    counted = source.source == "parquet" and len(found) <= COUNTED and stream.on_error == "fail"
+    counted = source.source == "parquet" and len(found) <= MAX_COUNTED_FILES and stream.on_error == "fail"
     if counted and (rows := sum(map(_rows_of, found))) < lanes:
         raise ConfigError(
             f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch",
             hint="set data.lanes lower, or give more rows",
         )
-    whole = sum(file.size for file in found) <= HASHED_BYTES
+    whole = sum(file.size for file in found) <= MAX_HASHED_BYTES
     by_name: dict[tuple[str, int], list[FileEntry]] = {}
     for file in known:
         by_name.setdefault((os.path.basename(file.path), file.size), []).append(file)
@@ -82,14 +82,14 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
     `whole`: a file that is not known is hashed whole.
     """
     local = not stores.is_url(file.path)
-    changed = os.stat(file.path).st_mtime_ns if local else stores.stat(file.path)[1]
-    ends = stores.digest_of_ends(file.path)
+    changed = os.stat(file.path).st_mtime_ns if local else stores.stat_url(file.path)[1]
+    ends = stores.hash_file_ends(file.path)
     now = replace(file, fingerprint=ends, changed=changed)
     alike = [one for one in known if one.fingerprint in (ends, _of_whole(ends, one))]
     for one in alike:
         if one.changed == changed or 0 in (one.changed, changed):  # an earlier version kept no times
             return replace(now, fingerprint=one.fingerprint, content=one.content)
-    now = replace(now, content=checksum_of(file.path) if local and (alike or whole) else "")
+    now = replace(now, content=file_checksum(file.path) if local and (alike or whole) else "")
     for one in alike:
         if now.content and now.content == one.content:
             return replace(now, fingerprint=one.fingerprint)
@@ -101,12 +101,12 @@ def _of_whole(ends: str, file: FileEntry) -> str:
     return hashlib.sha256(f"{ends} {file.content or file.changed}".encode()).hexdigest()
 
 
-def _first_good(paths: Sequence[str], stream: Stream) -> str:
+def _first_good(paths: Sequence[str], stream: StreamSection) -> str:
     """The first file whose first rows can be read; where `on_error` leaves no file out, it must be the first of all."""
     bad: InputError | None = None
-    for path in paths[: 1 if stream.on_error == "fail" else COUNTED]:
+    for path in paths[: 1 if stream.on_error == "fail" else MAX_COUNTED_FILES]:
         try:
-            look_at_column(path, stream.column, skip_lines=stream.on_error == "skip-line")
+            check_column(path, stream.column, skip_lines=stream.on_error == "skip-line")
             return path
         except InputError as error:
             hint = error.hint and error.hint.replace("--column", "stream.column")
@@ -115,18 +115,18 @@ def _first_good(paths: Sequence[str], stream: Stream) -> str:
     raise bad
 
 
-def find(source: DataSource, where: str) -> list[FileEntry]:
+def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
     """The files of a stream, without fingerprints. Raises as `freeze`; `where` names the data set in errors."""
-    stream = source.stream or Stream()
+    stream = source.stream or StreamSection()
     found: dict[str, int] = {}
     for path in source.paths:
-        for file, size in _matches(path, KINDS[source.source], source.source):
+        for file, size in _matches(path, FILE_KINDS[source.source], source.source):
             if file in found:
                 raise InputError(f"{where}: two of its paths lead to this file", where=file, hint="name each file once")
             found[file] = size
     if stream.partition_filters is not None:
         found = {path: found[path] for path in _of_partitions(list(found), stream.partition_filters, where)}
-    paths = _limited(list(found), stream.limit or Limit())
+    paths = _limited(list(found), stream.limit or StreamLimit())
     return [*_cut([FileEntry(path=path, size=found[path], fingerprint="") for path in paths], stream)]
 
 
@@ -134,20 +134,24 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
     """The files of a kind that one path leads to, sorted, with their bytes."""
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not stores.is_url(path)
     found = []
-    for match in map(stores.followed, sorted(glob.glob(literal_front(path), recursive=True)) if is_pattern else [path]):
+    for match in map(
+        stores.resolve_url_link, sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
+    ):
         if stores.is_url(match):
             found += _below_url(match)
         elif os.path.isdir(match):
-            found += [(os.path.abspath(stores.join(match, file.path)), file.size) for file in find_files(match)]
+            found += [
+                (os.path.abspath(stores.join_path(match, file.path)), file.size) for file in find_data_files(match)
+            ]
         elif os.path.isfile(match):
             found.append((os.path.abspath(match), os.stat(match).st_size))
         elif os.path.islink(match):  # what it led to may be away for a while: its rows would never come
             raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
-    fitting = [(file, size) for file, size in found if kind_of(file) == kind]
+    fitting = [(file, size) for file, size in found if file_kind(file) == kind]
     if not fitting:
-        others = sorted({kind_of(file) for file, _ in found})
+        others = sorted({file_kind(file) for file, _ in found})
         what = f"; there are files of {', '.join(others)}" if others else ""
-        near = "" if found or stores.is_url(path) else nearest_path(path)
+        near = "" if found or stores.is_url(path) else did_you_mean_path(path)
         raise InputError(
             f"source: {source} finds no such file here{what}",
             where=path,
@@ -158,13 +162,13 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
 
 def _below_url(url: str) -> list[tuple[str, int]]:
     """The files at or below a URL, or of a pattern at its end. Raises InputError as `stores.absolute`."""
-    url = stores.absolute(url)
+    url = stores.absolute_path(url)
     if not glob.has_magic(url):
         if url.lower().endswith((".parquet", ".jsonl", ".arrow", ".gz", ".zst", ".json")):
-            return [(url, stores.stat(url)[0])]
-        return [(stores.join(url, file.path), file.size) for file in find_files(url)]
+            return [(url, stores.stat_url(url)[0])]
+        return [(stores.join_path(url, file.path), file.size) for file in find_data_files(url)]
     folder = re.split(r"[*?[]", url, maxsplit=1)[0].rpartition("/")[0]
-    inside = [(stores.join(folder, file.path), file.size) for file in find_files(folder)]
+    inside = [(stores.join_path(folder, file.path), file.size) for file in find_data_files(folder)]
     pattern = _pattern(url, [file for file, _ in inside])
     return [(file, size) for file, size in inside if pattern.fullmatch(file)]
 
@@ -174,7 +178,7 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
     names = url.split("/")
     fronts = ("/".join(names[:length]) for length in range(len(names), 0, -1))
     front = next((front for front in fronts if any(f"{file}/".startswith(f"{front}/") for file in files)), "")
-    begin = begin_of_name(url[len(front) :])
+    begin = literal_name_start(url[len(front) :])
     front += begin if any(file.startswith(front + begin) for file in files) else ""
     words = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*|\?|\[[^]]+\])", url[len(front) :])
@@ -185,7 +189,7 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
 def _of_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
     """The files whose parts `name=value` fulfil a condition; integers where all files have integers."""
     parts = [dict(re.findall(r"([^/=]+)=([^/]*)(?=/)", path)) for path in paths]
-    names = row_filter.columns(condition := row_filter.parse(text))
+    names = row_filter.condition_columns(condition := row_filter.parse_row_condition(text))
     if missing := [name for name in names if not any(name in part for part in parts)]:
         known = sorted({name for part in parts for name in part})
         raise ConfigError(
@@ -209,18 +213,18 @@ def _typed(values: Sequence[str | None]) -> list[str | int | None]:
 
 def _filtered(table: pa.Table, condition: row_filter.Condition, setting: str, where: str) -> pa.Table:
     try:
-        return table.filter(compiled(condition))
+        return table.filter(arrow_expression(condition))
     except pa.ArrowException as error:
         raise ConfigError(f"{setting} does not fit the columns: {str(error).splitlines()[0]}", where=where) from None
 
 
-def _try_columns(path: str, stream: Stream, where: str) -> None:
+def _try_columns(path: str, stream: StreamSection, where: str) -> None:
     """Apply the filter to no row of a parquet file; it and the other columns that are read must be there."""
-    condition = None if stream.filters is None else row_filter.parse(stream.filters)
-    with opened_parquet(path) as file:
+    condition = None if stream.filters is None else row_filter.parse_row_condition(stream.filters)
+    with open_parquet(path) as file:
         schema = file.schema_arrow
     wanted = {
-        "filters": [] if condition is None else row_filter.columns(condition),
+        "filters": [] if condition is None else row_filter.condition_columns(condition),
         "extra_columns": stream.extra_columns,
     }
     for option, names in wanted.items():
@@ -234,26 +238,26 @@ def _try_columns(path: str, stream: Stream, where: str) -> None:
         _filtered(schema.empty_table(), condition, "stream.filters", where)
 
 
-def _try_lines(path: str, stream: Stream, where: str) -> None:
+def _try_lines(path: str, stream: StreamSection, where: str) -> None:
     """Ask the condition of the first lines of a file; they must fit it, and some have its names."""
-    condition = row_filter.parse(stream.filters or "")
+    condition = row_filter.parse_row_condition(stream.filters or "")
     faults = RowFaults(condition, skip=stream.on_error == "skip-line")
     arrays = read_column(path, stream.column, batch_bytes=_BATCH_BYTES, faults=faults)
     next(arrays, None)
     arrays.close()
-    if missing := [name for name in row_filter.columns(condition) if name not in faults.seen]:
+    if missing := [name for name in row_filter.condition_columns(condition) if name not in faults.seen]:
         raise ConfigError(f"stream.filters: the first lines have no {missing[0]!r}", where=f"{where}, {path}")
 
 
-def _limited(paths: list[str], limit: Limit) -> list[str]:
+def _limited(paths: list[str], limit: StreamLimit) -> list[str]:
     if limit.fraction_of_files is not None:
         return paths[: max(1, round(len(paths) * limit.fraction_of_files))]
     return paths[: limit.nb_files]
 
 
-def _cut(files: list[FileEntry], stream: Stream) -> Iterator[FileEntry]:
+def _cut(files: list[FileEntry], stream: StreamSection) -> Iterator[FileEntry]:
     """The first files, the last of them in part, where `limit` counts fragments or rows."""
-    limit = stream.limit or Limit()
+    limit = stream.limit or StreamLimit()
     left = limit.nb_fragments or limit.nb_rows
     if left is None:
         yield from files
@@ -264,7 +268,7 @@ def _cut(files: list[FileEntry], stream: Stream) -> Iterator[FileEntry]:
         try:
             fragments, rows = _size_of(file.path, stream)
         except InputError as error:
-            if stream.on_error == "fail" or not is_of_content(error):
+            if stream.on_error == "fail" or not is_content_fault(error):
                 raise
             fragments, rows = 1, 0
         count = fragments if limit.nb_fragments else rows
@@ -278,16 +282,16 @@ def _cut(files: list[FileEntry], stream: Stream) -> Iterator[FileEntry]:
 
 def _rows_of(entry: FileEntry) -> int:
     """Rows of a parquet file that are read."""
-    with opened_parquet(entry.path) as file:
+    with open_parquet(entry.path) as file:
         groups = range(file.metadata.num_row_groups)[: entry.fragments]
         rows = sum(int(file.metadata.row_group(group).num_rows) for group in groups)
     return rows if entry.rows is None else min(rows, entry.rows)
 
 
-def _size_of(path: str, stream: Stream) -> tuple[int, int]:
+def _size_of(path: str, stream: StreamSection) -> tuple[int, int]:
     """Fragments and rows of a file."""
-    if kind_of(path) == "parquet":
-        with opened_parquet(path) as file:
+    if file_kind(path) == "parquet":
+        with open_parquet(path) as file:
             groups, rows = int(file.metadata.num_row_groups), int(file.metadata.num_rows)
             return groups if stream.split_to_row_groups else 1, rows
     if stream.limit is not None and stream.limit.nb_fragments:

@@ -21,17 +21,17 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.config.sections.streams import Stream
+from relayrun.config.sections.streams import StreamSection
 from relayrun.errors import InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
-from relayrun.tokens.readers.formats import kind_of
-from relayrun.tokens.readers.rows import opened_parquet
+from relayrun.tokens.readers.formats import file_kind
+from relayrun.tokens.readers.rows import open_parquet
 from relayrun.tokens.shards.manifest import FileEntry
-from relayrun.tokens.streams.faults import is_of_content
+from relayrun.tokens.streams.faults import is_content_fault
 
-FILES_OF_A_GROUP = 8
+MIN_FILES_PER_GROUP = 8
 """Files that each group of lanes has at least, where there is more than one group. Part of the order."""
-_AT_A_TIME = 16
+_FOOTERS_READ_AT_ONCE = 16
 """Footers that are read together."""
 
 
@@ -47,16 +47,16 @@ class Fragment:
     """Only its first so many rows are read; None: all."""
 
 
-def groups_of(files: int, lanes: int) -> int:
+def group_count(files: int, lanes: int) -> int:
     """Into how many groups so many lanes fall that read so many files: a divisor of `lanes`."""
-    most = max(1, files // FILES_OF_A_GROUP)
+    most = max(1, files // MIN_FILES_PER_GROUP)
     return max(groups for groups in range(1, min(lanes, most) + 1) if lanes % groups == 0)
 
 
 class FragmentOrder:
     """The fragments of each epoch for each group of lanes."""
 
-    def __init__(self, files: Sequence[FileEntry], stream: Stream, *, name: str, seed: int, groups: int) -> None:
+    def __init__(self, files: Sequence[FileEntry], stream: StreamSection, *, name: str, seed: int, groups: int) -> None:
         self.files = files
         self.groups = groups
         self._stream = stream
@@ -100,7 +100,7 @@ class FragmentOrder:
 
     def _every_fragment(self) -> npt.NDArray[np.int64]:
         """File and place in the file of all fragments, int64 [fragments, 2]."""
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        with ThreadPoolExecutor(_FOOTERS_READ_AT_ONCE) as pool:
             counts = np.array([*map(len, pool.map(self._of_file, range(len(self.files))))])
         files = np.repeat(np.arange(len(counts)), counts)
         return np.stack([files, np.arange(len(files)) - np.repeat(np.cumsum(counts) - counts, counts)], axis=1)
@@ -119,13 +119,13 @@ class FragmentOrder:
 
     def _look_at(self, number: int) -> list[Fragment]:
         entry = self.files[number]
-        if kind_of(entry.path) != "parquet" or not self._stream.split_to_row_groups:
+        if file_kind(entry.path) != "parquet" or not self._stream.split_to_row_groups:
             return [Fragment(number, None, entry.rows)]
         try:
-            with opened_parquet(entry.path) as file:
+            with open_parquet(entry.path) as file:
                 sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         except InputError as error:
-            if self._stream.on_error == "fail" or not is_of_content(error):
+            if self._stream.on_error == "fail" or not is_content_fault(error):
                 raise
             return [Fragment(number, None)]  # of which no row is read
         found, left = [], entry.rows

@@ -20,13 +20,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.streams.ahead import Ahead
-from relayrun.tokens.streams.blocks import Block, Blocks
-from relayrun.tokens.streams.cursor import LaneCursor, Place
+from relayrun.tokens.streams.ahead import Prefetcher
+from relayrun.tokens.streams.blocks import RowBlock, RowBlocks
+from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
 from relayrun.tokens.streams.rows import FragmentReader
-from relayrun.tokens.streams.samples import BATCH_BYTES, Encode, LaneSamples, Shape, encoded
+from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
 
-MOST_WAITING = 4
+MAX_WAITING_BLOCKS = 4
 """Blocks that are kept for a lane, at most."""
 
 
@@ -34,7 +34,7 @@ MOST_WAITING = 4
 class LaneBlock:
     """What one lane gets of a block."""
 
-    place: Place
+    place: BlockPosition
     rows: int
     """Its rows, before any filter."""
     left_out: Counter[str]
@@ -47,7 +47,7 @@ class LaneBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Texts:
+class _LaneTexts:
     """What one lane gets of a block, before its texts are encoded."""
 
     texts: pa.Array
@@ -64,10 +64,10 @@ class LaneGroup:
         self,
         group: int,
         lanes: Mapping[int, LaneCursor],
-        blocks: Blocks,
+        blocks: RowBlocks,
         reader: FragmentReader,
-        shape: Shape,
-        encode: Encode,
+        shape: SampleShape,
+        encode: EncodeFunction,
         *,
         nb_prefetch: int,
         name: str,
@@ -77,13 +77,13 @@ class LaneGroup:
         self._blocks, self._reader = blocks, reader
         self._shape, self._encode = shape, encode
         self._nb_prefetch, self._name = nb_prefetch, name
-        self._ahead: Ahead[Block] | None = None
-        self._waiting: dict[int, deque[Block]] = {lane: deque() for lane in lanes}
+        self._ahead: Prefetcher[RowBlock] | None = None
+        self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
         self._made: dict[int, LaneBlock] = {}
         """For lanes that come to the block later, of the first that they wait for."""
-        self._newest: Place | None = None
+        self._newest: BlockPosition | None = None
         """Where the block begins that was read last for all."""
-        self._behind: dict[int, Ahead[Block]] = {}
+        self._behind: dict[int, Prefetcher[RowBlock]] = {}
         """What lanes read by themselves that are too far behind."""
 
     def next_block(self, lane: int) -> LaneBlock | None:
@@ -93,7 +93,7 @@ class LaneGroup:
         while not self._waiting[lane]:
             if self._ahead is None:
                 blocks = self._blocks.read(self._group, min(self._from.values()))
-                self._ahead = Ahead(blocks, self._nb_prefetch, name=f"{self._name}-{self._group}")
+                self._ahead = Prefetcher(blocks, self._nb_prefetch, name=f"{self._name}-{self._group}")
             block = next(self._ahead, None)
             if block is None:
                 return None
@@ -103,7 +103,7 @@ class LaneGroup:
                 if other in self._behind or block.place < self._from[other]:
                     continue
                 waiting.append(block)
-                if len(waiting) > MOST_WAITING:
+                if len(waiting) > MAX_WAITING_BLOCKS:
                     self._leave_behind(other)
         if lane not in self._made:
             self._make(lane, self._waiting[lane][0])
@@ -116,7 +116,7 @@ class LaneGroup:
         if lane in self._made:
             waiting.popleft()
         blocks = self._blocks.read(self._group, waiting[0].place)
-        self._behind[lane] = Ahead(blocks, 0, name=f"{self._name}-{self._group}-{lane}")
+        self._behind[lane] = Prefetcher(blocks, 0, name=f"{self._name}-{self._group}-{lane}")
         waiting.clear()
 
     def _next_behind(self, lane: int) -> LaneBlock | None:
@@ -134,21 +134,21 @@ class LaneGroup:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _make(self, lane: int, block: Block) -> None:
+    def _make(self, lane: int, block: RowBlock) -> None:
         """Make the samples of a lane, and some of the lanes behind it that wait for the same block."""
         found = {lane: self._texts(block, lane)}
         size = found[lane].texts.nbytes
         order = [*self._waiting]
         at = order.index(lane) + 1
         for other in (*order[at:], *order[: at - 1]):
-            if size >= BATCH_BYTES:
+            if size >= ENCODE_BATCH_BYTES:
                 break
             if other in self._made or not self._waiting[other] or self._waiting[other][0] is not block:
                 continue
             with contextlib.suppress(FatalTrainingError):  # it is raised when that lane comes to the block, if it does
                 found[other] = self._texts(block, other)
                 size += found[other].texts.nbytes
-        ids = encoded([part.texts for part in found.values()], self._encode)
+        ids = encode_texts([part.texts for part in found.values()], self._encode)
         for (other, part), (tokens, lengths) in zip(found.items(), ids, strict=True):
             samples = LaneSamples(tokens, lengths, self._shape)
             part.left_out["no token"] = samples.empty
@@ -161,7 +161,7 @@ class LaneGroup:
                 samples=samples,
             )
 
-    def _texts(self, block: Block, lane: int) -> _Texts:
+    def _texts(self, block: RowBlock, lane: int) -> _LaneTexts:
         rows, origins = self._blocks.of_lane(block, lane)
         texts, chosen, left_out = self._reader.texts(rows)
-        return _Texts(texts=texts, rows=len(rows), left_out=left_out, origins=origins[chosen])
+        return _LaneTexts(texts=texts, rows=len(rows), left_out=left_out, origins=origins[chosen])

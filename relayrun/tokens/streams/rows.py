@@ -16,48 +16,50 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from relayrun.config.sections import row_filter
-from relayrun.config.sections.streams import Stream
+from relayrun.config.sections.streams import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.formats import kind_of
-from relayrun.tokens.readers.rows import opened_parquet
-from relayrun.tokens.readers.rowtext import find_field, row_name, text_of, valid
+from relayrun.tokens.readers.formats import file_kind
+from relayrun.tokens.readers.rows import open_parquet
+from relayrun.tokens.readers.rowtext import find_field, keep_utf8, row_namer, text_array
 from relayrun.tokens.readers.texts import large_strings
 from relayrun.tokens.shards.manifest import FileEntry
 from relayrun.tokens.stores import stores
-from relayrun.tokens.stores.checksum import checksum_of
+from relayrun.tokens.stores.checksum import file_checksum
 from relayrun.tokens.stores.stores import MissingInput
-from relayrun.tokens.streams.conditions import compiled
-from relayrun.tokens.streams.faults import FILTERED, RowFaults, is_of_content
+from relayrun.tokens.streams.conditions import arrow_expression
+from relayrun.tokens.streams.faults import FILTER_REASON, RowFaults, is_content_fault
 from relayrun.tokens.streams.fragments import Fragment
 
 log = logging.getLogger(__name__)
 
-TEXT = "__text"
+TEXT_COLUMN = "__text"
 """The column of the text, whatever the files call it."""
-_REASON = "__reason"
-_ROW = "__row"
-_BATCH_BYTES = 4_000_000
-_MOST_ROWS = 1024
+_REASON_COLUMN = "__reason"
+_ROW_COLUMN = "__row"
+_READ_BATCH_BYTES = 4_000_000
+_MAX_BATCH_ROWS = 1024
 
 
 class FragmentReader:
     """Reads fragments of the files of a stream, and says which of their rows are samples."""
 
-    def __init__(self, files: Sequence[FileEntry], stream: Stream) -> None:
+    def __init__(self, files: Sequence[FileEntry], stream: StreamSection) -> None:
         self._files = files
         self._stream = stream
-        self._condition = None if stream.filters is None else row_filter.parse(stream.filters)
-        self._by_line = any(kind_of(file.path) == "json lines" for file in files)
+        self._condition = None if stream.filters is None else row_filter.parse_row_condition(stream.filters)
+        self._by_line = any(file_kind(file.path) == "json lines" for file in files)
         """Whether the condition is asked of each line as it is read, and not of tables."""
-        self._filter = None if self._condition is None or self._by_line else compiled(self._condition)
-        looked_at = [] if self._condition is None else row_filter.columns(self._condition)
+        self._filter = None if self._condition is None or self._by_line else arrow_expression(self._condition)
+        looked_at = [] if self._condition is None else row_filter.condition_columns(self._condition)
         self._columns = [] if self._by_line else list(dict.fromkeys([*looked_at, *stream.extra_columns]))
         self._left_out: dict[int, str | None] = {}
         self._same: dict[str, int] = {}
         """Times of change at which files were found to hold what they held, by path."""
         # `Schema.empty_table` would import pandas
-        self.no_rows = pa.Table.from_batches([], pa.schema([(TEXT, pa.large_string()), (_REASON, pa.string())]))
+        self.no_rows = pa.Table.from_batches(
+            [], pa.schema([(TEXT_COLUMN, pa.large_string()), (_REASON_COLUMN, pa.string())])
+        )
         """A table without a row, of which `texts` makes no text."""
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
@@ -94,7 +96,7 @@ class FragmentReader:
                 for _ in self._read(entry, Fragment(number, None), 0):
                     pass
             except InputError as error:
-                if not is_of_content(error):
+                if not is_content_fault(error):
                     raise
                 log.warning("a file is left out of its stream: %s: %s", error.where, error.message)
                 self._left_out[number] = error.message
@@ -106,24 +108,24 @@ class FragmentReader:
         No text is copied. Raises FatalTrainingError for a text that is missing where none may be, and for columns that
         the filter does not fit.
         """
-        reasons, texts = rows[_REASON], rows[TEXT]
+        reasons, texts = rows[_REASON_COLUMN], rows[TEXT_COLUMN]
         found: Counter[str] = Counter(reasons.drop_null().to_pylist())
         chosen = np.arange(len(rows))
         if found:
-            chosen = chosen[_bools(reasons.is_null())]
+            chosen = chosen[_arrow_bools(reasons.is_null())]
         if self._filter is not None and len(chosen):
-            asked = rows.select(self._columns).append_column(_ROW, integers(np.arange(len(rows))))
+            asked = rows.select(self._columns).append_column(_ROW_COLUMN, arrow_integers(np.arange(len(rows))))
             try:
-                kept = asked.take(integers(chosen)).filter(self._filter)[_ROW]
+                kept = asked.take(arrow_integers(chosen)).filter(self._filter)[_ROW_COLUMN]
             except pa.ArrowException as error:
                 raise FatalTrainingError(
                     f"stream.filters does not fit the columns of some files: {str(error).splitlines()[0]}",
                     hint="write the columns alike in all files, or mend the filter",
                 ) from None
-            found[FILTERED] += len(chosen) - len(kept)
+            found[FILTER_REASON] += len(chosen) - len(kept)
             chosen = np.sort(np.asarray(kept, np.int64))  # Arrow promises no order
         if texts.null_count:
-            there = _bools(texts.is_valid())[chosen]
+            there = _arrow_bools(texts.is_valid())[chosen]
             if not self._stream.drop_null and not there.all():
                 raise FatalTrainingError(
                     f"a row has no text in the column {self._stream.column!r}", hint="set stream.drop_null=true"
@@ -147,10 +149,10 @@ class FragmentReader:
         """
         kept, left_out = self.keep(rows)
         if self._stream.map is None or not len(kept):
-            texts = rows[TEXT] if len(kept) == len(rows) else rows[TEXT].take(integers(kept))
+            texts = rows[TEXT_COLUMN] if len(kept) == len(rows) else rows[TEXT_COLUMN].take(arrow_integers(kept))
             return texts.combine_chunks(), kept, left_out
         mapped = self._mapped
-        given = rows.take(integers(kept)).select([TEXT, *self._stream.extra_columns])
+        given = rows.take(arrow_integers(kept)).select([TEXT_COLUMN, *self._stream.extra_columns])
         named = given.rename_columns([self._stream.column, *self._stream.extra_columns]).to_pylist()
         found = [mapped(row) for row in named]
         made = np.array([text is not None for text in found], np.bool_)
@@ -187,11 +189,11 @@ class FragmentReader:
         path, local = entry.path, not stores.is_url(entry.path)
         what = None
         try:
-            size, changed = _local(path) if local else stores.stat(path)
+            size, changed = _local_path(path) if local else stores.stat_url(path)
             if size != entry.size:
                 what = f"has {size:,} bytes, had {entry.size:,} when the run began"
             elif 0 not in (changed, entry.changed) and changed not in (entry.changed, self._same.get(path)):
-                if local and entry.content and checksum_of(path) == entry.content:
+                if local and entry.content and file_checksum(path) == entry.content:
                     self._same[path] = changed
                 else:
                     what = f"was changed: {entry.other_time()}"
@@ -202,21 +204,21 @@ class FragmentReader:
 
     def _read(self, entry: FileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
         faults = RowFaults(self._condition if self._by_line else None, skip=self._stream.on_error == "skip-line")
-        if kind_of(entry.path) == "parquet":
+        if file_kind(entry.path) == "parquet":
             yield from self._parquet(entry.path, fragment.group, start, faults)
         else:
             yield from self._texts(entry.path, start, faults)
 
     def _texts(self, path: str, start: int, faults: RowFaults) -> Iterator[pa.RecordBatch]:
-        for array in read_column(path, self._stream.column, batch_bytes=_BATCH_BYTES, faults=faults):
-            reasons = _reasons(len(array), faults)
+        for array in read_column(path, self._stream.column, batch_bytes=_READ_BATCH_BYTES, faults=faults):
+            reasons = _fault_reasons(len(array), faults)
             if start < len(array):
                 texts = array.slice(start).cast(pa.large_string())
-                yield pa.record_batch([texts, reasons.slice(start)], [TEXT, _REASON])
+                yield pa.record_batch([texts, reasons.slice(start)], [TEXT_COLUMN, _REASON_COLUMN])
             start = max(0, start - len(array))
 
     def _parquet(self, path: str, group: int | None, start: int, faults: RowFaults) -> Iterator[pa.RecordBatch]:
-        with opened_parquet(path) as file:
+        with open_parquet(path) as file:
             fields = find_field(file.schema_arrow, path, self._stream.column)
             if missing := [name for name in self._columns if name not in file.schema_arrow.names]:
                 raise InputError(
@@ -228,40 +230,42 @@ class FragmentReader:
                 if start >= part.num_rows:
                     start -= part.num_rows
                     continue
-                most = int(max(1, min(_MOST_ROWS, _BATCH_BYTES * part.num_rows / max(part.total_byte_size, 1))))
+                most = int(
+                    max(1, min(_MAX_BATCH_ROWS, _READ_BATCH_BYTES * part.num_rows / max(part.total_byte_size, 1)))
+                )
                 first = 0
                 # one thread: ranks share the cores already
                 for batch in file.iter_batches(most, [number], wanted, use_threads=False):
                     if start < len(batch):
-                        yield self._named(batch.slice(start), fields, row_name(path, number, first + start), faults)
+                        yield self._named(batch.slice(start), fields, row_namer(path, number, first + start), faults)
                     start = max(0, start - len(batch))
                     first += len(batch)
 
     def _named(
         self, batch: pa.RecordBatch, fields: list[str], where: Callable[[int], str], faults: RowFaults
     ) -> pa.RecordBatch:
-        texts = valid(text_of(batch, fields), faults, where)
-        columns = {TEXT: texts.cast(pa.large_string()), _REASON: _reasons(len(batch), faults)}
+        texts = keep_utf8(text_array(batch, fields), faults, where)
+        columns = {TEXT_COLUMN: texts.cast(pa.large_string()), _REASON_COLUMN: _fault_reasons(len(batch), faults)}
         columns |= {name: batch.column(batch.schema.get_field_index(name)) for name in self._columns}
         return pa.record_batch(columns)
 
 
-def integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
+def arrow_integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
     """The same integers for Arrow, not copied. `pa.array` would import pandas, which takes half a second."""
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))])
 
 
-def _bools(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+def _arrow_bools(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     return np.asarray(column, np.bool_)
 
 
-def _local(path: str) -> tuple[int, int]:
+def _local_path(path: str) -> tuple[int, int]:
     """Bytes of a file, and when it was changed last, in ns."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
 
-def _reasons(rows: int, faults: RowFaults) -> pa.Array:
+def _fault_reasons(rows: int, faults: RowFaults) -> pa.Array:
     """Why each row of the array that was read last is left out; null: it is not."""
     marks = dict(faults.take_marks())
     return pa.array([marks.get(row) for row in range(rows)], pa.string()) if marks else pa.nulls(rows, pa.string())

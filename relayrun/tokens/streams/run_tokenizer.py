@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.config.sections.data import Data
+from relayrun.config.sections.data import DataSection
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 
-def run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
+def load_run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
     """Load the tokenizer that `data.tokenizer` names.
 
     Raises FatalTrainingError if its ids are not those that the run began with, InputError if there is none.
@@ -27,7 +27,7 @@ def run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
     return tokenizer
 
 
-def ids_of_characters(characters: str, tokenizer: DocumentTokenizer) -> npt.NDArray[np.int64]:
+def character_token_ids(characters: str, tokenizer: DocumentTokenizer) -> npt.NDArray[np.int64]:
     """The token of each of these characters, int64 [distinct characters]: `data.mask_tokens_except`.
 
     Raises ConfigError for a character that is several tokens, or none.
@@ -46,8 +46,8 @@ def ids_of_characters(characters: str, tokenizer: DocumentTokenizer) -> npt.NDAr
     return np.array(found, np.int64)
 
 
-def counted_tokens(data: Data, manifest: Manifest) -> npt.NDArray[np.int64] | None:
+def loss_token_ids(data: DataSection, manifest: Manifest) -> npt.NDArray[np.int64] | None:
     """The tokens whose losses alone count, int64; None: all do. Errors as of both functions above."""
     if data.mask_tokens_except is None:
         return None
-    return ids_of_characters(data.mask_tokens_except, run_tokenizer(data.tokenizer, manifest))
+    return character_token_ids(data.mask_tokens_except, load_run_tokenizer(data.tokenizer, manifest))

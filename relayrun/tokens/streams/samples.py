@@ -14,27 +14,27 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from relayrun.config.sections.document_window import DocumentWindow
-from relayrun.tokens.order.document_order import cut_of, filled
-from relayrun.tokens.order.document_windows import Cut
-from relayrun.tokens.order.packing import together
-from relayrun.tokens.order.rows import Row
-from relayrun.tokens.order.windows import Origin
+from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.tokens.order.document_order import document_cut, fill_row
+from relayrun.tokens.order.document_windows import DocumentCut
+from relayrun.tokens.order.packing import pack_rows
+from relayrun.tokens.order.rows import SampleRow
+from relayrun.tokens.order.windows import DocumentOrigin
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.framing import Framing
+from relayrun.tokens.tokenize.encode.framing import DocumentFraming
 from relayrun.tokens.tokenize.encode.libraries import Encoded
 
-Encode = Callable[[Texts], Encoded]
+EncodeFunction = Callable[[Texts], Encoded]
 """Ids of texts, and how many of them each text has."""
-BATCH_BYTES = 4_000_000
+ENCODE_BATCH_BYTES = 4_000_000
 """Text that is encoded at once, about: an engine needs as long to be called as for 50 kB."""
-_MOST_BYTES = 2 * BATCH_BYTES
+_MAX_TEXT_BYTES = 2 * ENCODE_BATCH_BYTES
 """Text that is encoded at once, at most: what is gathered goes beyond `BATCH_BYTES` by the texts of one lane."""
 _BATCH_TEXTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class SampleShape:
     """What samples of a stream look like."""
 
     seq_length: int
@@ -42,19 +42,25 @@ class Shape:
     """Id that ends every document; None: nothing does."""
     padding: int
     """Id that fills a row."""
-    cut: Cut | None = None
+    cut: DocumentCut | None = None
     """How documents are cut into windows; None: they are not, as with `order: window`."""
-    settings: DocumentWindow = field(default_factory=DocumentWindow)
+    settings: DocumentWindowSection = field(default_factory=DocumentWindowSection)
     """How windows are packed."""
 
     @classmethod
     def of(
-        cls, settings: DocumentWindow | None, *, seq_length: int, eod: int | None, vocabulary_size: int, where: str
-    ) -> Shape:
+        cls,
+        settings: DocumentWindowSection | None,
+        *,
+        seq_length: int,
+        eod: int | None,
+        vocabulary_size: int,
+        where: str,
+    ) -> SampleShape:
         """The shape that `document_window` asks for; None: that of `order: window`. Raises ConfigError as `cut_of`."""
         if settings is None:
             return cls(seq_length=seq_length, eod=eod, padding=eod or 0)
-        cut = cut_of(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
+        cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
         return cls(
             seq_length=seq_length,
             eod=None if settings.drop_eod else eod,
@@ -67,12 +73,12 @@ class Shape:
 class LaneSamples:
     """The samples of one lane's block."""
 
-    def __init__(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], shape: Shape) -> None:
+    def __init__(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], shape: SampleShape) -> None:
         """`ids` of all its texts, and how many each text has."""
         self._document_of = np.flatnonzero(lengths)
         self.empty = len(lengths) - len(self._document_of)
         """Texts that gave no token; they are left out."""
-        framing = Framing(bos_id=None, eod_id=shape.eod, dtype="int32", keep_empty=False)
+        framing = DocumentFraming(bos_id=None, eod_id=shape.eod, dtype="int32", keep_empty=False)
         framed, sizes = framing.apply(ids, lengths)
         self._ids = framed.astype(np.int32, copy=False)
         self._ends = np.cumsum(sizes)
@@ -85,23 +91,23 @@ class LaneSamples:
         self._window_document = np.repeat(np.arange(len(sizes)), counts)
         self._window_start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * shape.cut.step
         self._window_size = shape.cut.sizes(sizes)
-        self._pieces = together(self._window_size, shape.seq_length, shape.settings.packing)
+        self._pieces = pack_rows(self._window_size, shape.seq_length, shape.settings.packing)
         self._rows = len(self._pieces)
 
     def __len__(self) -> int:
         return self._rows
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> SampleRow:
         """Sample number i of the block."""
         shape = self._shape
         if shape.cut is None:
             begin, end = self._stretch(i)
             if end < min(len(self._ids), begin + shape.seq_length + 1):  # every input has its target
-                return Row(tokens=self._ids[begin : end + 1])
+                return SampleRow(tokens=self._ids[begin : end + 1])
             pieces = [(self._ids, begin, end)]
         else:
             pieces = [(self._window(window), start, stop) for window, start, stop in self._pieces[i]]
-        return filled(
+        return fill_row(
             pieces,
             seq_length=shape.seq_length,
             padding=shape.padding,
@@ -163,10 +169,10 @@ class LaneSamples:
         return window
 
 
-def encoded(parts: Sequence[pa.Array], encode: Encode) -> list[Encoded]:
+def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Encoded]:
     """The ids of some arrays of texts (large_string without nulls), which are encoded together."""
     texts = Texts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
-    found = [encode(batch) for batch in texts.split(_MOST_BYTES, _BATCH_TEXTS)]
+    found = [encode(batch) for batch in texts.split(_MAX_TEXT_BYTES, _BATCH_TEXTS)]
     ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
     lengths = np.concatenate([np.empty(0, np.int64), *(each for _, each in found)])
     ends = np.cumsum([len(part) for part in parts])[:-1]
@@ -174,8 +180,8 @@ def encoded(parts: Sequence[pa.Array], encode: Encode) -> list[Encoded]:
     return list(zip(np.split(ids, tokens), np.split(lengths, ends), strict=True))
 
 
-def origin_of(path: str, group: int, row: int, offset: int, tokens: int) -> Origin:
+def text_origin(path: str, group: int, row: int, offset: int, tokens: int) -> DocumentOrigin:
     """Where a piece of a sample comes from, for people: the file, with its row group, and the row in it."""
-    return Origin(
+    return DocumentOrigin(
         prefix=path if group < 0 else f"{path}, row group {group}", document=row, offset=offset, tokens=tokens
     )

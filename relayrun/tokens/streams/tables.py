@@ -23,14 +23,14 @@ from pydantic import ValidationError
 
 from relayrun.config.sections import row_filter
 from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.streams import Stream
+from relayrun.config.sections.streams import StreamSection
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.readers.rows import opened_parquet
+from relayrun.tokens.readers.rows import open_parquet
 from relayrun.tokens.stores.stores import printable
-from relayrun.tokens.streams.ahead import Ahead
-from relayrun.tokens.streams.buckets import Bucketing, batches
-from relayrun.tokens.streams.conditions import compiled
-from relayrun.tokens.streams.files import find
+from relayrun.tokens.streams.ahead import Prefetcher
+from relayrun.tokens.streams.buckets import Bucketing, bucket_batches
+from relayrun.tokens.streams.conditions import arrow_expression
+from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder
 
 _OF_STREAM = (
@@ -85,7 +85,7 @@ def open_tables(
     if num_parallel_fragments < 1:
         raise ConfigError(f"num_parallel_fragments is at least 1, not {num_parallel_fragments}")
     try:
-        stream = Stream.model_validate({name: options.pop(name) for name in _OF_STREAM if name in options})
+        stream = StreamSection.model_validate({name: options.pop(name) for name in _OF_STREAM if name in options})
         bucketing = Bucketing.model_validate({"seed": stream.seed or 0, **options})
         paths = path if isinstance(path, str) else list(path)
         source = DataSource.model_validate({"path": paths, "weight": 1.0, "source": "parquet", "stream": stream})
@@ -96,7 +96,7 @@ def open_tables(
     named = columns if isinstance(columns, Mapping) else None if columns is None else {name: name for name in columns}
     if named is not None:
         named = {**named, **{name: name for name in extra_columns}}
-    files = find(source, "streams.open")
+    files = find_text_files(source, "streams.open")
     groups = world_size if stream.files_circular_shift else 1
     if groups > len(files):
         raise ConfigError(
@@ -116,7 +116,7 @@ def open_tables(
     fragments = ((epoch, fragment) for epoch in epochs for fragment in order.of_epoch(epoch, group))
     mine = fragments if stream.files_circular_shift else islice(fragments, rank, None, world_size)
     tables = _ahead(_parallel(reader.table, mine, num_parallel_fragments), stream.nb_prefetch)
-    return batches(tables, bucketing)
+    return bucket_batches(tables, bucketing)
 
 
 def _parallel(
@@ -134,7 +134,7 @@ def _parallel(
 
 def _ahead(tables: Iterator[tuple[int, pa.Table]], depth: int) -> Iterator[tuple[int, pa.Table]]:
     """Tables that are read ahead, until nobody wants any more."""
-    ahead = Ahead(tables, depth, name=_NAME)
+    ahead = Prefetcher(tables, depth, name=_NAME)
     try:
         yield from ahead
     finally:
@@ -148,7 +148,7 @@ class _Reader:
         self,
         paths: Sequence[str],
         columns: Mapping[str, str] | None,
-        stream: Stream,
+        stream: StreamSection,
         *,
         drop_null: bool,
         traces: bool,
@@ -157,9 +157,9 @@ class _Reader:
         """`columns`: new names, with those in the files; None: all."""
         self._paths = paths
         self._columns = columns
-        condition = None if stream.filters is None else row_filter.parse(stream.filters)
-        self._filter = None if condition is None else compiled(condition)
-        self._looked_at = [] if condition is None else row_filter.columns(condition)
+        condition = None if stream.filters is None else row_filter.parse_row_condition(stream.filters)
+        self._filter = None if condition is None else arrow_expression(condition)
+        self._looked_at = [] if condition is None else row_filter.condition_columns(condition)
         self._drop_null = drop_null
         self._traces = traces
         self._cache_dir = cache_dir
@@ -167,7 +167,7 @@ class _Reader:
     def table(self, fragment: Fragment) -> pa.Table:
         """Return the rows of a fragment."""
         path = self._paths[fragment.file]
-        with opened_parquet(path) as file:
+        with open_parquet(path) as file:
             wanted = self._wanted(file.schema_arrow.names, path)
             groups = range(file.metadata.num_row_groups) if fragment.group is None else [fragment.group]
             # one thread: it may be one of many

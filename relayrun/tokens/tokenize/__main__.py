@@ -16,9 +16,9 @@ import sys
 
 from relayrun.config.compose.writable import check_outputs
 from relayrun.errors import run_main
-from relayrun.tokens.tokenize.dumps_jobs import begin, tokenize_dump
+from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.job_config import settings_from_environment
 from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.settings import settings_from_environment
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
         check_outputs({name: getattr(settings, name) for name in ("metadata_folder", "output_folder", "logs")})
         with metadata.hold():
             metadata.refuse_live_jobs()
-            indices = begin(settings)
+            indices = prepare_submission(settings)
         print(settings.job_logs, settings.name, *indices, sep="\n")
     elif options.command == "record":
         for line in sys.stdin:

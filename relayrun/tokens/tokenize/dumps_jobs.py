@@ -19,17 +19,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.sections.sbatch import script_options
+from relayrun.config.sections.sbatch import sbatch_script_options
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.errors import InputError, RelayrunError, SchedulerError, nearest_path, refuse_unwritable
+from relayrun.errors import InputError, RelayrunError, SchedulerError, did_you_mean_path, refuse_unwritable
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
-from relayrun.tokens.tokenize.limit import Requeued, job_id, requeued_before_the_limit
-from relayrun.tokens.tokenize.locks import locked
+from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
+from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
+from relayrun.tokens.tokenize.limit import JobRequeued, requeue_before_time_limit, slurm_job_id
+from relayrun.tokens.tokenize.locks import file_lock
 from relayrun.tokens.tokenize.metadata import MetadataFolder, replace_link
-from relayrun.tokens.tokenize.pool import one_thread
-from relayrun.tokens.tokenize.settings import TokenizationConfig, TokenizationSettings
-from relayrun.tokens.tokenize.status import ERROR_FILE, finished_shards
+from relayrun.tokens.tokenize.pool import use_one_thread
 
 CSV_COLUMNS = (
     "slurm_job_id",
@@ -54,15 +54,15 @@ _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minut
 _POLL_SECONDS = 0.2
 
 
-def begin(settings: TokenizationSettings) -> list[int]:
+def prepare_submission(settings: TokenizationSettings) -> list[int]:
     """Check what can be checked before any job starts, make the folders, and return the dumps to tokenize.
 
     Folders for logs are made here because a Slurm job whose output folder is missing dies without a log.
     Raises InputError where no dump is left, finished dumps of this metadata folder went elsewhere, a folder is closed
     to this user, there is no such tokenizer, or the files have no such column.
     """
+    from relayrun.tokens.tokenize.check_inputs import check_dump_inputs
     from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
-    from relayrun.tokens.tokenize.look import look_at_inputs
 
     metadata = MetadataFolder(settings.metadata_folder)
     indices = metadata.pending()
@@ -72,7 +72,7 @@ def begin(settings: TokenizationSettings) -> list[int]:
     output = settings.dataset_output
     refuse_unwritable(metadata.path, metadata.completed, output, settings.job_logs, settings.csv)
     refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
-    look_at_inputs(metadata, indices, settings)
+    check_dump_inputs(metadata, indices, settings)
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
         raise InputError(
@@ -100,7 +100,7 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
     (output / ERROR_FILE).unlink(missing_ok=True)
     try:
         return _tokenize_dump(settings, index)
-    except Requeued:
+    except JobRequeued:
         raise
     except (RelayrunError, OSError) as error:
         with contextlib.suppress(OSError):
@@ -109,15 +109,15 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
 
 
 def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    one_thread()
-    from relayrun.tokens.tokenize.pipeline import tokenize
+    use_one_thread()
+    from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
     metadata = MetadataFolder(settings.metadata_folder)
     with metadata.in_use():
         start = datetime.now()
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
-        with requeued_before_the_limit(lambda: finished_shards(output)):
-            result = tokenize(
+        with requeue_before_time_limit(lambda: finished_shards(output)):
+            result = tokenize_paths_file(
                 settings,
                 output_folder=output,
                 dataset=metadata.dataset(),  # messages name files of the dataset, not of the link
@@ -127,7 +127,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
         print(result.summary(), flush=True)
         seconds = max(result.seconds, 1e-3)
         row = {
-            "slurm_job_id": job_id() or "local",
+            "slurm_job_id": slurm_job_id() or "local",
             "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "start": start.isoformat(timespec="seconds"),
             "end": datetime.now().isoformat(timespec="seconds"),
@@ -141,14 +141,14 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
             "total_tokens_processed": result.tokens,
             "throughput": round(result.tokens / seconds, 1),
         }
-        append_row(settings.csv, row)  # before the move: a kill between them adds a second row, but loses none
+        append_csv_row(settings.csv, row)  # before the move: a kill between them adds a second row, but loses none
         metadata.finish(index)
     return row
 
 
-def append_row(path: Path, row: dict[str, Any]) -> None:
+def append_csv_row(path: Path, row: dict[str, Any]) -> None:
     """Append one row under a lock, with the header where the file is new, in one write; synced."""
-    with locked(path), open(path, "rb+") as file:
+    with file_lock(path), open(path, "rb+") as file:
         text = io.StringIO()
         writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
         if file.seek(0, os.SEEK_END) == 0:
@@ -174,16 +174,16 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     settings.check()
     metadata = MetadataFolder(settings.metadata_folder)
     if not metadata.path.is_dir():
-        hint = nearest_path(metadata.path) or "prepare_dumps.py makes it"
+        hint = did_you_mean_path(metadata.path) or "prepare_dumps.py makes it"
         raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
     if config.executor == "local":
         with metadata.in_use():
-            indices = begin(settings)
+            indices = prepare_submission(settings)
             _run_local(settings, indices, config.max_parallel)
     else:
         with metadata.hold():
             metadata.refuse_live_jobs()
-            indices = begin(settings)
+            indices = prepare_submission(settings)
             _submit_slurm(settings, indices)
         if not wait:
             return indices
@@ -233,7 +233,7 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
     direct = {"account", "partition", "qos", "constraint", "exclude", "mem", "cpus_per_task"}
     plain = options.model_dump(include=direct, exclude_none=True)
     further: dict[str, Any] = {} if options.reservation is None else {"reservation": options.reservation}
-    for name, value in script_options(options.sbatch).items():
+    for name, value in sbatch_script_options(options.sbatch).items():
         further[name] = True if value is None else value  # as submitit writes an option without a value
     executor.update_parameters(
         **plain | {"exclusive": options.exclusive or None},

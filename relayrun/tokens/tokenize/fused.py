@@ -14,29 +14,29 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from relayrun.errors import InputError, RelayrunError, together
+from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
-from relayrun.tokens.readers.spill import let_go
+from relayrun.tokens.readers.spill import release_pages
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.stores.stores import MissingInput, is_url, join, printable
-from relayrun.tokens.tokenize.encode.engines import Engine, Selection, without_vocabulary
-from relayrun.tokens.tokenize.encode.framing import Framing
+from relayrun.tokens.stores.stores import MissingInput, is_url, join_path, printable
+from relayrun.tokens.tokenize.encode.engines import Engine, EngineSelection, parse_without_vocabulary
+from relayrun.tokens.tokenize.encode.framing import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.progress import Progress
-from relayrun.tokens.tokenize.record import Skipped, TaskRecord, fingerprint
-from relayrun.tokens.tokenize.split_points import Places, places, split_points
+from relayrun.tokens.tokenize.progress import TaskProgress
+from relayrun.tokens.tokenize.record import SkippedFile, TaskRecord, file_fingerprint
+from relayrun.tokens.tokenize.split_points import CutUnit, cut_unit, split_points
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-PIECE = 500_000
+PIECE_BYTES = 500_000
 """The least bytes of a piece of a long document."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ShardTask:
     """A task: the files of one shard."""
 
     name: str
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TokenizeContext:
     """What all tasks share; sent to every worker."""
 
     dataset: str
@@ -55,18 +55,18 @@ class Job:
     """Path of the serialized tokenizer."""
     fingerprint: str
     """The tokenizer's: another one may have been under this path in the life of a process."""
-    selection: Selection
-    framing: Framing
+    selection: EngineSelection
+    framing: DocumentFraming
     options: TokenizeOptions
 
 
-def tokenize_part(job: Job, part: Part) -> TaskRecord:
+def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     """Write the shard of `part`; nothing stands under its name before it is whole.
 
     Raises InputError for bad files: all of them, since behind the first one the others are read all the same.
     """
     started = time.time()
-    engine = engine_of_this_process(job.definition, job.fingerprint, job.selection)
+    engine = process_engine(job.definition, job.fingerprint, job.selection)
     routed = engine.routed
     record = TaskRecord(
         inputs=list(part.inputs),
@@ -76,12 +76,12 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
         on_error=job.options.on_error,
     )
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
-    progress = Progress(job.output, part.name)
+    progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
     try:
         for file in part.inputs:
             if bad:
-                bad += _faults_of(job, file)
+                bad += _file_faults(job, file)
                 continue
             mark, before = shard.mark(), record.counts()
             faults = LineFaults(skip=job.options.skips_lines)
@@ -95,12 +95,12 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
                 shard.rollback(mark)
                 record.restore(before)
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"
-                record.skipped.append(Skipped(file=file[0], error=str(error), reason=reason))
+                record.skipped.append(SkippedFile(file=file[0], error=str(error), reason=reason))
                 known = ""
             record.fingerprints.append(known)
             record.file_documents.append(record.documents - before[0])
         if bad:
-            raise together(bad, "files failed")
+            raise combined_error(bad, "files failed")
         shard.finish()
     except BaseException:
         shard.abort()
@@ -113,9 +113,9 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     return record
 
 
-def _faults_of(job: Job, file: InputFile) -> list[RelayrunError]:
+def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
     """What is wrong with a file, read to its end or its first fault; nothing becomes of its texts."""
-    path, options, faults = join(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
+    path, options, faults = join_path(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
     arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
     try:
         for array in arrays:
@@ -126,20 +126,22 @@ def _faults_of(job: Job, file: InputFile) -> list[RelayrunError]:
 
 
 def _tokenize_file(
-    job: Job,
+    job: TokenizeContext,
     file: InputFile,
     engine: Engine,
     shard: ShardWriter,
     record: TaskRecord,
-    progress: Progress,
+    progress: TaskProgress,
     faults: LineFaults,
 ) -> str:
     """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
-    path = join(job.dataset, file[0])
+    path = join_path(job.dataset, file[0])
     options = job.options
     arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
-    for texts in _batches(_gathered(arrays, job), job, record):
-        where = _places(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
+    for texts in _text_batches(_gather_arrays(arrays, job), job, record):
+        where = (
+            _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
+        )
         if where is not None:  # one text alone
             if _tokenize_long(texts, where, job.framing, engine, shard):
                 record.documents += 1
@@ -153,22 +155,22 @@ def _tokenize_file(
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # a long one is not kept while the next is read
     progress.bytes_read += file[1]
-    known = fingerprint(path)  # when it is read, so that its bytes are still in memory
+    known = file_fingerprint(path)  # when it is read, so that its bytes are still in memory
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
     return known
 
 
-def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine, shard: ShardWriter) -> bool:
+def _tokenize_long(text: Texts, where: CutUnit, framing: DocumentFraming, engine: Engine, shard: ShardWriter) -> bool:
     """One text, in pieces; what becomes of it is as in `Framing`. Returns whether the shard got a document."""
     routed, begin, before = engine.routed, 0, shard.tokens
-    for end in split_points(text.used, PIECE, where):
+    for end in split_points(text.used, PIECE_BYTES, where):
         piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
         ids = engine.encode(piece)[0]
         if ids.size and shard.tokens == before and framing.bos_id is not None:
             shard.append([framing.bos_id])
         shard.append(ids)
-        let_go(piece.used)
+        release_pages(piece.used)
         begin = end
     engine.routed = min(engine.routed, routed + 1)
     full = shard.tokens > before
@@ -179,7 +181,7 @@ def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine,
     return full or framing.keep_empty
 
 
-def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
+def _gather_arrays(arrays: Iterator[pa.Array], job: TokenizeContext) -> Iterator[pa.Array]:
     """Small arrays together, up to a batch."""
     waiting: list[pa.Array] = []
     size = rows = 0
@@ -187,26 +189,26 @@ def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
         if waiting and (
             size + array.nbytes > job.options.batch_bytes or rows + len(array) > job.options.batch_documents
         ):
-            yield _taken(waiting)
+            yield _take_arrays(waiting)
             size = rows = 0
         waiting.append(array)
         size, rows = size + array.nbytes, rows + len(array)
         del array  # or a long document would still be here when the next one is read
         if size > job.options.batch_bytes:
-            yield _taken(waiting)
+            yield _take_arrays(waiting)
             size = rows = 0
     if waiting:
-        yield _taken(waiting)
+        yield _take_arrays(waiting)
 
 
-def _taken(arrays: list[pa.Array]) -> pa.Array:
+def _take_arrays(arrays: list[pa.Array]) -> pa.Array:
     """All of them as one, out of the list."""
     array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
     arrays.clear()
     return array
 
 
-def _batches(arrays: Iterator[pa.Array], job: Job, record: TaskRecord) -> Iterator[Texts]:
+def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord) -> Iterator[Texts]:
     for array in arrays:
         if array.null_count:
             record.null_documents += array.null_count
@@ -217,7 +219,7 @@ def _batches(arrays: Iterator[pa.Array], job: Job, record: TaskRecord) -> Iterat
         del batches
 
 
-def sample(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
+def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
     """The first texts of at most eight of the files, spread over them all; what cannot be read is left out.
 
     `scratch`: see `read_column`.
@@ -241,13 +243,13 @@ def sample(job_column: str, paths: list[str], *, most_bytes: int, scratch: str |
 
 
 @functools.lru_cache(maxsize=1)
-def _places(definition: str, fingerprint: str) -> Places | None:
+def _cut_unit_of_file(definition: str, fingerprint: str) -> CutUnit | None:
     text = Path(definition).read_text(encoding="utf-8")
-    return places(without_vocabulary(text), merges=not text.endswith('"merges":[]}}'))
+    return cut_unit(parse_without_vocabulary(text), merges=not text.endswith('"merges":[]}}'))
 
 
 @functools.lru_cache(maxsize=1)
-def engine_of_this_process(definition: str, fingerprint: str, selection: Selection) -> Engine:
+def process_engine(definition: str, fingerprint: str, selection: EngineSelection) -> Engine:
     """Loaded once per worker, however many tasks it runs."""
     engine = selection.build(Path(definition).read_text(encoding="utf-8"))
     # loading, and reading the sample, need several times what they leave: a worker would keep that for its whole life

@@ -19,7 +19,7 @@ from types import FrameType
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import RelayrunError, SchedulerError
 
-LEAD_SECONDS = 120.0
+EXIT_MARGIN_SECONDS = 120.0
 """How long before the limit the work stops; a tenth of the time that is left at the start where that is less."""
 
 
@@ -27,7 +27,7 @@ class _TimeIsUp(BaseException):
     """Not an Exception: no task may take it for its own failure."""
 
 
-def job_id() -> str | None:
+def slurm_job_id() -> str | None:
     """Id of the Slurm job that this process runs in; None outside.
 
     An element of an array by its number (`12_3`): the plain id of its last element is that of the whole array,
@@ -37,18 +37,18 @@ def job_id() -> str | None:
     return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID")
 
 
-class Requeued(RelayrunError):
+class JobRequeued(RelayrunError):
     """The time limit is near, and the job is queued again: no failure."""
 
 
 @contextlib.contextmanager
-def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
+def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
     """Within a Slurm job: at SIGUSR2, or shortly before the time limit, stop the work and queue the job again.
 
     `progress` counts the finished shards. Raises RelayrunError at the limit. Elsewhere this does nothing. For the
     main thread.
     """
-    job = job_id()
+    job = slurm_job_id()
     if job is None:
         yield
         return
@@ -59,13 +59,13 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
         raise _TimeIsUp
 
     before, began = progress(), time.time()
-    left = _end_time(job) - began
+    left = _job_end_time(job) - began
     former, former_alarm = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGALRM)
     try:
         signal.signal(signal.SIGUSR2, stop)
         signal.signal(signal.SIGALRM, stop)
         if 0 < left < threading.TIMEOUT_MAX:  # a timer of the kernel: with a thread, workers could not be forks
-            signal.setitimer(signal.ITIMER_REAL, left - min(LEAD_SECONDS, left / 10))
+            signal.setitimer(signal.ITIMER_REAL, left - min(EXIT_MARGIN_SECONDS, left / 10))
         yield
     except _TimeIsUp:
         whole = time.time() - began > left / 2  # else it was asked to leave early, for a preemption perhaps
@@ -76,7 +76,7 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
                 hint="give the jobs more time, or more tasks (smaller shards)",
             ) from None
         Slurm().requeue(job)  # although tokenize.sh asks for --no-requeue: nothing else is to start it again
-        raise Requeued(
+        raise JobRequeued(
             "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
         ) from None
     finally:
@@ -85,7 +85,7 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
         signal.signal(signal.SIGUSR2, former)
 
 
-def _end_time(job: str) -> float:
+def _job_end_time(job: str) -> float:
     """When the time limit is reached, in seconds since 1970. Slurm 22.05 does not say so in the environment."""
     if given := os.environ.get("SLURM_JOB_END_TIME"):
         return float(given)

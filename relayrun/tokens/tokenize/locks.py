@@ -8,22 +8,24 @@ import fcntl
 import os
 from collections.abc import Iterator
 
-_held: set[int] = set()
+_held_locks: set[int] = set()
 
 
-def _let_go() -> None:
-    for fd in _held:
+def _close_locks_in_child() -> None:
+    for fd in _held_locks:
         os.close(fd)
-    _held.clear()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)  # a worker that outlives its parent by a moment must not keep the lock
+os.register_at_fork(
+    after_in_child=_close_locks_in_child
+)  # a worker that outlives its parent by a moment must not keep the lock
 
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
-def locked(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = False) -> Iterator[bool]:
+def file_lock(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = False) -> Iterator[bool]:
     """Hold the lock on `path` (made if missing), alone or with other `shared` holders.
 
     Yields False if `wait` is False and somebody else holds it.
@@ -32,7 +34,7 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = Fa
     and the other guards (job ids, records) hold there too.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    _held.add(fd)
+    _held_locks.add(fd)
     try:
         held = True
         try:
@@ -44,5 +46,5 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = Fa
                 raise
         yield held
     finally:
-        _held.discard(fd)
+        _held_locks.discard(fd)
         os.close(fd)

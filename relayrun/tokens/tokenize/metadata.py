@@ -35,7 +35,7 @@ from relayrun.files import (
 )
 from relayrun.tokens.readers.inputs import read_paths_file, stat_inputs
 from relayrun.tokens.stores import stores
-from relayrun.tokens.tokenize.locks import locked
+from relayrun.tokens.tokenize.locks import file_lock
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
 
@@ -65,7 +65,7 @@ class MetadataFolder:
 
     def dataset(self) -> str:
         """Where paths files start: a folder, links resolved, or a URL."""
-        target = stores.followed(self.raw_link)
+        target = stores.resolve_url_link(self.raw_link)
         return target if stores.is_url(target) else os.path.realpath(target)
 
     def paths_file(self, index: int) -> Path:
@@ -73,11 +73,11 @@ class MetadataFolder:
 
     def pending(self) -> list[int]:
         """Numbers of the dumps that are not tokenized yet, ascending."""
-        return _numbers(self.dumps)
+        return _dump_numbers(self.dumps)
 
     def finished(self) -> list[int]:
         """Numbers of the dumps that are, ascending."""
-        return _numbers(self.completed)
+        return _dump_numbers(self.completed)
 
     def finish(self, index: int) -> None:
         """Move the paths file of dump `index` to the finished ones."""
@@ -96,7 +96,7 @@ class MetadataFolder:
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Keep everybody else from preparing or submitting dumps of this folder. Raises RelayrunError if taken."""
-        with locked(self.path / ".lock", wait=False) as held:
+        with file_lock(self.path / ".lock", wait=False) as held:
             if not held:
                 raise RelayrunError(
                     "the dumps of this folder are being prepared or tokenized by another process",
@@ -109,7 +109,7 @@ class MetadataFolder:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """While dumps are tokenized; several may be, but nobody prepares or submits meanwhile."""
-        with locked(self.path / ".lock", shared=True):
+        with file_lock(self.path / ".lock", shared=True):
             yield
 
     def write_sizes(self, sizes: dict[int, int]) -> None:
@@ -147,7 +147,7 @@ class MetadataFolder:
             )
 
 
-def _numbers(folder: Path) -> list[int]:
+def _dump_numbers(folder: Path) -> list[int]:
     try:
         names = os.listdir(folder)
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from relayrun.config.sections.section import Output, Positive, Section
+from relayrun.config.sections.base import OutputPath, Positive, Section
 from relayrun.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ AppendEod = Literal["yes", "no", "auto"]
 EngineName = Literal["auto", "huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 
-FORMER = {"on_error": {"stop": "fail", "skip": "skip-file"}, "engine": {"fastokens": "auto"}}
+FORMER_VALUES = {"on_error": {"stop": "fail", "skip": "skip-file"}, "engine": {"fastokens": "auto"}}
 """Values of earlier versions by setting, and what they are now."""
 
 
@@ -31,21 +31,21 @@ def _yes_or_no(value: object) -> object:
 
 
 @functools.cache
-def _renamed(setting: str, former: str) -> str:
+def _current_value(setting: str, former: str) -> str:
     """What a former value of a setting is now, with a warning."""
-    log.warning("%s: %r is %r now", setting, former, FORMER[setting][former])
-    return FORMER[setting][former]
+    log.warning("%s: %r is %r now", setting, former, FORMER_VALUES[setting][former])
+    return FORMER_VALUES[setting][former]
 
 
-def _on_error_of_now(value: object) -> object:
-    return _renamed("on_error", value) if isinstance(value, str) and value in FORMER["on_error"] else value
+def _current_on_error(value: object) -> object:
+    return _current_value("on_error", value) if isinstance(value, str) and value in FORMER_VALUES["on_error"] else value
 
 
-def _engine_of_now(value: object) -> object:
-    return _renamed("engine", value) if isinstance(value, str) and value in FORMER["engine"] else value
+def _current_engine(value: object) -> object:
+    return _current_value("engine", value) if isinstance(value, str) and value in FORMER_VALUES["engine"] else value
 
 
-def _some(workers: int) -> int:
+def _nonzero_workers(workers: int) -> int:
     if workers == 0:
         raise ValueError("at least 1, or -1 for as many as tasks")
     return workers
@@ -74,20 +74,20 @@ class TokenizeOptions(Section):
     """Text of a special token in a document becomes that token; else it stays text."""
     keep_empty: bool = False
     """Documents without text are kept, as documents without tokens; else they are dropped and counted."""
-    workers: Annotated[int, Field(ge=-1), AfterValidator(_some)] = -1
+    workers: Annotated[int, Field(ge=-1), AfterValidator(_nonzero_workers)] = -1
     """Shards that are made at a time on a node; -1: as many as tasks."""
-    engine: Annotated[EngineName, BeforeValidator(_engine_of_now)] = "auto"
+    engine: Annotated[EngineName, BeforeValidator(_current_engine)] = "auto"
     """The library that encodes; auto: the fastest that gives Hugging Face's ids."""
     batch_documents: Positive = 10_000
     """Documents that a worker tokenizes at a time, at most. A batch costs 0.15 ms: as much as 20 kB of text."""
     batch_bytes: Positive = 4_000_000
     """Bytes of UTF-8 that a worker tokenizes at a time, at most; a longer document is alone, in pieces. See `relayrun
     dumps tune`."""
-    on_error: Annotated[OnError, BeforeValidator(_on_error_of_now)] = "fail"
+    on_error: Annotated[OnError, BeforeValidator(_current_on_error)] = "fail"
     """What becomes of what cannot be read. fail: an error, once the other shards are done. skip-file: the whole file is
     left out and noted. skip-line: a line or row without a text in UTF-8 is left out and counted, and a file that cannot
     be read at all is left out."""
-    cache_dir: Output | None = None
+    cache_dir: OutputPath | None = None
     """The folder that tokenizers of the Hugging Face hub are kept in; None: the hub's own."""
 
     @property
@@ -106,7 +106,7 @@ class TokenizeOptions(Section):
         return cls.model_fields[name].default
 
 
-def checked(values: Mapping[str, Any], names: Mapping[str, str]) -> TokenizeOptions:
+def validate_options(values: Mapping[str, Any], names: Mapping[str, str]) -> TokenizeOptions:
     """The options with these values by field. Raises InputError with the name that the user knows a wrong one by."""
     try:
         return TokenizeOptions(**values)

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import remove_leftovers, write_atomic
-from relayrun.tokens.readers.faults import by_reason
+from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
-from relayrun.tokens.stores.stores import absolute, followed, join
+from relayrun.tokens.stores.stores import absolute_path, join_path, resolve_url_link
 from relayrun.tokens.tokenize import progress
-from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
-from relayrun.tokens.tokenize.fused import Job, Part, engine_of_this_process, sample, tokenize_part
-from relayrun.tokens.tokenize.locks import locked
+from relayrun.tokens.tokenize.fused import ShardTask, TokenizeContext, process_engine, sample_texts, tokenize_shard
+from relayrun.tokens.tokenize.locks import file_lock
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pool import one_thread, run_tasks
+from relayrun.tokens.tokenize.pool import run_tasks, use_one_thread
 from relayrun.tokens.tokenize.record import ShardFolder, TaskRecord
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ At a hundredth of the fastest engine's speed, the reference would need a third o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class TokenizeResult:
     """What a folder of shards holds, and what this run did for it."""
 
     files: int
@@ -63,18 +63,18 @@ class Result:
             f"({self.input_bytes / 1e9:.3f} GB) in {self.seconds:.1f} s\n"
             f"dropped: {self.empty_documents:,} empty and {self.null_documents:,} null documents"
             + (f"\nleft out: {self.skipped_files:,} files that cannot be read" if self.skipped_files else "")
-            + (f"\nleft out: {by_reason(self.bad_lines)}" if self.bad_lines else "")
+            + (f"\nleft out: {describe_bad_lines(self.bad_lines)}" if self.bad_lines else "")
         )
 
 
-def tokenize(
+def tokenize_paths_file(
     options: TokenizeOptions,
     *,
     output_folder: str | os.PathLike[str],
     dataset: str | os.PathLike[str],
     paths_file: str | os.PathLike[str],
     logging_dir: str | os.PathLike[str] | None = None,
-) -> Result:
+) -> TokenizeResult:
     """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`.
 
     `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read.
@@ -84,19 +84,19 @@ def tokenize(
     """
     started = time.monotonic()
     refuse_urls(output_folder, *([] if logging_dir is None else [logging_dir]))
-    one_thread()
+    use_one_thread()
     names = read_paths_file(paths_file)
-    source = followed(dataset)
+    source = resolve_url_link(dataset)
     inputs = {file[0]: file for file in stat_inputs(source, names, missing_ok=options.skips_files)}
     output = Path(os.path.abspath(output_folder))
     output.mkdir(parents=True, exist_ok=True)
     logs = Path(os.path.abspath(logging_dir)) if logging_dir is not None else output / "logs"
-    with locked(output / ".lock", wait=False) as held:
+    with file_lock(output / ".lock", wait=False) as held:
         if not held:
             raise RelayrunError("another process is writing shards here", where=output)
         for folder_of_ours in (output, logs):
             remove_leftovers(folder_of_ours)
-        with _one_download(options.cache_dir):
+        with _hold_hub_cache(options.cache_dir):
             tokenizer = load_tokenizer(options)
         framing = tokenizer.framing(keep_empty=options.keep_empty)
         folder = ShardFolder(
@@ -112,15 +112,17 @@ def tokenize(
             },
             names,
             tokenizer={"ids": tokenizer.ids_fingerprint, "size": tokenizer.size},
-            source={"dataset": absolute(source), "tokenizer": str(logs / "tokenizer.json")},
+            source={"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json")},
         )
-        parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
+        parts = [
+            ShardTask(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()
+        ]
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
-        todo = _to_do(folder, parts, source, workers)
+        todo = _unfinished_tasks(folder, parts, source, workers)
         for part in todo:
             folder.drop(part.name)
             folder.tasks.pop(part.name, None)
-        progress.clear(output)
+        progress.clear_progress(output)
         if todo:
             folder.write()
             logs.mkdir(parents=True, exist_ok=True)
@@ -128,10 +130,10 @@ def tokenize(
             write_atomic(logs / "tokenizer.json", tokenizer.definition)
             files = [file for part in todo for file in part.inputs]
             size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
-            texts = sample(
-                options.column, [join(source, file[0]) for file in files], most_bytes=size, scratch=str(output)
+            texts = sample_texts(
+                options.column, [join_path(source, file[0]) for file in files], most_bytes=size, scratch=str(output)
             )
-            selection = select(
+            selection = select_engine(
                 options.engine,
                 functools.partial(getattr, tokenizer, "tokenizer"),
                 texts,
@@ -139,7 +141,7 @@ def tokenize(
                 definition=tokenizer.definition,
             )
             print(f"engine: {selection}", flush=True)
-            job = Job(
+            job = TokenizeContext(
                 dataset=source,
                 output=str(output),
                 definition=str(logs / "tokenizer.json"),
@@ -150,22 +152,24 @@ def tokenize(
             )
 
             del tokenizer, texts  # forks would carry them
-            engine_of_this_process(job.definition, job.fingerprint, selection)
+            process_engine(job.definition, job.fingerprint, selection)
 
-            def on_done(part: Part, task: TaskRecord) -> None:
+            def on_done(part: ShardTask, task: TaskRecord) -> None:
                 folder.add(part.name, task)
                 print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
                 for skipped in task.skipped:
                     log.warning("left out: %s", skipped.error)
                 if task.bad_lines:
                     first = task.bad_line_examples[0]
-                    log.warning("%s: left out: %s, the first is %s", part.name, by_reason(task.bad_lines), first)
+                    log.warning(
+                        "%s: left out: %s, the first is %s", part.name, describe_bad_lines(task.bad_lines), first
+                    )
 
             try:
-                run_tasks(functools.partial(tokenize_part, job), todo, workers, on_done, where=output)
+                run_tasks(functools.partial(tokenize_shard, job), todo, workers, on_done, where=output)
             finally:
                 folder.drop_temporary()
-                progress.clear(output)
+                progress.clear_progress(output)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if not result.documents:
         raise InputError(
@@ -177,7 +181,7 @@ def tokenize(
     return result
 
 
-def _to_do(folder: ShardFolder, parts: Sequence[Part], source: str, threads: int) -> list[Part]:
+def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: str, threads: int) -> list[ShardTask]:
     """The parts that are not done; says why one is made again. Every file of a finished shard is read once."""
     with ThreadPoolExecutor(threads) as pool:
         faults = list(pool.map(lambda part: folder.fault(part.name, part.inputs, source), parts))
@@ -188,21 +192,21 @@ def _to_do(folder: ShardFolder, parts: Sequence[Part], source: str, threads: int
 
 
 @contextlib.contextmanager
-def _one_download(cache_dir: str | None) -> Iterator[None]:
+def _hold_hub_cache(cache_dir: str | None) -> Iterator[None]:
     """Jobs that share a cache of the hub fetch a tokenizer one after another: the first fetches, the others find it."""
     if cache_dir is None:
         yield
         return
     os.makedirs(cache_dir, exist_ok=True)
-    with locked(os.path.join(cache_dir, ".relayrun-lock")):
+    with file_lock(os.path.join(cache_dir, ".relayrun-lock")):
         yield
 
 
 def _result(
     folder: ShardFolder, inputs: Collection[InputFile], *, workers: int, tasks_run: int, seconds: float
-) -> Result:
+) -> TokenizeResult:
     tasks = list(folder.tasks.values())
-    return Result(
+    return TokenizeResult(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
         documents=sum(task.documents for task in tasks),

@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import TypeVar
 
-from relayrun.errors import RelayrunError, parts_of, together
+from relayrun.errors import RelayrunError, combined_error, split_error
 
-ONE_THREAD = {
+ONE_THREAD_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "RAYON_NUM_THREADS": "1",
@@ -37,9 +37,9 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-def one_thread() -> None:
+def use_one_thread() -> None:
     """Keep libraries from starting threads in this process and its workers; to be called before they are imported."""
-    os.environ.update(ONE_THREAD)
+    os.environ.update(ONE_THREAD_ENVIRONMENT)
 
 
 def run_tasks(
@@ -52,16 +52,16 @@ def run_tasks(
     killed: then the tasks that still ran are lost, not those done.
     """
     workers = min(workers, len(items))
-    errors = (_here if workers <= 1 else _on_processes)(task, items, workers, on_done, where)
+    errors = (_run_here if workers <= 1 else _run_on_processes)(task, items, workers, on_done, where)
     if errors:
         in_order = [errors[item] for item in items if item in errors]
         defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
-        if known := [error for each in in_order if isinstance(each, RelayrunError) for error in parts_of(each)]:
-            raise (defects or [together(known, "files or tasks failed")])[0]
+        if known := [error for each in in_order if isinstance(each, RelayrunError) for error in split_error(each)]:
+            raise (defects or [combined_error(known, "files or tasks failed")])[0]
         raise (defects or in_order)[0]
 
 
-def _here(
+def _run_here(
     task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
 ) -> dict[K, Exception]:
     errors: dict[K, Exception] = {}
@@ -75,7 +75,7 @@ def _here(
     return errors
 
 
-def _on_processes(
+def _run_on_processes(
     task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
 ) -> dict[K, Exception]:
     forked = len(os.listdir("/proc/self/task")) == 1
@@ -85,7 +85,7 @@ def _on_processes(
     for stream in (sys.stdout, sys.stderr):  # or a fork would print what waits there once more
         stream.flush()
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline, our_end if forked else None)
+        workers, mp_context=context, initializer=_initialize_worker, initargs=(lifeline, our_end if forked else None)
     )
     try:
         futures = {pool.submit(task, item): item for item in items}
@@ -112,7 +112,7 @@ def _on_processes(
     return errors
 
 
-def _begin_worker(lifeline: Connection, other_end: Connection | None) -> None:
+def _initialize_worker(lifeline: Connection, other_end: Connection | None) -> None:
     if other_end is not None:
         other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then lets go of the lifeline

@@ -17,15 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relayrun.files import read_json, write_atomic
-from relayrun.tokens.tokenize.limit import job_id
+from relayrun.tokens.tokenize.limit import slurm_job_id
 
-FOLDER = ".progress"
-VARIABLE = "RELAYRUN_PROGRESS_SECONDS"
+PROGRESS_FOLDER = ".progress"
+PROGRESS_VARIABLE = "RELAYRUN_PROGRESS_SECONDS"
 STALE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class RunningTask:
     """One task as it last said. Times are seconds since 1970."""
 
     shard: str
@@ -44,19 +44,19 @@ class Running:
         return self.tokens / (self.at - self.started) if self.at > self.started else 0.0
 
 
-class Progress:
+class TaskProgress:
     """The file of one task. A disk that is full or slow to take it does not stop the task."""
 
     def __init__(self, output: str | os.PathLike[str], shard: str) -> None:
-        self._path = Path(output, FOLDER, f"{shard}.json")
-        self._seconds = float(os.environ.get(VARIABLE) or 10)
+        self._path = Path(output, PROGRESS_FOLDER, f"{shard}.json")
+        self._seconds = float(os.environ.get(PROGRESS_VARIABLE) or 10)
         self._next = 0.0
         self.bytes_read = 0
         """Bytes of the files that are done; the task counts them here."""
-        self._last = Running(
+        self._last = RunningTask(
             shard=shard,
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            job=job_id() or "",
+            job=slurm_job_id() or "",
             started=time.time(),
             at=time.time(),
             documents=0,
@@ -88,15 +88,15 @@ class Progress:
             self._path.unlink()
 
 
-def read(output: str | os.PathLike[str]) -> list[Running]:
+def read_progress(output: str | os.PathLike[str]) -> list[RunningTask]:
     """What the tasks of a folder of shards last said, those that were killed included."""
     found = []
-    for path in sorted(Path(output, FOLDER).glob("[!.]*.json")):
+    for path in sorted(Path(output, PROGRESS_FOLDER).glob("[!.]*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):  # gone, or of another version
-            found.append(Running(**read_json(path)))
+            found.append(RunningTask(**read_json(path)))
     return found
 
 
-def clear(output: str | os.PathLike[str]) -> None:
+def clear_progress(output: str | os.PathLike[str]) -> None:
     """Forget the tasks of an earlier run."""
-    shutil.rmtree(Path(output, FOLDER), ignore_errors=True)
+    shutil.rmtree(Path(output, PROGRESS_FOLDER), ignore_errors=True)

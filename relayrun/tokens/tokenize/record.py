@@ -24,22 +24,22 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
-from relayrun.tokens.readers.faults import MOST_EXAMPLES, LineFaults
+from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
 from relayrun.tokens.readers.inputs import InputFile
 from relayrun.tokens.shards.indexed import Shard
-from relayrun.tokens.stores.checksum import checksum_of
-from relayrun.tokens.stores.stores import digest_of_ends, is_url, join, printable
-from relayrun.tokens.tokenize.locks import locked
+from relayrun.tokens.stores.checksum import file_checksum
+from relayrun.tokens.stores.stores import hash_file_ends, is_url, join_path, printable
+from relayrun.tokens.tokenize.locks import file_lock
 
 log = logging.getLogger(__name__)
 
-NAME = "tokenization.json"
-FORMAT = "relayrun tokenization, version 3"
+RECORD_FILE = "tokenization.json"
+RECORD_FORMAT = "relayrun tokenization, version 3"
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
+class SkippedFile:
     """A file that was left out, with `--on-error skip-file` or `skip-line`."""
 
     file: str
@@ -71,7 +71,7 @@ class TaskRecord:
     """Checksums of the .bin and the .idx."""
     on_error: str = ""
     """What became of what cannot be read; empty in records of earlier versions."""
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[SkippedFile] = field(default_factory=list)
     bad_lines: dict[str, int] = field(default_factory=dict)
     """Lines and rows that were left out, with `--on-error skip-line`, by reason."""
     bad_line_examples: list[str] = field(default_factory=list)
@@ -90,10 +90,10 @@ class TaskRecord:
     def add_faults(self, faults: LineFaults) -> None:
         """Note the lines of one more file that were left out."""
         self.bad_lines = dict(Counter(self.bad_lines) + Counter(faults.counts))
-        self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MOST_EXAMPLES]
+        self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
 
 
-def fingerprint(path: str) -> str:
+def file_fingerprint(path: str) -> str:
     """What identifies the bytes of a file.
 
     A local file: `xxh3-128:` and the checksum of all of it, read once more from memory. Below a URL, where that would
@@ -101,15 +101,15 @@ def fingerprint(path: str) -> str:
     """
     if not is_url(path):
         with contextlib.suppress(OSError):
-            return _WHOLE + checksum_of(path) if os.path.isfile(path) else ""
+            return _WHOLE + file_checksum(path) if os.path.isfile(path) else ""
         return ""
     try:
-        return _ENDS + digest_of_ends(path)
+        return _ENDS + hash_file_ends(path)
     except (OSError, InputError):
         return ""
 
 
-def is_same(path: str, now: InputFile, then: InputFile, known: str) -> bool:
+def is_unchanged(path: str, now: InputFile, then: InputFile, known: str) -> bool:
     """Whether an input is what it was when it was read, with the fingerprint `known`.
 
     Size and time of change alone are looked at where the time is known and the same. Where it is another one, all bytes
@@ -118,9 +118,9 @@ def is_same(path: str, now: InputFile, then: InputFile, known: str) -> bool:
     if now[:2] != then[:2]:
         return False
     if now[2] != then[2]:
-        return known.startswith(_WHOLE) and fingerprint(path) == known
+        return known.startswith(_WHOLE) and file_fingerprint(path) == known
     no_time = now[2] == 0 and known.startswith(_ENDS)
-    return not no_time or fingerprint(path) == known
+    return not no_time or file_fingerprint(path) == known
 
 
 class ShardFolder:
@@ -144,18 +144,18 @@ class ShardFolder:
         self.path = Path(path)
         self.settings = settings
         self.tokenizer = tokenizer or {}
-        self._file = self.path / NAME
+        self._file = self.path / RECORD_FILE
         self.parts: dict[str, list[str]] = {}
         self.tasks: dict[str, TaskRecord] = {}
         hint = "use another output folder, or delete this one to begin again"
         known: dict[str, Any] = {}
         try:
             record = read_json(self._file)
-            if record.get("format") != FORMAT:
+            if record.get("format") != RECORD_FORMAT:
                 raise InputError("the record of tokenization here is of another version", where=self._file, hint=hint)
             known = record["settings"]
             self.parts = record["parts"]
-            self.tasks = {name: _task(task) for name, task in record["shards"].items()}
+            self.tasks = {name: _task_from_json(task) for name, task in record["shards"].items()}
         except FileNotFoundError:
             known = settings
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -198,7 +198,7 @@ class ShardFolder:
             return "it is to hold other files"
         known = [*task.fingerprints, *[""] * (len(inputs) - len(task.fingerprints))]
         for now, then, digest in zip(inputs, task.inputs, known, strict=True):
-            if not is_same(join(dataset, now[0]), now, then, digest):
+            if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
         if task.tokens == 0:
             return None
@@ -208,7 +208,7 @@ class ShardFolder:
         except InputError as error:
             return error.message
         for suffix, digest in task.xxh3_128.items():
-            if checksum_of(self.path / f"{name}.{suffix}") != digest:
+            if file_checksum(self.path / f"{name}.{suffix}") != digest:
                 return f"its .{suffix} is not what its record says (xxh3-128)"
         return None
 
@@ -231,7 +231,7 @@ class ShardFolder:
     def write(self) -> None:
         """Write the record; whole, or as it was."""
         record = {
-            "format": FORMAT,
+            "format": RECORD_FORMAT,
             "settings": self.settings,
             "tokenizer": self.tokenizer,
             "source": self._source,
@@ -243,7 +243,7 @@ class ShardFolder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOfFolder:
+class FolderRecord:
     """The record of a folder of shards, for who looks at it."""
 
     settings: dict[str, Any]
@@ -254,15 +254,15 @@ class RecordOfFolder:
     """Where a copy of the serialized tokenizer was put."""
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> RecordOfFolder:
+    def read(cls, folder: str | os.PathLike[str]) -> FolderRecord:
         """Raises FileNotFoundError where there is none, InputError for a file that is no record."""
-        file = Path(folder, NAME)
+        file = Path(folder, RECORD_FILE)
         try:
             record = read_json(file)
             source = record.get("source") or {}
             return cls(
                 settings=record["settings"],
-                tasks={name: _task(task) for name, task in record["shards"].items()},
+                tasks={name: _task_from_json(task) for name, task in record["shards"].items()},
                 dataset=source.get("dataset"),
                 tokenizer=source.get("tokenizer"),
             )
@@ -270,15 +270,15 @@ class RecordOfFolder:
             raise InputError("not a record of tokenization", where=file) from None
 
 
-def strike(folder: str | os.PathLike[str], name: str) -> None:
+def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
     """Take shard `name` out of the record of a folder, so that the next run makes it again. Warns if it cannot."""
     try:
-        with locked(Path(folder, ".lock"), wait=False) as held:
+        with file_lock(Path(folder, ".lock"), wait=False) as held:
             if not held:
                 raise OSError("another process writes shards here")
-            record = read_json(Path(folder, NAME))
+            record = read_json(Path(folder, RECORD_FILE))
             del record["shards"][name]
-            write_atomic(Path(folder, NAME), json.dumps(record, indent=1) + "\n")
+            write_atomic(Path(folder, RECORD_FILE), json.dumps(record, indent=1) + "\n")
     except (OSError, ValueError, KeyError) as error:
         log.warning("%s: %s cannot be struck from the record: %s", folder, name, error)
 
@@ -288,7 +288,7 @@ def shard_name(rank: int) -> str:
     return f"{rank:05d}_tokens"
 
 
-def _task(values: dict[str, Any]) -> TaskRecord:
+def _task_from_json(values: dict[str, Any]) -> TaskRecord:
     inputs = [(str(name), int(size), int(changed)) for name, size, changed in values["inputs"]]
-    skipped = [Skipped(**file) for file in values["skipped"]]
+    skipped = [SkippedFile(**file) for file in values["skipped"]]
     return TaskRecord(**{**values, "inputs": inputs, "skipped": skipped})

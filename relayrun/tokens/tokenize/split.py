@@ -14,9 +14,9 @@ import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from relayrun.errors import InputError, RelayrunError, nearest_path, refuse_unwritable, together
+from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path, refuse_unwritable
 from relayrun.files import replaced_folder, write_atomic
-from relayrun.tokens.readers.formats import SUFFIXES, is_data_file
+from relayrun.tokens.readers.formats import DATA_SUFFIXES, is_data_file
 from relayrun.tokens.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokens.stores import stores
 from relayrun.tokens.stores.stores import printable
@@ -50,7 +50,7 @@ class Dump:
         return sum(file.size for file in self.files)
 
 
-def find_files(
+def find_data_files(
     folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> list[DataFile]:
     """All data files below `folder`, a local one or a URL that fsspec knows, ordered by path.
@@ -68,18 +68,18 @@ def find_files(
             and not any(text in path for text in filter_out)
         )
 
-    place = stores.absolute(folder)
+    place = stores.absolute_path(folder)
     find = _find_below_url if stores.is_url(place) else _find_locally
     return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
 
 
 def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
-    found = [DataFile(path=path, size=size, identity=path) for path, size in stores.find(url) if is_wanted(path)]
+    found = [DataFile(path=path, size=size, identity=path) for path, size in stores.list_url(url) if is_wanted(path)]
     for file in found:
         if "::" in file.path:
             raise InputError(
                 "fsspec cannot open a name with `::`",
-                where=stores.join(url, file.path),
+                where=stores.join_path(url, file.path),
                 hint="rename the file, or leave it out with --filter-out",
             )
     return found
@@ -87,7 +87,7 @@ def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile
 
 def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
     if not os.path.isdir(folder):
-        hint = nearest_path(folder) or "give the folder that holds the files of text, or a URL"
+        hint = did_you_mean_path(folder) or "give the folder that holds the files of text, or a URL"
         raise InputError("there is no such dataset folder", where=folder, hint=hint)
     dead: list[InputError] = []
     found: list[DataFile] = []
@@ -116,11 +116,11 @@ def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFil
                 elif wanted and stat.S_ISREG(status.st_mode):
                     found.append(DataFile(path=path, size=status.st_size, identity=identity))
     if dead:
-        raise together(sorted(dead, key=str), "links lead nowhere")
+        raise combined_error(sorted(dead, key=str), "links lead nowhere")
     return found
 
 
-def split(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
+def split_files(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
     """Deal `files` onto `n_dumps` dumps (never more than files), numbered from `first_index`."""
     count = min(n_dumps, len(files))
     parts: list[list[DataFile]] = [[] for _ in range(count)]
@@ -132,7 +132,7 @@ def split(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> l
     return [Dump(index=first_index + part, files=tuple(kept)) for part, kept in enumerate(parts)]
 
 
-def prepare(
+def prepare_dumps(
     dataset_folder: str | os.PathLike[str],
     metadata_folder: str | os.PathLike[str],
     *,
@@ -149,8 +149,8 @@ def prepare(
     """
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
-    dataset = stores.absolute(dataset_folder)
-    found = find_files(dataset, filter_in=filter_in, filter_out=filter_out)
+    dataset = stores.absolute_path(dataset_folder)
+    found = find_data_files(dataset, filter_in=filter_in, filter_out=filter_out)
     metadata = MetadataFolder(metadata_folder)
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
@@ -170,10 +170,10 @@ def prepare(
             raise InputError(
                 f"nothing to tokenize: {why}",
                 where=dataset,
-                hint=f"files end in {', '.join(SUFFIXES)}; look at the filters",
+                hint=f"files end in {', '.join(DATA_SUFFIXES)}; look at the filters",
             )
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
-        dumps = split(files, number, first_index=finished[-1] + 1 if finished else 0)
+        dumps = split_files(files, number, first_index=finished[-1] + 1 if finished else 0)
         contents = {dump.index: paths_file_bytes(file.path for file in dump.files) for dump in dumps}
         _refuse_to_change_half_done(metadata, contents)
         replace_link(metadata.raw_link, dataset)
@@ -187,7 +187,7 @@ def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
     return size / 1e9 * seconds_per_gb / 3600
 
 
-def linked_twice(files: Sequence[DataFile]) -> int:
+def count_files_linked_twice(files: Sequence[DataFile]) -> int:
     """How many of `files` are reached by more than one path, and so would be tokenized more than once."""
     return len(files) - len({file.identity for file in files})
 
@@ -219,5 +219,5 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
     for name, count, size in rows:
         hours = estimated_hours(size, seconds_per_gb=seconds_per_gb)
         print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
-    if twice := linked_twice(files):
+    if twice := count_files_linked_twice(files):
         log.warning("%s files are reached by more than one path (links) and will be tokenized again", f"{twice:,}")

@@ -20,21 +20,21 @@ import numpy.typing as npt
 
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 
-PATTERNS = frozenset({CL100K, QWEN2, O200K})
+CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
 """The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is known as ByteLevel with `use_regex`."""
 
 _LETTERS = (
     "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0233\u0391-\u03a1\u03a3-\u03ce\u0410-\u044f\u05d0-\u05ea\u0621-\u063a"
     "\u0905-\u0939\u0e01-\u0e30\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-_PLACE = re.compile(f"[{_LETTERS}]\n(?=[{_LETTERS}])")
+_LINE_CUT = re.compile(f"[{_LETTERS}]\n(?=[{_LETTERS}])")
 _WINDOW = 1 << 16
 
 
-Places = Literal["lines", "characters"]
+CutUnit = Literal["lines", "characters"]
 
 
-def places(known: dict[str, Any], *, merges: bool) -> Places | None:
+def cut_unit(known: dict[str, Any], *, merges: bool) -> CutUnit | None:
     """What documents of this tokenizer may be cut between; None: nothing.
 
     `known` is its tokenizer.json, without the vocabulary perhaps; `merges`: whether its BPE has any.
@@ -54,22 +54,22 @@ def places(known: dict[str, Any], *, merges: bool) -> Places | None:
         return "characters"
     if normalizer and normalizer.get("type") not in ("NFC", "NFD", "NFKC", "NFKD"):
         return None
-    exact = bool(last.get("use_regex", True)) if not splits else len(splits) == 1 and _is_known(splits[0])
+    exact = bool(last.get("use_regex", True)) if not splits else len(splits) == 1 and _is_cuttable(splits[0])
     return "lines" if exact else None
 
 
-def _is_known(split: dict[str, Any]) -> bool:
+def _is_cuttable(split: dict[str, Any]) -> bool:
     return (
         split.get("type") == "Split"
-        and split["pattern"].get("Regex") in PATTERNS
+        and split["pattern"].get("Regex") in CUTTABLE_PATTERNS
         and split.get("behavior") == "Isolated"
         and not split.get("invert")
     )
 
 
-def split_points(text: npt.NDArray[np.uint8], size: int, where: Places = "lines") -> Iterator[int]:
+def split_points(text: npt.NDArray[np.uint8], size: int, where: CutUnit = "lines") -> Iterator[int]:
     """Where pieces of the UTF-8 `text` end: each begins at least `size` bytes before; the last end is the text's."""
-    find, end = {"lines": _line, "characters": _character}[where], 0
+    find, end = {"lines": _next_line_cut, "characters": _next_character_cut}[where], 0
     while text.size - end > size and (after := find(text, end + size)) is not None:
         end = after
         yield end
@@ -77,19 +77,19 @@ def split_points(text: npt.NDArray[np.uint8], size: int, where: Places = "lines"
         yield text.size
 
 
-def _character(text: npt.NDArray[np.uint8], begin: int) -> int | None:
+def _next_character_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
     """The first place from `begin` where a character begins, behind the first one."""
     window = text[max(begin, 1) : begin + 5]
     heads = np.flatnonzero(window & 0xC0 != 0x80)
     return max(begin, 1) + int(heads[0]) if heads.size else None
 
 
-def _line(text: npt.NDArray[np.uint8], begin: int) -> int | None:
+def _next_line_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
     """The first place behind `begin` where `text` may be cut."""
     for start in range(begin, text.size, _WINDOW - 16):  # windows overlap by the longest place
         window = text[start : start + _WINDOW].tobytes()
         inside = next((byte for byte in range(min(4, len(window))) if window[byte] & 0xC0 != 0x80), 0)
         string = window[inside:].decode("utf-8", "ignore")
-        if found := _PLACE.search(string):
+        if found := _LINE_CUT.search(string):
             return start + inside + len(string[: found.end()].encode())
     return None

@@ -9,27 +9,31 @@ from pathlib import Path
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic, write_json
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.formats import SUFFIXES
+from relayrun.tokens.readers.formats import DATA_SUFFIXES
 from relayrun.tokens.stores import stores
-from relayrun.tokens.tokenize.encode.byte_tokenizer import only_tokenizer
+from relayrun.tokens.tokenize.encode.byte_tokenizer import hold_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import find_files
+from relayrun.tokens.tokenize.split import find_data_files
 
-BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
-SPECIAL = (BEGIN, END)
-SAMPLE = 8_000_000
+BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
+SPECIAL_TOKENS = (BOS_TOKEN, EOS_TOKEN)
+SAMPLE_CHARACTERS = 8_000_000
 """Characters that a tokenizer is trained on."""
 _LONGEST = 20_000
 """Characters of a document that are taken, so that no long one outweighs the others."""
 _BATCH_BYTES = 1 << 20
 
 
-COLUMN: str = TokenizeOptions.default("column")
+DEFAULT_COLUMN: str = TokenizeOptions.default("column")
 """The column of the text, where none is named."""
 
 
 def train_tokenizer(
-    folders: Sequence[str | os.PathLike[str]], output: Path, *, column: str = COLUMN, vocabulary_size: int = 4096
+    folders: Sequence[str | os.PathLike[str]],
+    output: Path,
+    *,
+    column: str = DEFAULT_COLUMN,
+    vocabulary_size: int = 4096,
 ) -> Path:
     """Train a byte-level BPE on the data files below `folders` (local ones or URLs); return `output`.
 
@@ -40,9 +44,11 @@ def train_tokenizer(
     Raises ConfigError if the vocabulary is too small for the 256 bytes, InputError if there is no text or `output`
     holds a tokenizer.
     """
-    if vocabulary_size < 256 + len(SPECIAL):
-        raise ConfigError(f"a byte-level vocabulary needs {256 + len(SPECIAL)} entries or more, not {vocabulary_size}")
-    with only_tokenizer(output):
+    if vocabulary_size < 256 + len(SPECIAL_TOKENS):
+        raise ConfigError(
+            f"a byte-level vocabulary needs {256 + len(SPECIAL_TOKENS)} entries or more, not {vocabulary_size}"
+        )
+    with hold_tokenizer_folder(output):
         return _train(folders, output, column=column, vocabulary_size=vocabulary_size)
 
 
@@ -51,27 +57,27 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
 
     sample: list[str] = []
     for folder in folders:
-        left = share = SAMPLE // len(folders)
+        left = share = SAMPLE_CHARACTERS // len(folders)
         for text in _texts(folder, column):
             sample.append(text[:_LONGEST])
             left -= len(sample[-1])
             if left <= 0:
                 break
         if left == share:
-            raise InputError(f"no file with text below this folder ends in {', '.join(SUFFIXES)}", where=folder)
+            raise InputError(f"no file with text below this folder ends in {', '.join(DATA_SUFFIXES)}", where=folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
     output.mkdir(parents=True, exist_ok=True)
-    names = {"bos_token": BEGIN, "eos_token": END}
+    names = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
     write_json(output / "special_tokens_map.json", names)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     write_json(output / "tokenizer_config.json", settings | names)
@@ -81,7 +87,7 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
 
 def _texts(folder: str | os.PathLike[str], column: str) -> Iterator[str]:
     """The texts below a folder, in the order of their files' names."""
-    root = stores.absolute(folder)
-    for file in find_files(root):
-        for texts in read_column(stores.join(root, file.path), column, batch_bytes=_BATCH_BYTES):
+    root = stores.absolute_path(folder)
+    for file in find_data_files(root):
+        for texts in read_column(stores.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):
             yield from filter(None, texts.to_pylist())

@@ -19,16 +19,16 @@ from pathlib import Path
 from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json, remove_leftovers, temporary_prefix
-from relayrun.tokens.readers.formats import SUFFIXES
+from relayrun.tokens.readers.formats import DATA_SUFFIXES
 from relayrun.tokens.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokens.stores import stores
 from relayrun.tokens.tokenize import progress
-from relayrun.tokens.tokenize.flags import to_flags
+from relayrun.tokens.tokenize.flags import options_to_flags
 from relayrun.tokens.tokenize.metadata import MetadataFolder
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.record import NAME
+from relayrun.tokens.tokenize.record import RECORD_FILE
 
-BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
+TRIED_BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
 """Bounds of a batch that are tried where none are given."""
 
 GOOD_ENOUGH = 0.97
@@ -41,7 +41,7 @@ _START_SECONDS = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class TuningTrial:
     """One setting, and what it gave."""
 
     workers: int
@@ -58,7 +58,7 @@ def default_workers() -> list[int]:
     return sorted({1, max(1, cores // 4), max(1, cores // 2), cores})
 
 
-def tune(
+def run_trials(
     metadata_folder: str | os.PathLike[str],
     options: TokenizeOptions,
     *,
@@ -66,8 +66,8 @@ def tune(
     batch_bytes: Sequence[int],
     seconds: float,
     temp_dir: str | None = None,
-    report: Callable[[Trial], None] = lambda trial: None,
-) -> list[Trial]:
+    report: Callable[[TuningTrial], None] = lambda trial: None,
+) -> list[TuningTrial]:
     """Try `options` with every pair of `workers` and `batch_bytes`, for `seconds` each.
 
     `temp_dir` should lie on the file system that dumps are written to. Raises InputError where there are no dumps, or
@@ -90,19 +90,19 @@ def tune(
             with tempfile.TemporaryDirectory(
                 dir=temp_dir, prefix=f"{temporary_prefix()}tune-", ignore_cleanup_errors=True
             ) as place:
-                trials.append(_trial(Path(place), dataset, names, tried, seconds))
+                trials.append(_run_trial(Path(place), dataset, names, tried, seconds))
             report(trials[-1])
     return trials
 
 
-def recommended(trials: Sequence[Trial]) -> Trial:
+def recommend_trial(trials: Sequence[TuningTrial]) -> TuningTrial:
     """The fewest workers, and then the smallest batch, that are about as fast as the best."""
     best = max(trial.tokens_per_second for trial in trials)
     good = [trial for trial in trials if trial.tokens_per_second >= GOOD_ENOUGH * best]
     return min(good, key=lambda trial: (trial.workers, trial.batch_bytes))
 
 
-def row(trial: Trial | None) -> str:
+def trial_row(trial: TuningTrial | None) -> str:
     """A line of the table; None: its head."""
     cells = ("workers", "batch bytes", "Mtok/s node", "Mtok/s core", "GB a worker")
     if trial is not None:
@@ -117,7 +117,7 @@ def row(trial: Trial | None) -> str:
     return "  ".join(cell.rjust(11) for cell in cells)
 
 
-def advice(trial: Trial) -> str:
+def config_advice(trial: TuningTrial) -> str:
     """What to write into a config."""
     return (
         f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
@@ -125,45 +125,47 @@ def advice(trial: Trial) -> str:
     )
 
 
-def _trial(place: Path, dataset: str, names: Sequence[str], options: TokenizeOptions, seconds: float) -> Trial:
+def _run_trial(
+    place: Path, dataset: str, names: Sequence[str], options: TokenizeOptions, seconds: float
+) -> TuningTrial:
     output, log, workers = place / "tokens", place / "log", options.workers
     most_bytes = workers * seconds * _BYTES_PER_SECOND
     if stores.is_url(dataset):
-        names = _first(dataset, names, least=workers, most_bytes=most_bytes)
+        names = _first_files(dataset, names, least=workers, most_bytes=most_bytes)
     else:
         files, dataset = [os.path.join(dataset, name) for name in names], str(place / "data")
         os.mkdir(dataset)
-        names = _link(files, Path(dataset), least=workers, most_bytes=most_bytes)
+        names = _link_files(files, Path(dataset), least=workers, most_bytes=most_bytes)
     (place / "paths").write_bytes(paths_file_bytes(names))
     command = [
         sys.executable,
-        str(places.shared("scripts/tokenization/preprocess_megatron.py")),
+        str(places.shared_file("scripts/tokenization/preprocess_megatron.py")),
         "--output-folder",
         str(output),
         "--dataset",
         dataset,
         "--paths-file",
         str(place / "paths"),
-        *to_flags(options),
+        *options_to_flags(options),
     ]
-    environment = os.environ | {progress.VARIABLE: "0.5"}
+    environment = os.environ | {progress.PROGRESS_VARIABLE: "0.5"}
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
             rate, memory = _measure(process, output, workers, seconds)
         finally:
-            _end(process)
+            _end_program(process)
     if process.returncode > 0:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), len(lines) - 1)
         raise RelayrunError("\n".join(lines[first:]).removeprefix("error: "))
     if rate is None:  # everything was done before the time was over
-        tasks = read_json(output / NAME)["shards"].values()
+        tasks = read_json(output / RECORD_FILE)["shards"].values()
         busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
         rate = sum(task["tokens"] for task in tasks) / busy
-    return Trial(workers=workers, batch_bytes=options.batch_bytes, tokens_per_second=rate, worker_bytes=memory)
+    return TuningTrial(workers=workers, batch_bytes=options.batch_bytes, tokens_per_second=rate, worker_bytes=memory)
 
 
-def _first(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
+def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
     """The first of the files below a URL, which cannot be linked: as many as the trial can read."""
     if len(names) < least:
         raise InputError(
@@ -176,18 +178,18 @@ def _first(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> 
         if len(chosen) >= least and total >= most_bytes:
             break
         chosen.append(name)
-        total += stores.stat(stores.join(url, name))[0]
+        total += stores.stat_url(stores.join_path(url, name))[0]
     return chosen
 
 
-def _link(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) -> list[str]:
+def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) -> list[str]:
     """Links to the files, over and over, as many as the trial can read, and at least `least`."""
     names: list[str] = []
     total = 0
     while len(names) < least or (total < most_bytes and len(names) < _LINKS):
         file = files[len(names) % len(files)]
         total += os.stat(file).st_size
-        suffix = max((each for each in SUFFIXES if file.lower().endswith(each)), key=len)
+        suffix = max((each for each in DATA_SUFFIXES if file.lower().endswith(each)), key=len)
         names.append(f"{len(names):06d}{suffix}")
         os.symlink(file, folder / names[-1])
     return names
@@ -195,16 +197,16 @@ def _link(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) 
 
 def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
     """Tokens per second of all workers, None if the program has ended by itself; and the largest worker's memory."""
-    first: dict[str, progress.Running] = {}
-    last: dict[str, progress.Running] = {}
+    first: dict[str, progress.RunningTask] = {}
+    last: dict[str, progress.RunningTask] = {}
     begun, counting, memory = time.monotonic(), 0.0, 0
     while process.poll() is None:
-        for task in progress.read(output):
+        for task in progress.read_progress(output):
             if task.tokens:
                 first.setdefault(task.shard, task)
                 last[task.shard] = task
         now = time.monotonic()
-        memory = max([memory, *_memory(process.pid)])
+        memory = max([memory, *_process_memory(process.pid)])
         if len(first) >= workers:
             counting = counting or now
             if now - counting >= seconds:
@@ -222,7 +224,7 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
     return None, memory
 
 
-def _memory(pid: int) -> list[int]:
+def _process_memory(pid: int) -> list[int]:
     """Resident bytes of a process and of those that it started."""
     import psutil
 
@@ -233,7 +235,7 @@ def _memory(pid: int) -> list[int]:
         return []
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_program(process: subprocess.Popen[bytes]) -> None:
     """End the program; its workers leave with it."""
     import psutil
 

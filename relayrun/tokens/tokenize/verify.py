@@ -9,10 +9,10 @@ from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.tokens.shards.prefixes import find_prefixes
-from relayrun.tokens.shards.verify import verify
+from relayrun.tokens.shards.verify import verify_shards
 from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.record import RecordOfFolder
-from relayrun.tokens.tokenize.retokenize import compare_with_source, printed
+from relayrun.tokens.tokenize.record import FolderRecord
+from relayrun.tokens.tokenize.retokenize import compare_with_source, print_comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def verify_dumps(
         raise InputError("no dump is finished here", where=metadata.path, hint="`relayrun dumps status` tells more")
     done = []
     for index in metadata.finished():
-        verified = _verify(metadata.tokenized_link.resolve() / f"dump-{index}", index, full, workers, temp_dir)
+        verified = _verify_dump(metadata.tokenized_link.resolve() / f"dump-{index}", index, full, workers, temp_dir)
         if verified.faults:
             try:
                 with metadata.hold():
@@ -67,22 +67,22 @@ def verify_dumps(
     return done
 
 
-def _verify(folder: Path, index: int, full: bool, workers: int, temp_dir: str | None) -> VerifiedDump:
+def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: str | None) -> VerifiedDump:
     try:
-        record = RecordOfFolder.read(folder)
+        record = FolderRecord.read(folder)
         prefixes = find_prefixes([folder])
     except (InputError, FileNotFoundError) as error:  # shards that are gone, or a half of one
         return VerifiedDump(index=index, shards=0, documents=0, faults=(str(error).splitlines()[0],))
     there = {os.path.basename(prefix) for prefix in prefixes}
     faults = [f"{name} is gone" for name, task in record.tasks.items() if task.tokens and name not in there]
-    checked = verify(prefixes, eod=record.settings["eos"], threads=workers)
+    checked = verify_shards(prefixes, eod=record.settings["eos"], threads=workers)
     faults += [f"{each.prefix}: {fault}" for each in checked for fault in each.faults]
     compared = compare_with_source(
         [each.prefix for each in checked if not each.faults],
         full=full,
         workers=workers,
         temp_dir=temp_dir,
-        report=lambda each: printed(each) if each.fault is None else None,
+        report=lambda each: print_comparison(each) if each.fault is None else None,
     )
     faults += [f"{each.prefix}: {each.fault}" for each in compared if each.fault is not None]
     return VerifiedDump(

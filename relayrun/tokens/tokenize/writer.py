@@ -17,11 +17,11 @@ from relayrun.errors import InputError, refuse_urls
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.record import MadeBy
-from relayrun.tokens.tokenize.encode.engines import Engine, select
-from relayrun.tokens.tokenize.encode.framing import Framing
+from relayrun.tokens.shards.record import TokenizerRecord
+from relayrun.tokens.tokenize.encode.engines import Engine, select_engine
+from relayrun.tokens.tokenize.encode.framing import DocumentFraming
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
-from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions, checked
+from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions, validate_options
 from relayrun.tokens.tokenize.record import shard_name
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,10 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
     ) -> None:
         super().__init__()
         if batch_size is not None or tokenization_batch_size is not None:
-            batch_size = _one("batch_size", batch_size, "tokenization_batch_size", tokenization_batch_size)
-        tokenizer = _one("tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier)
+            batch_size = _one_of_two_names("batch_size", batch_size, "tokenization_batch_size", tokenization_batch_size)
+        tokenizer = _one_of_two_names(
+            "tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier
+        )
         given = {
             "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
             "eos_token": eos_token,
@@ -86,9 +88,11 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             "batch_documents": batch_size,
             "batch_bytes": batch_bytes,
         }
-        self.output_folder = os.fspath(_one("output_folder", output_folder, "path", path))
+        self.output_folder = os.fspath(_one_of_two_names("output_folder", output_folder, "path", path))
         refuse_urls(self.output_folder)
-        self.options = checked({name: value for name, value in given.items() if value is not None}, _NAMES)
+        self.options = validate_options(
+            {name: value for name, value in given.items() if value is not None}, _ARGUMENT_NAMES
+        )
         if self.options.skips_files and not self.options.skips_lines:
             raise InputError("on_error is 'fail' or 'skip-line' here: the reader of a pipeline decides about files")
 
@@ -98,7 +102,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())
         first = next(batches, Texts.of([]))
-        engine, framing, made = _tokenizer_of_this_process(self.options, _stamp(self.options.tokenizer), _Sample(first))
+        engine, framing, made = _process_tokenizer(self.options, _file_stamp(self.options.tokenizer), _Sample(first))
         routed = engine.routed
         prefix = os.path.join(self.output_folder, shard_name(rank))
         shard = ShardWriter(prefix, np.dtype(framing.dtype).type, own_record=made)
@@ -152,7 +156,7 @@ def _utf8_length(text: Any, column: str) -> int:
         raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
 
 
-_NAMES = {name: name for name in TokenizeOptions.model_fields} | {
+_ARGUMENT_NAMES = {name: name for name in TokenizeOptions.model_fields} | {
     "tokenizer": "tokenizer_name_or_path",
     "bos": "add_bos",
     "column": "text_field",
@@ -160,7 +164,7 @@ _NAMES = {name: name for name in TokenizeOptions.model_fields} | {
 }
 
 
-def _one(name: str, value: Any, other: str, value_of_other: Any) -> Any:
+def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) -> Any:
     """The one of two names for the same that is given."""
     given = [each for each in (value, value_of_other) if each is not None]
     if len(given) != 1:
@@ -182,19 +186,21 @@ class _Sample:
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer_of_this_process(
+def _process_tokenizer(
     options: TokenizeOptions, stamp: object, sample: _Sample
-) -> tuple[Engine, Framing, MadeBy]:
+) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
     """Loaded and proven once per process, however many tasks it runs; `stamp` changes when the file does."""
     loaded = load_tokenizer(options)
-    selection = select(
+    selection = select_engine(
         options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
     )
-    made = MadeBy(fingerprint=loaded.fingerprint, ids=loaded.ids_fingerprint, size=loaded.size, eos=loaded.eos_id)
+    made = TokenizerRecord(
+        fingerprint=loaded.fingerprint, ids=loaded.ids_fingerprint, size=loaded.size, eos=loaded.eos_id
+    )
     return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty), made
 
 
-def _stamp(name_or_path: str) -> object:
+def _file_stamp(name_or_path: str) -> object:
     for file in (Path(name_or_path), Path(name_or_path) / "tokenizer.json"):
         if file.is_file():
             status = file.stat()

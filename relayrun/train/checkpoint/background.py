@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.records import CheckpointCommit
 
-NICE = 15
+BACKGROUND_NICE = 15
 """How far a save beside training stands behind it: a thirtieth of a contended processor (weights of nice(2), sched(7)).
 At 19 it would get a seventieth, and training, waiting for the interpreter's lock in its hands, would wait long."""
 
@@ -22,7 +22,9 @@ At 19 it would get a seventieth, and training, waiting for the interpreter's loc
 class BackgroundSave:
     """Runs `write` at once. The ranks' threads talk to each other: all ranks begin the same saves in the same order."""
 
-    def __init__(self, iteration: int, write: Callable[[Callable[[], None]], Commit], *, beside: bool) -> None:
+    def __init__(
+        self, iteration: int, write: Callable[[Callable[[], None]], CheckpointCommit], *, beside: bool
+    ) -> None:
         """`write` is given what it must call when the state is copied; it returns the commit, or raises.
 
         `beside`: training goes on meanwhile; else it waits for the result.
@@ -31,12 +33,12 @@ class BackgroundSave:
         self._beside = beside
         self._began = time.monotonic()
         self._copied = threading.Event()
-        self._commit: Commit | None = None
+        self._commit: CheckpointCommit | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(write,), name=f"save-{iteration}", daemon=True)
         self._thread.start()
 
-    def _run(self, write: Callable[[Callable[[], None]], Commit]) -> None:
+    def _run(self, write: Callable[[Callable[[], None]], CheckpointCommit]) -> None:
         try:
             self._commit = write(self._state_is_copied)
         except BaseException as error:
@@ -48,7 +50,7 @@ class BackgroundSave:
         self._copied.set()
         if self._beside:  # on Linux a priority is of a thread, and the threads that it starts have it too
             thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
 
     @property
     def over(self) -> bool:
@@ -69,7 +71,7 @@ class BackgroundSave:
         """Return when the state may change."""
         self._copied.wait()
 
-    def result(self) -> Commit:
+    def result(self) -> CheckpointCommit:
         """Wait for the end; raises what `write` raised."""
         self._thread.join()
         if self._error is not None:

@@ -26,21 +26,21 @@ from typing import BinaryIO, Protocol
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.files import sizes, write_atomic
-from relayrun.tokens.stores.checksum import checksum_of, checksum_of_open
+from relayrun.files import file_sizes, write_atomic
+from relayrun.tokens.stores.checksum import file_checksum, open_file_checksum
 
-INDEX = "checksums.json"
-FORMAT = 1
-PIECES = (".distcp", ".metadata", ".checksums.jsonl")
+CHECKSUM_INDEX = "checksums.json"
+INDEX_FORMAT = 1
+PIECE_SUFFIXES = (".distcp", ".metadata", ".checksums.jsonl")
 """How the names of a checkpoint's own files end. Another file beside them (a note, what an editor or NFS left) changes
 nothing of what is loaded."""
 
 
-class Damaged(InputError):
+class DamagedCheckpoint(InputError):
     """A checkpoint does not hold the bytes that were saved."""
 
 
-class Files(Protocol):
+class CheckpointFiles(Protocol):
     """The files of a checkpoint, wherever it lies. One that is missing raises FileNotFoundError."""
 
     @property
@@ -58,7 +58,7 @@ class Files(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalFiles:
+class LocalCheckpointFiles:
     """The files of a checkpoint in a folder of this machine; of one that is a single file, that under the name `.`."""
 
     where: Path
@@ -73,7 +73,7 @@ class LocalFiles:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every file, by its name."""
-        return sizes(self.where)
+        return file_sizes(self.where)
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read its bytes."""
@@ -81,7 +81,7 @@ class LocalFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class ChecksumBlock:
     """A part of a `.distcp` file: one tensor of one rank, or an object."""
 
     key: str
@@ -117,7 +117,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSum:
+class FileChecksum:
     """A file of a checkpoint: its hash, or the name of the file that has those of its blocks."""
 
     bytes: int
@@ -125,31 +125,33 @@ class FileSum:
     blocks: str | None = None
 
 
-def of_bytes(data: bytes) -> FileSum:
+def checksum_of_bytes(data: bytes) -> FileChecksum:
     """Return the size and the hash of a file with this content."""
-    return FileSum(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
+    return FileChecksum(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
 
 
-def of_file(path: Path) -> FileSum:
+def checksum_of_file(path: Path) -> FileChecksum:
     """Read a file, in pieces, for its hash. Raises OSError."""
-    return FileSum(bytes=path.stat().st_size, xxh3_128=checksum_of(path))
+    return FileChecksum(bytes=path.stat().st_size, xxh3_128=file_checksum(path))
 
 
-def write_blocks(
-    folder: Path, rank: int, iteration: int, blocks: Iterable[Block], sizes: Mapping[str, int]
-) -> dict[str, FileSum]:
+def write_block_checksums(
+    folder: Path, rank: int, iteration: int, blocks: Iterable[ChecksumBlock], sizes: Mapping[str, int]
+) -> dict[str, FileChecksum]:
     """Write the record of what one rank wrote into `sizes` (bytes of its files, by name).
 
     Returns these files and the record, as checksums.json names them.
     """
     name = f"__{rank}.checksums.jsonl"
-    head = {"format": FORMAT, "iteration": iteration, "rank": rank}
+    head = {"format": INDEX_FORMAT, "iteration": iteration, "rank": rank}
     data = "".join(json.dumps(line) + "\n" for line in (head, *map(asdict, blocks))).encode()
     write_atomic(folder / name, data)
-    return {file: FileSum(bytes=size, blocks=name) for file, size in sizes.items()} | {name: of_bytes(data)}
+    return {file: FileChecksum(bytes=size, blocks=name) for file, size in sizes.items()} | {
+        name: checksum_of_bytes(data)
+    }
 
 
-def write_index(folder: Path, iteration: int, files: Mapping[str, FileSum]) -> str:
+def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileChecksum]) -> str:
     """Write checksums.json and return its hash.
 
     What lies in the folder beside `files` (a hook may have put it there) is read and hashed. Raises OSError if one of
@@ -158,48 +160,48 @@ def write_index(folder: Path, iteration: int, files: Mapping[str, FileSum]) -> s
     known = dict(files)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if not path.is_file() or name == INDEX:
+        if not path.is_file() or name == CHECKSUM_INDEX:
             continue
         if name not in known:
-            known[name] = of_file(path)
+            known[name] = checksum_of_file(path)
         elif (size := path.stat().st_size) != known[name].bytes:
             raise OSError(f"{path} has {size} bytes, not the {known[name].bytes} that were written")
     parts = {name: {k: v for k, v in asdict(known[name]).items() if v is not None} for name in sorted(known)}
-    data = json.dumps({"format": FORMAT, "iteration": iteration, "files": parts}, indent=1).encode()
-    write_atomic(folder / INDEX, data)
+    data = json.dumps({"format": INDEX_FORMAT, "iteration": iteration, "files": parts}, indent=1).encode()
+    write_atomic(folder / CHECKSUM_INDEX, data)
     return xxhash.xxh3_128_hexdigest(data)
 
 
 class Checksums:
     """The hashes of one checkpoint, and whatever is compared with them."""
 
-    def __init__(self, folder: Path | Files, root: str | None) -> None:
+    def __init__(self, folder: Path | CheckpointFiles, root: str | None) -> None:
         """Read checksums.json, and look for every file that it names.
 
         `root`: what its commit says; None for a checkpoint that no run vouches for. Raises Damaged.
         """
-        self._in: Files = LocalFiles(folder) if isinstance(folder, Path) else folder
+        self._in: CheckpointFiles = LocalCheckpointFiles(folder) if isinstance(folder, Path) else folder
         self.folder = self._in.where
-        data = self._bytes(INDEX)
+        data = self._bytes(CHECKSUM_INDEX)
         if root is not None and xxhash.xxh3_128_hexdigest(data) != root:
-            raise Damaged(f"{INDEX} is not the one that was saved", where=self.folder)
+            raise DamagedCheckpoint(f"{CHECKSUM_INDEX} is not the one that was saved", where=self.folder)
         try:
             index = json.loads(data)
             self.iteration = int(index["iteration"])
-            self.files = {str(name): FileSum(**entry) for name, entry in index["files"].items()}
+            self.files = {str(name): FileChecksum(**entry) for name, entry in index["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise Damaged(f"{INDEX} cannot be read", where=self.folder) from None
-        self._blocks: dict[str, dict[tuple[str, int], Block]] = {}
+            raise DamagedCheckpoint(f"{CHECKSUM_INDEX} cannot be read", where=self.folder) from None
+        self._blocks: dict[str, dict[tuple[str, int], ChecksumBlock]] = {}
         self._look_for_files()
 
     def read(self, name: str) -> bytes:
         """Read a whole file that has a hash of its own. Raises Damaged if it is not the one that was saved."""
         known = self.files.get(name)
         if known is None or known.xxh3_128 is None:
-            raise Damaged(f"{name} has no hash in {INDEX}", where=self.folder)
+            raise DamagedCheckpoint(f"{name} has no hash in {CHECKSUM_INDEX}", where=self.folder)
         data = self._bytes(name)
         if xxhash.xxh3_128_hexdigest(data) != known.xxh3_128:
-            raise Damaged(f"{name} is not the one that was saved", where=self.folder)
+            raise DamagedCheckpoint(f"{name} is not the one that was saved", where=self.folder)
         return data
 
     def check_block(self, file: str, at: int, data: bytes | bytearray) -> None:
@@ -207,11 +209,11 @@ class Checksums:
         known = self.files.get(file)
         block = None if known is None or known.blocks is None else self._blocks_in(known.blocks).get((file, at))
         if block is None:
-            raise Damaged(f"{file} has no block at byte {at}", where=self.folder)
+            raise DamagedCheckpoint(f"{file} has no block at byte {at}", where=self.folder)
         if (fault := block.fault(memoryview(data))) is not None:
-            raise Damaged(fault, where=self.folder)
+            raise DamagedCheckpoint(fault, where=self.folder)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[ChecksumBlock]:
         """Every block, by rank and in the order of their files. Raises Damaged."""
         for name in sorted({known.blocks for known in self.files.values() if known.blocks is not None}):
             yield from self._blocks_in(name).values()
@@ -220,15 +222,15 @@ class Checksums:
         with _no_file_is_damage(name, self.folder), self._in.open(name) as file:
             return file.read()
 
-    def _blocks_in(self, name: str) -> dict[tuple[str, int], Block]:
+    def _blocks_in(self, name: str) -> dict[tuple[str, int], ChecksumBlock]:
         if name not in self._blocks:
             try:
                 head, *lines = map(json.loads, self.read(name).splitlines())
-                blocks = [Block(**line) for line in lines]
+                blocks = [ChecksumBlock(**line) for line in lines]
             except (ValueError, TypeError):
-                raise Damaged(f"{name} cannot be read", where=self.folder) from None
+                raise DamagedCheckpoint(f"{name} cannot be read", where=self.folder) from None
             if head.get("iteration") != self.iteration:
-                raise Damaged(f"{name} is of iteration {head.get('iteration')}", where=self.folder)
+                raise DamagedCheckpoint(f"{name} is of iteration {head.get('iteration')}", where=self.folder)
             self._blocks[name] = {(block.file, block.at): block for block in blocks}
         return self._blocks[name]
 
@@ -237,10 +239,10 @@ class Checksums:
             with _no_file_is_damage(name, self.folder):
                 size = self._in.size(name)
             if size != known.bytes:
-                raise Damaged(f"{name} has {size} bytes, not {known.bytes}", where=self.folder)
+                raise DamagedCheckpoint(f"{name} has {size} bytes, not {known.bytes}", where=self.folder)
         for name in self._in.names():
-            if name.endswith(PIECES) and name not in self.files and name != INDEX:
-                raise Damaged(f"{name} does not belong to it", where=self.folder)
+            if name.endswith(PIECE_SUFFIXES) and name not in self.files and name != CHECKSUM_INDEX:
+                raise DamagedCheckpoint(f"{name} does not belong to it", where=self.folder)
 
 
 @contextlib.contextmanager
@@ -252,39 +254,39 @@ def _no_file_is_damage(name: str, folder: Path | str) -> Iterator[None]:
         missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
         if not missing and not isinstance(error, FileNotFoundError):  # a store's own has no number
             raise
-        raise Damaged(f"{name} is missing", where=folder) from None
+        raise DamagedCheckpoint(f"{name} is missing", where=folder) from None
 
 
 def open_checksums(folder: Path, root: str | None) -> Checksums | None:
     """Return the hashes of a checkpoint; None for one that was saved without. Raises Damaged if they were lost."""
-    if root is None and not (folder / INDEX).exists():
+    if root is None and not (folder / CHECKSUM_INDEX).exists():
         return None
     return Checksums(folder, root)
 
 
-def sum_of(files: Files, name: str) -> FileSum:
+def checksum_in_checkpoint(files: CheckpointFiles, name: str) -> FileChecksum:
     """Read a file of a checkpoint, in pieces, for its hash. Raises OSError."""
     with files.open(name) as file:
-        return FileSum(bytes=files.size(name), xxh3_128=checksum_of_open(file))
+        return FileChecksum(bytes=files.size(name), xxh3_128=open_file_checksum(file))
 
 
-def verify(folder: Path | Files, root: str | None) -> tuple[int, list[str]]:
+def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple[int, list[str]]:
     """Read a checkpoint with checksums back in full.
 
     Returns how many bytes were read, and what is wrong, one line for each block or file. Memory holds one block.
     """
-    files = LocalFiles(folder) if isinstance(folder, Path) else folder
+    files = LocalCheckpointFiles(folder) if isinstance(folder, Path) else folder
     try:
         sums = Checksums(files, root)
         blocks = list(sums.blocks())
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return 0, [error.message]
     faults: list[str] = []
     read = 0
     for name, known in sums.files.items():
         if known.blocks is None:
             try:
-                found = sum_of(files, name)
+                found = checksum_in_checkpoint(files, name)
             except OSError as error:
                 faults.append(f"{name} cannot be read: {error.strerror or error}")
                 continue
@@ -300,7 +302,9 @@ def verify(folder: Path | Files, root: str | None) -> tuple[int, list[str]]:
     return read, faults
 
 
-def _verify_blocks(files: Files, name: str, blocks: list[Block], ends: dict[str, int], faults: list[str]) -> int:
+def _verify_blocks(
+    files: CheckpointFiles, name: str, blocks: list[ChecksumBlock], ends: dict[str, int], faults: list[str]
+) -> int:
     """Read blocks that follow each other in one file; return how many bytes were read. `ends`: where the last ended."""
     read = 0
     with contextlib.ExitStack() as stack:

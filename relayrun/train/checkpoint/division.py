@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class BlockLocation(NamedTuple):
     """Where a block lies."""
 
     file: str
@@ -22,26 +22,26 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class ReadAssignment:
     """Who reads what; each list is that of a rank of the group, in the order in which it reads."""
 
-    shared: list[list[Place]]
+    shared: list[list[BlockLocation]]
     """For itself, where it wants them, and for others."""
-    alone: list[list[Place]]
+    alone: list[list[BlockLocation]]
     """What no other rank wants."""
 
 
-def divide(wanted: Sequence[Sequence[Place]]) -> Division:
+def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
     """Divide what the ranks of a group want among them; the same on each of them.
 
     `wanted`: by rank, each block once.
     """
-    takers: dict[Place, list[int]] = {}
+    takers: dict[BlockLocation, list[int]] = {}
     for rank, places in enumerate(wanted):
         for place in places:
             takers.setdefault(place, []).append(rank)
-    alone: list[list[Place]] = [[] for _ in wanted]
-    shared: list[list[Place]] = [[] for _ in wanted]
+    alone: list[list[BlockLocation]] = [[] for _ in wanted]
+    shared: list[list[BlockLocation]] = [[] for _ in wanted]
     for place, ranks in takers.items():
         if len(ranks) == 1:
             alone[ranks[0]].append(place)
@@ -51,12 +51,12 @@ def divide(wanted: Sequence[Sequence[Place]]) -> Division:
         rank = min(range(len(load)), key=lambda rank: (load[rank], rank))
         load[rank] += place.bytes
         shared[rank].append(place)
-    return Division(shared=[sorted(places) for places in shared], alone=[sorted(places) for places in alone])
+    return ReadAssignment(shared=[sorted(places) for places in shared], alone=[sorted(places) for places in alone])
 
 
-def rounds(places: Sequence[Place], size: int) -> list[list[Place]]:
+def read_batches(places: Sequence[BlockLocation], size: int) -> list[list[BlockLocation]]:
     """Split what a rank reads, in order, into parts of at most `size` bytes, or of one block that is larger."""
-    found: list[list[Place]] = []
+    found: list[list[BlockLocation]] = []
     room = 0
     for place in places:
         if not found or place.bytes > room:

@@ -13,20 +13,25 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from relayrun.train.checkpoint.division import Place, divide, rounds
-from relayrun.train.messages import portable
+from relayrun.train.checkpoint.division import BlockLocation, assign_reads, read_batches
+from relayrun.train.messages import portable_error
 
-ROUND = 1 << 28
+BATCH_BYTES = 1 << 28
 """Bytes that a rank reads in a round, at most; a larger block is a round of its own. Two rounds are in memory."""
-PIECE = 1 << 26
+MESSAGE_BYTES = 1 << 26
 """Bytes that are sent at a time: so much memory it takes on the device."""
 
 
-class Exchange:
+class BlockExchange:
     """The ranks that want the same blocks, as data-parallel replicas do."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, round_size: int = ROUND, piece: int = PIECE
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        round_size: int = BATCH_BYTES,
+        piece: int = MESSAGE_BYTES,
     ) -> None:
         """`device`: from where `group` sends. `round_size`, `piece`: see ROUND and PIECE."""
         self._group = group
@@ -36,9 +41,9 @@ class Exchange:
 
     def blocks(
         self,
-        wanted: Sequence[Place],
-        read: Callable[[Place], bytearray],
-        put: Callable[[Place, bytearray], None],
+        wanted: Sequence[BlockLocation],
+        read: Callable[[BlockLocation], bytearray],
+        put: Callable[[BlockLocation, bytearray], None],
         *,
         met: Exception | None = None,
     ) -> None:
@@ -53,10 +58,10 @@ class Exchange:
         except RuntimeError as error:  # the device has no room
             met = met or error
         self._agree(met)
-        everywhere: list[list[Place]] = [[]] * self._group.size()
+        everywhere: list[list[BlockLocation]] = [[]] * self._group.size()
         dist.all_gather_object(everywhere, list(wanted), group=self._group)
-        division, own = divide(everywhere), self._group.rank()
-        parts = [rounds(places, self._round) for places in division.shared]
+        division, own = assign_reads(everywhere), self._group.rank()
+        parts = [read_batches(places, self._round) for places in division.shared]
         if last := max(map(len, parts)):
             self._exchange(parts, last, set(wanted), read, put, piece)
         for place in division.alone[own]:
@@ -64,15 +69,15 @@ class Exchange:
 
     def _exchange(
         self,
-        parts: list[list[list[Place]]],
+        parts: list[list[list[BlockLocation]]],
         last: int,
-        wanted: set[Place],
-        read: Callable[[Place], bytearray],
-        put: Callable[[Place, bytearray], None],
+        wanted: set[BlockLocation],
+        read: Callable[[BlockLocation], bytearray],
+        put: Callable[[BlockLocation, bytearray], None],
         piece: torch.Tensor,
     ) -> None:
         own = self._group.rank()
-        mine: list[list[Place]] = parts[own] + [[]] * (last - len(parts[own]))
+        mine: list[list[BlockLocation]] = parts[own] + [[]] * (last - len(parts[own]))
         met: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
             ahead = reader.submit(_all, read, mine[0])
@@ -96,7 +101,7 @@ class Exchange:
             self._agree(met)
 
     def _send(
-        self, sender: int, place: Place, data: bytearray | None, wanted: bool, piece: torch.Tensor
+        self, sender: int, place: BlockLocation, data: bytearray | None, wanted: bool, piece: torch.Tensor
     ) -> bytearray | None:
         """Send a block from one rank to all; return it where it is wanted. `data`: there, on the sender."""
         sending = data is not None
@@ -119,9 +124,9 @@ class Exchange:
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
         if int(failed.item()):
             errors: list[Exception | None] = [None] * self._group.size()
-            dist.all_gather_object(errors, None if met is None else portable(met), group=self._group)
+            dist.all_gather_object(errors, None if met is None else portable_error(met), group=self._group)
             raise next(error for error in errors if error is not None)
 
 
-def _all(read: Callable[[Place], bytearray], places: Sequence[Place]) -> list[bytearray]:
+def _all(read: Callable[[BlockLocation], bytearray], places: Sequence[BlockLocation]) -> list[bytearray]:
     return [read(place) for place in places]

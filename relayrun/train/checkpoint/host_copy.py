@@ -17,19 +17,19 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from relayrun.train.checkpoint.pieces import PIECE, layout, pinned
+from relayrun.train.checkpoint.host_buffers import BUFFER_PIECE_BYTES, lay_out_buffers, pinned_bytes
 
 if TYPE_CHECKING:  # it takes seconds to import
     from megatron.core.dist_checkpointing import ShardedTensor
 
-Key = tuple[str, tuple[int, ...]]
+ShardKey = tuple[str, tuple[int, ...]]
 
-AT_ONCE = 3 << 16
+COPY_CHUNK_BYTES = 3 << 16
 """Bytes that are copied, then hashed while the processor's own cache still has them: a third of what memory costs."""
 
 
 @dataclass(frozen=True)
-class Reserved:
+class HostAllocation:
     """Host memory that was allocated: `size` bytes in so many `pieces`."""
 
     size: int
@@ -39,11 +39,11 @@ class Reserved:
 class HostCopy:
     """Buffers by the name and the place of a shard in the checkpoint."""
 
-    def __init__(self, device: torch.device, *, piece: int = PIECE) -> None:
+    def __init__(self, device: torch.device, *, piece: int = BUFFER_PIECE_BYTES) -> None:
         """`device`: where the originals lie. `piece`: see PIECE."""
         self._device = device
         self._piece = piece
-        self._buffers: dict[Key, torch.Tensor] = {}
+        self._buffers: dict[ShardKey, torch.Tensor] = {}
         self._digests: dict[int, str] = {}
         self._not_hashed: list[torch.Tensor] = []
 
@@ -55,25 +55,25 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return stream
 
-    def reserve(self, shards: Iterable[ShardedTensor]) -> Reserved:
+    def reserve(self, shards: Iterable[ShardedTensor]) -> HostAllocation:
         """Allocate buffers for those of `shards` that have none; return what that took.
 
         Raises RuntimeError if there is not so much memory; then no buffer was made.
         """
         new = [shard for shard in shards if not self._has(shard)]
-        places, lengths = layout([shard.data.nbytes for shard in new], self._piece)
+        places, lengths = lay_out_buffers([shard.data.nbytes for shard in new], self._piece)
         on_gpu = self._device.type == "cuda"
         if on_gpu:
-            lengths = pinned(lengths)
+            lengths = pinned_bytes(lengths)
         pieces = [torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy() for length in lengths]
         for shard, (number, start) in zip(new, places, strict=True):
             # by way of numpy it has a storage of its own size: torch's writer would copy a view of a larger one
             part = torch.from_numpy(pieces[number][start : start + shard.data.nbytes])
             self._buffers[_key(shard)] = part.view(shard.data.dtype).view(shard.data.shape)
-        return Reserved(sum(lengths), len(lengths))
+        return HostAllocation(sum(lengths), len(lengths))
 
     @torch.no_grad()
-    def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> Reserved:
+    def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> HostAllocation:
         """Copy the data of `shards` and put the copies in their place. On return the originals may change.
 
         Called by any thread, with what `follow` gave. Returns what had to be allocated, because it was not reserved.
@@ -102,7 +102,7 @@ class HostCopy:
         Called before the copies are written. From a GPU they are hashed here: the originals may change meanwhile.
         """
         for buffer in self._not_hashed:
-            self._digests[buffer.data_ptr()] = digest(buffer)
+            self._digests[buffer.data_ptr()] = tensor_digest(buffer)
         self._not_hashed = []
         return self._digests
 
@@ -112,7 +112,7 @@ class HostCopy:
         return buffer is not None and buffer.shape == shard.data.shape and buffer.dtype == shard.data.dtype
 
 
-def digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: torch.Tensor) -> str:
     """XXH3-128 of the values of a contiguous tensor in host memory, in hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(_bytes(tensor).data)
 
@@ -125,9 +125,9 @@ def _copy_and_digest(source: torch.Tensor, target: torch.Tensor) -> str:
     """
     found = xxhash.xxh3_128()
     ours, theirs = _bytes(target), _bytes(source)
-    for start in range(0, len(ours), AT_ONCE):
-        piece = theirs[start : start + AT_ONCE]
-        np.positive(piece, out=ours[start : start + AT_ONCE])
+    for start in range(0, len(ours), COPY_CHUNK_BYTES):
+        piece = theirs[start : start + COPY_CHUNK_BYTES]
+        np.positive(piece, out=ours[start : start + COPY_CHUNK_BYTES])
         found.update(piece.data)
     return found.hexdigest()
 
@@ -137,5 +137,5 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _key(shard: ShardedTensor) -> Key:
+def _key(shard: ShardedTensor) -> ShardKey:
     return shard.key, tuple(shard.global_offset)

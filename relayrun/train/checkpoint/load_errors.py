@@ -7,13 +7,13 @@ import re
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-OF_THE_CONTENT = (LookupError, TypeError, ValueError, AttributeError, AssertionError, CheckpointingException)
+CONTENT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, CheckpointingException)
 """What megatron-core and torch raise over keys that are missing, or values of another kind or shape."""
 
-_OF_THE_STATE = re.compile(r"loading state_dict|(?:missing|unexpected) key|size mismatch|not in state dict", re.I)
+_STATE_ERROR_TEXT = re.compile(r"loading state_dict|(?:missing|unexpected) key|size mismatch|not in state dict", re.I)
 """What they say in a RuntimeError, which may be a device's, too."""
 
-WORDS = 300
+ERROR_TEXT_LIMIT = 300
 
 
 def why_not_loadable(error: BaseException) -> str | None:
@@ -26,7 +26,7 @@ def why_not_loadable(error: BaseException) -> str | None:
         return causes[0] if causes and all(causes) else None
     if isinstance(error, OSError):
         return None
-    if isinstance(error, OF_THE_CONTENT) or (isinstance(error, RuntimeError) and _OF_THE_STATE.search(str(error))):
+    if isinstance(error, CONTENT_ERRORS) or (isinstance(error, RuntimeError) and _STATE_ERROR_TEXT.search(str(error))):
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return text if len(text) <= WORDS else text[: WORDS - 3] + "..."
+        return text if len(text) <= ERROR_TEXT_LIMIT else text[: ERROR_TEXT_LIMIT - 3] + "..."
     return None

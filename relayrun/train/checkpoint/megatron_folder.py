@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.sections.rampup import BatchSizes
-from relayrun.control.trainers.megatron_lm_checkpoints import TRACKER
+from relayrun.control.trainers.megatron_lm_checkpoints import TRACKER_FILE
 from relayrun.errors import InputError
-from relayrun.train.checkpoint import inert_pickle
-from relayrun.train.checkpoint.inert_pickle import Unreadable, is_inert
+from relayrun.train.checkpoint import safe_pickle
+from relayrun.train.checkpoint.safe_pickle import UnreadablePickle, is_inert
 
 _COMMON = "common.pt"
 _NAME = re.compile(r"iter_(\d{7,})")
 
-DIRECT = ("fully_reshardable",)
+DIRECT_SHARDINGS = ("fully_reshardable",)
 """Forms of a distributed optimizer's state that a run reads as they lie."""
 
 
@@ -83,7 +83,7 @@ class MegatronCheckpoint:
             return f"its optimizer is {name}, and runs here have Adam"
         if self.args.get("use_precision_aware_optimizer"):
             return "its optimizer is the precision-aware one"
-        if self.distributed is not None and self.distributed not in DIRECT:
+        if self.distributed is not None and self.distributed not in DIRECT_SHARDINGS:
             return f"the state of its distributed optimizer has the form {self.distributed}"
         return None
 
@@ -97,11 +97,11 @@ class MegatronCheckpoint:
         return {"iteration": iteration, "consumed_samples": consumed, "legs": [leg], "skipped": []}
 
 
-def parse(data: bytes, folder: Path) -> MegatronCheckpoint | None:
+def parse_common(data: bytes, folder: Path) -> MegatronCheckpoint | None:
     """Return what a common.pt with this content says; None where it is not one of Megatron-LM."""
     try:
-        found = inert_pickle.read(data)
-    except Unreadable:
+        found = safe_pickle.read_pickle(data)
+    except UnreadablePickle:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("args"), Namespace):
         return None
@@ -110,7 +110,7 @@ def parse(data: bytes, folder: Path) -> MegatronCheckpoint | None:
     return MegatronCheckpoint(folder=folder, common=found)
 
 
-def find(path: Path, iteration: int | None = None) -> MegatronCheckpoint | None:
+def find_megatron_checkpoint(path: Path, iteration: int | None = None) -> MegatronCheckpoint | None:
     """Return the checkpoint of an iteration in a folder of Megatron-LM, or the one that is this folder.
 
     `iteration`: None for the one that the tracker names. Returns None where this is no folder of Megatron-LM. Raises
@@ -118,12 +118,12 @@ def find(path: Path, iteration: int | None = None) -> MegatronCheckpoint | None:
     """
     if (path / "metadata.json").is_file():
         folder = path
-    elif (path / TRACKER).is_file():
+    elif (path / TRACKER_FILE).is_file():
         folder = path / _chosen(path, iteration)
     else:
         return None
     try:
-        found = parse((folder / _COMMON).read_bytes(), folder)
+        found = parse_common((folder / _COMMON).read_bytes(), folder)
     except FileNotFoundError:
         if folder == path:
             return None
@@ -144,11 +144,11 @@ def _chosen(path: Path, iteration: int | None) -> str:
                 hint=f"whole checkpoints: {_whole(path) or 'none'}",
             )
         return f"iter_{iteration:07}"
-    text = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    text = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     if text == "release":
         return text
     if not text.isdecimal():
-        raise InputError(f"{TRACKER} names no iteration: {text[:40]!r}", where=path)
+        raise InputError(f"{TRACKER_FILE} names no iteration: {text[:40]!r}", where=path)
     return f"iter_{int(text):07}"
 
 
@@ -161,10 +161,10 @@ def _whole(path: Path) -> str:
     return ", ".join(map(str, found))
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_value(value: Any) -> bool:
     """Whether a value holds nothing but values."""
     if is_inert(value):
         return False
     if isinstance(value, dict):
-        return all(is_plain(each) for pair in value.items() for each in pair)
-    return all(is_plain(each) for each in value) if isinstance(value, (list, tuple, set, frozenset)) else True
+        return all(is_plain_value(each) for pair in value.items() for each in pair)
+    return all(is_plain_value(each) for each in value) if isinstance(value, (list, tuple, set, frozenset)) else True

@@ -26,14 +26,14 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.rampup import BatchSizes
-from relayrun.control.agent.memory import SLOTS, NoRoom, Slot
+from relayrun.control.agent.memory_copies import SLOTS_PER_RANK, MemorySlot, NodeMemoryFullError
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.errors import InputError
 from relayrun.files import append_line, read_lines_backwards
-from relayrun.tokens.order.progress import Progress
-from relayrun.train.checkpoint.memory_copy import MemoryCopy, whole, write
-from relayrun.train.checkpoint.memory_interval import CopyInterval, Measured, StepsBeside
-from relayrun.train.checkpoint.neighbour import Neighbour, void
+from relayrun.tokens.order.progress import TrainingProgress
+from relayrun.train.checkpoint.memory_copy import MemoryCopy, whole_copy, write_copy
+from relayrun.train.checkpoint.memory_interval import CopyInterval, CopyTimes, StepSlowdown
+from relayrun.train.checkpoint.neighbour import NeighbourReplica, discard_later_copies
 from relayrun.train.checkpoint.state import Checkpointer
 from relayrun.train.parallel import Ranks
 from relayrun.train.reporting.metrics import Metrics
@@ -57,9 +57,9 @@ class MemoryTier:
         """`folder`: of the agent, in memory."""
         self._checkpointer, self._ranks, self._attempt, self._metrics = checkpointer, ranks, attempt, metrics
         self._asked = config.checkpoint.memory_interval
-        self._slots = [Slot(folder, ranks.rank, number) for number in range(SLOTS)]
+        self._slots = [MemorySlot(folder, ranks.rank, number) for number in range(SLOTS_PER_RANK)]
         per_node = config.job.ntasks_per_node
-        self._neighbour = Neighbour(folder, ranks, per_node=per_node) if per_node < ranks.world_size else None
+        self._neighbour = NeighbourReplica(folder, ranks, per_node=per_node) if per_node < ranks.world_size else None
         self._on = True
         self.source = "memory"
         """Where the state was that `load` has put in place: there, or with a `neighbour`."""
@@ -68,7 +68,7 @@ class MemoryTier:
         """Training goes on from here; `due` may be asked from now on."""
         known = self._ranks.on_first_rank(self._known, InputError) if self._asked == "auto" else None
         asked = None if self._asked == "auto" else self._asked
-        self._interval, self._steps = CopyInterval(asked, at=iteration, known=known), StepsBeside()
+        self._interval, self._steps = CopyInterval(asked, at=iteration, known=known), StepSlowdown()
 
     def due(self, iteration: int) -> bool:
         """Whether the state of this iteration is to be copied."""
@@ -80,7 +80,7 @@ class MemoryTier:
         self._steps.stepped(seconds, samples=samples, under_way=under_way)
 
     @torch.no_grad()
-    def save(self, position: Progress, *, step_seconds: float) -> float:
+    def save(self, position: TrainingProgress, *, step_seconds: float) -> float:
         """Copy the state as it is now, and begin to send it to the neighbour; return the seconds that training waited.
 
         At every moment one iteration is whole everywhere: no rank overwrites a copy before all have the next one, and
@@ -97,7 +97,7 @@ class MemoryTier:
         written = None
         try:
             written = self._write(position.iteration, self._checkpointer.state(position))
-        except (NoRoom, OSError) as error:
+        except (NodeMemoryFullError, OSError) as error:
             words = "no copies in memory: %s; rounds start from the disk"
             log.warning("rank %s: " + words, self._ranks.rank, error)
         figures = [
@@ -130,11 +130,11 @@ class MemoryTier:
 
         Later copies are of steps that are computed again, and must not be mixed with those of the second time.
         """
-        void(self._slots, after=after)
+        discard_later_copies(self._slots, after=after)
         if self._neighbour is not None:
             self._neighbour.void(after=after)
 
-    def load(self, iteration: int, sizes: BatchSizes) -> Progress | None:
+    def load(self, iteration: int, sizes: BatchSizes) -> TrainingProgress | None:
         """Put the copies of this iteration in place; return where they stand.
 
         None, on every rank, where one of them has not what it wrote, nor its neighbour; then nothing has changed.
@@ -190,14 +190,14 @@ class MemoryTier:
         for each in self._slots:
             each.reserve(size)
         header = {"rank": self._ranks.rank, "ranks": self._ranks.world_size, "iteration": iteration}
-        return write(slot, pieces, **header, size=size, plain=len(plain), layout=_layout(sharded))
+        return write_copy(slot, pieces, **header, size=size, plain=len(plain), layout=_layout(sharded))
 
     def _known(self) -> int | None:
         """The interval that was chosen last in this attempt."""
         lines = read_lines_backwards(self._attempt.memory_intervals)
         return next((int(line["interval"]) for _, line in lines), None)
 
-    def _note(self, iteration: int, measured: Measured) -> None:
+    def _note(self, iteration: int, measured: CopyTimes) -> None:
         """On rank 0: say how often the state is copied from now on, and why. On a full disk training goes on."""
         steps = self._interval.steps
         cost = measured.cost(steps)
@@ -217,7 +217,7 @@ class MemoryTier:
         rank, size = self._ranks.rank, self._ranks.world_size
         found = None
         for slot in self._slots:
-            found = found or whole(slot, rank=rank, ranks=size, iteration=iteration)
+            found = found or whole_copy(slot, rank=rank, ranks=size, iteration=iteration)
         if self._neighbour is None:
             return found
         lost = self._ranks.maximum([int(found is None and number == rank) for number in range(size)])

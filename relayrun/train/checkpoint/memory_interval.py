@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from math import ceil, floor
 from statistics import median
 
-SHARE = 0.02
+COPY_TIME_SHARE = 0.02
 """What copies may cost of the steps' time."""
-LEAST = 2
+SHORTEST_INTERVAL = 2
 """Steps between copies: the one that follows a copy is beside it, and another one is to compare with."""
-FIRST = 2
+FIRST_INTERVAL = 2
 """Copies that are not measured: each is the first one in its slot, whose memory is new."""
-NEWEST = 9
+NEWEST_COPIES = 9
 """Copies whose median counts."""
-USUAL = 99
+USUAL_STEPS = 99
 """Steps without a copy beside them whose median counts."""
-SLACK = 0.75
+INTERVAL_SLACK = 0.75
 """A shorter interval is taken only below this part of the present one: measurements vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class CopyTimes:
     """Seconds at the median of the newest copies and steps, on the slowest rank."""
 
     copy: float
@@ -44,15 +44,15 @@ class Measured:
     @property
     def interval(self) -> int:
         """The smallest number of steps between copies that costs less than SHARE of their time, and waits for none."""
-        each = 1 + floor((self.copy + self.beside) / (SHARE * self.step))
-        return max(LEAST, each, ceil(2 * self.neighbour / self.step))
+        each = 1 + floor((self.copy + self.beside) / (COPY_TIME_SHARE * self.step))
+        return max(SHORTEST_INTERVAL, each, ceil(2 * self.neighbour / self.step))
 
     def cost(self, interval: int) -> float:
         """What a copy every `interval` steps costs, as a part of the steps' time."""
         return (self.copy + self.beside) / (interval * self.step)
 
 
-class StepsBeside:
+class StepSlowdown:
     """By how much a copy makes the steps longer that run while it is on its way to the next node.
 
     It takes processors, memory and network from them. So does the first step after a copy that goes nowhere: the caches
@@ -60,7 +60,7 @@ class StepsBeside:
     """
 
     def __init__(self) -> None:
-        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._usual: deque[float] = deque(maxlen=USUAL_STEPS)
         self._beside: list[float] = []
         self._under_way = False
         self._samples = 0
@@ -99,12 +99,12 @@ class CopyInterval:
 
     def __init__(self, asked: int | None, *, at: int, known: int | None = None) -> None:
         self._chosen = asked is None
-        self.steps = asked or max(LEAST, known or LEAST)
+        self.steps = asked or max(SHORTEST_INTERVAL, known or SHORTEST_INTERVAL)
         self._last = at
-        self._copies: deque[float] = deque(maxlen=NEWEST)
-        self._beside: deque[float] = deque(maxlen=NEWEST)
-        self._neighbours: deque[float] = deque(maxlen=NEWEST)
-        self._unmeasured = FIRST
+        self._copies: deque[float] = deque(maxlen=NEWEST_COPIES)
+        self._beside: deque[float] = deque(maxlen=NEWEST_COPIES)
+        self._neighbours: deque[float] = deque(maxlen=NEWEST_COPIES)
+        self._unmeasured = FIRST_INTERVAL
 
     def due(self, iteration: int) -> bool:
         """Whether the state of this iteration is to be copied."""
@@ -113,7 +113,7 @@ class CopyInterval:
             return False
         return iteration - self._last >= self.steps if self._chosen else iteration % self.steps == 0
 
-    def copied(self, iteration: int, *, copy: float, beside: float, neighbour: float, step: float) -> Measured | None:
+    def copied(self, iteration: int, *, copy: float, beside: float, neighbour: float, step: float) -> CopyTimes | None:
         """A copy was made, at these seconds (those of a step at the median); return why the interval is now another.
 
         None where it stays what it was. `beside`, `neighbour`: of the copy before this one.
@@ -126,14 +126,14 @@ class CopyInterval:
             return None
         for seen, seconds in ((self._copies, copy), (self._beside, beside), (self._neighbours, neighbour)):
             seen.append(seconds)
-        measured = Measured(
+        measured = CopyTimes(
             copy=median(self._copies),
             beside=max(0.0, median(self._beside)),
             neighbour=median(self._neighbours),
             step=step,
         )
         wanted = measured.interval
-        if len(self._copies) > 1 and SLACK * self.steps < wanted <= self.steps:
+        if len(self._copies) > 1 and INTERVAL_SLACK * self.steps < wanted <= self.steps:
             return None
         self.steps = wanted
         return measured

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from relayrun.errors import InputError
-from relayrun.train.checkpoint.checksums import Damaged
-from relayrun.train.checkpoint.inert_pickle import NotAllowed, sealed
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint
+from relayrun.train.checkpoint.safe_pickle import NotAllowed, sealed_class
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 
 _TORCH = "torch.distributed.checkpoint."
-ALLOWED = {
+ALLOWED_NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
@@ -57,13 +57,13 @@ _OF_MEGATRON = {
 not needed to read them."""
 
 
-class Refused(InputError):
+class RefusedCheckpoint(InputError):
     """A checkpoint holds what is no value; nothing of it was run."""
 
 
-def refused(words: str, folder: Path) -> Refused:
+def refusal_error(words: str, folder: Path) -> RefusedCheckpoint:
     """Return the error for a checkpoint that is not loaded because of what it holds, in `words`."""
-    return Refused(
+    return RefusedCheckpoint(
         f"this checkpoint is not loaded: {words}",
         where=folder,
         hint="take one that relayrun or megatron-core saved, or the weights as safetensors with `relayrun import hf`",
@@ -98,18 +98,18 @@ def _sealed(kind: Any) -> Any:
         make = lambda *given: _Member(kind(*given))  # noqa: E731
     elif isinstance(kind, type) and is_dataclass(kind):
         make = functools.partial(object.__new__, kind)
-    return sealed(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
+    return sealed_class(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
 
 
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return sealed("getattr", _member)
+            return sealed_class("getattr", _member)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (record := _OF_MEGATRON.get((module, name))) is not None:
             return _sealed(record)
-        if name not in ALLOWED.get(module, ()):
+        if name not in ALLOWED_NAMES.get(module, ()):
             raise NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
         try:
             return _sealed(super().find_class(module, name))
@@ -129,20 +129,20 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
         if isinstance(found, Metadata) and isinstance(found.storage_data, dict):
             return found
     except NotAllowed as error:
-        raise refused(f"{METADATA}: {error}", folder) from None
+        raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
     except Exception as error:  # whatever a pickle of flipped bytes makes of these records
         words = f"{type(error).__name__}: {error}"
     if checked:
-        raise refused(f"{METADATA}: {words}", folder)
-    raise Damaged(f"its {METADATA} cannot be read: {words}", where=folder)
+        raise refusal_error(f"{METADATA_FILE}: {words}", folder)
+    raise DamagedCheckpoint(f"its {METADATA_FILE} cannot be read: {words}", where=folder)
 
 
 def read_metadata(folder: Path) -> Metadata:
     """Read and parse the metadata of a checkpoint. Raises OSError, and as `parse_metadata`."""
-    return parse_metadata((folder / METADATA).read_bytes(), folder)
+    return parse_metadata((folder / METADATA_FILE).read_bytes(), folder)
 
 
-def ends(metadata: Metadata) -> dict[str, int]:
+def file_ends(metadata: Metadata) -> dict[str, int]:
     """Return how many bytes each file must have at least, by name, for all blocks to be there."""
     found: dict[str, int] = {}
     for item in metadata.storage_data.values():

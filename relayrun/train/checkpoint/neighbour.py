@@ -21,22 +21,22 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from relayrun.control.agent.memory import HEADER, SLOTS, NoRoom, Slot
-from relayrun.train.checkpoint.background import NICE
-from relayrun.train.checkpoint.memory_copy import Bytes, MemoryCopy, body_of, sealed, whole
+from relayrun.control.agent.memory_copies import HEADER_BYTES, SLOTS_PER_RANK, MemorySlot, NodeMemoryFullError
+from relayrun.train.checkpoint.background import BACKGROUND_NICE
+from relayrun.train.checkpoint.memory_copy import ByteArray, MemoryCopy, copy_body, copy_hash, whole_copy
 from relayrun.train.parallel import Ranks
 
 log = logging.getLogger(__name__)
 
-COPIES = 2
+COPIES_KEPT = 2
 """Tag of the messages; those of saves have another."""
-CHUNK = 1 << 22
+CHUNK_BYTES = 1 << 22
 """Bytes of a message: what others have to say to that rank waits for one at most."""
-SPARE = 1 << 20
+SPARE_BYTES = 1 << 20
 """Bytes of room besides a copy, so that the next one, which may be a little larger, finds it too."""
 
 
-class Neighbour:
+class NeighbourReplica:
     """This rank's place in the ring. All ranks call `begin` and `bring` at the same copies."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, per_node: int) -> None:
@@ -44,7 +44,7 @@ class Neighbour:
         self._ranks = ranks
         self._next = (ranks.rank + per_node) % ranks.world_size
         self._before = (ranks.rank - per_node) % ranks.world_size
-        self._slots = [Slot(folder, self._before, number, kept=True) for number in range(SLOTS)]
+        self._slots = [MemorySlot(folder, self._before, number, kept=True) for number in range(SLOTS_PER_RANK)]
         self._thread: threading.Thread | None = None
         self._complained = False
         self.seconds = 0.0
@@ -69,9 +69,9 @@ class Neighbour:
     def void(self, *, after: int = -1) -> None:
         """Let no copy count that is later than iteration `after`."""
         self.wait()
-        void(self._slots, after=after)
+        discard_later_copies(self._slots, after=after)
 
-    def bring(self, iteration: int, lost: Sequence[bool], own: Slot) -> MemoryCopy | None:
+    def bring(self, iteration: int, lost: Sequence[bool], own: MemorySlot) -> MemoryCopy | None:
         """Bring back copies that were lost, from the nodes that keep them; return this rank's, which is then in `own`.
 
         `lost`: for each rank, whether it has no copy of this iteration. None for a rank whose copy is not lost, and for
@@ -79,7 +79,7 @@ class Neighbour:
         """
         kept = None
         if lost[self._before]:
-            found = (whole(slot, rank=self._before, ranks=len(lost), iteration=iteration) for slot in self._slots)
+            found = (whole_copy(slot, rank=self._before, ranks=len(lost), iteration=iteration) for slot in self._slots)
             kept = next((copy for copy in found if copy is not None), None)
         taken = self._swap(
             to=self._before if lost[self._before] else None,
@@ -90,11 +90,11 @@ class Neighbour:
         )
         if not taken:
             return None
-        return whole(own, rank=self._ranks.rank, ranks=len(lost), iteration=iteration)
+        return whole_copy(own, rank=self._ranks.rank, ranks=len(lost), iteration=iteration)
 
     def _run(self, copy: MemoryCopy) -> None:
         thread = threading.get_native_id()  # on Linux a priority is of a thread
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
         started = time.perf_counter()
         try:
             self._swap(to=self._next, copy=copy, source=self._before, slots=self._slots, of=self._before)
@@ -103,7 +103,7 @@ class Neighbour:
         self.seconds = time.perf_counter() - started
 
     def _swap(
-        self, *, to: int | None, copy: MemoryCopy | None, source: int | None, slots: Sequence[Slot], of: int
+        self, *, to: int | None, copy: MemoryCopy | None, source: int | None, slots: Sequence[MemorySlot], of: int
     ) -> bool:
         """Send a copy to one rank while that of rank `of` comes from another into the older of `slots`.
 
@@ -111,9 +111,9 @@ class Neighbour:
         whether a copy has come, and counts.
         """
         header = b"" if copy is None else json.dumps(copy.header).encode()
-        words = np.zeros(HEADER, dtype=np.uint8)
+        words = np.zeros(HEADER_BYTES, dtype=np.uint8)
         words[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        theirs = np.zeros(HEADER, dtype=np.uint8)
+        theirs = np.zeros(HEADER_BYTES, dtype=np.uint8)
         self._pass(to, words, source, theirs)
         text = theirs.tobytes().rstrip(b"\0")
         coming = json.loads(text) if text else {"size": 0}
@@ -121,39 +121,39 @@ class Neighbour:
         slot = min(slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
         into = self._room(slots, slot, size) if size else None
         content, going = xxhash.xxh3_128(), copy.body if copy is not None and to is not None else words[:0]
-        for at in range(0, max(len(going), size), CHUNK):
-            until = min(at + CHUNK, size)
+        for at in range(0, max(len(going), size), CHUNK_BYTES):
+            until = min(at + CHUNK_BYTES, size)
             part = np.empty(max(0, until - at), dtype=np.uint8) if into is None else into[at:until]
-            self._pass(to, going[at : at + CHUNK], source, part)
+            self._pass(to, going[at : at + CHUNK_BYTES], source, part)
             content.update(part.data)
         if into is None:
             return False
-        if coming.get("rank") != of or sealed(content, coming) != coming["hash"]:
+        if coming.get("rank") != of or copy_hash(content, coming) != coming["hash"]:
             self._complain(f"the copy of rank {of} did not arrive as it was sent")
             return False
         slot.commit(**coming)
         return True
 
-    def _pass(self, to: int | None, out: Bytes, source: int | None, into: Bytes) -> None:
+    def _pass(self, to: int | None, out: ByteArray, source: int | None, into: ByteArray) -> None:
         works = []
         if to is not None and len(out):
-            works.append(dist.isend(torch.from_numpy(out), to, self._ranks.cpu_group, COPIES))
+            works.append(dist.isend(torch.from_numpy(out), to, self._ranks.cpu_group, COPIES_KEPT))
         if source is not None and len(into):
-            works.append(dist.irecv(torch.from_numpy(into), source, self._ranks.cpu_group, COPIES))
+            works.append(dist.irecv(torch.from_numpy(into), source, self._ranks.cpu_group, COPIES_KEPT))
         for work in works:
             assert work is not None
             work.wait()
 
-    def _room(self, slots: Sequence[Slot], slot: Slot, size: int) -> Bytes | None:
+    def _room(self, slots: Sequence[MemorySlot], slot: MemorySlot, size: int) -> ByteArray | None:
         """The bytes of a slot that is void, with room; None where this node has none, and nothing is kept."""
         try:
             for each in slots:
-                each.reserve(size, spare=SPARE)
-        except (NoRoom, OSError, ValueError) as error:
+                each.reserve(size, spare=SPARE_BYTES)
+        except (NodeMemoryFullError, OSError, ValueError) as error:
             self._complain(f"no copies of rank {self._before} are kept here: {error}")
             return None
         slot.void()
-        return body_of(slot, size)
+        return copy_body(slot, size)
 
     def _complain(self, words: str) -> None:
         if not self._complained:
@@ -161,7 +161,7 @@ class Neighbour:
         self._complained = True
 
 
-def void(slots: Sequence[Slot], *, after: int) -> None:
+def discard_later_copies(slots: Sequence[MemorySlot], *, after: int) -> None:
     """Let no copy count that is later than iteration `after`."""
     for slot in slots:
         if after < 0 or (slot.header() or {"iteration": -1})["iteration"] > after:

@@ -15,10 +15,10 @@ import shutil
 from pathlib import Path
 
 from relayrun.control.rundir import campaign, evaluations, mirror, rounds
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError, RunDirError
-from relayrun.files import free_name, fsync_directory, sync_data, write_atomic
+from relayrun.files import fsync_directory, sync_data, unused_name, write_atomic
 from relayrun.train.reporting import agent_link
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
-def prepare(run: Run, attempt: int, iteration: int) -> Path:
+def prepare_staging(run: Run, attempt: int, iteration: int) -> Path:
     """Make the folder to write into, empty."""
     folder = run.staging(attempt) / run.checkpoint(iteration).name
     if folder.exists():  # what a failed save of this attempt left
@@ -35,15 +35,17 @@ def prepare(run: Run, attempt: int, iteration: int) -> Path:
     return folder
 
 
-def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
+def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged: Path) -> None:
     """Make a complete staged checkpoint durable and give it its final name, then record it.
 
     Raises FatalTrainingError if a newer attempt has begun. Ends this process if a later round has: what it would write
     about that would be taken for the words of the rank that has its number now.
     """
     _sync(staged)
-    number = agent_link.round_number()
-    if agent_link.has_agent() and any(failed.round >= number for failed in rounds.read(run.attempt(attempt))):
+    number = agent_link.restart_number()
+    if agent_link.has_agent() and any(
+        failed.round >= number for failed in rounds.read_failed_restarts(run.attempt(attempt))
+    ):
         log.error("round %s is over, so this rank publishes nothing and ends", number)
         os._exit(1)
     newest = run.attempt_numbers()[-1]
@@ -55,7 +57,7 @@ def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
     if target.exists():  # of an attempt that died, or lost its right to it; nothing vouches for it
         aside = run.checkpoints / ".superseded"
         aside.mkdir(exist_ok=True)
-        os.rename(target, free_name(aside, f"{target.name}-{attempt:04}"))  # twice, where a commit line failed
+        os.rename(target, unused_name(aside, f"{target.name}-{attempt:04}"))  # twice, where a commit line failed
     os.rename(staged, target)
     fsync_directory(run.checkpoints)
     try:
@@ -69,7 +71,7 @@ def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
         log.warning("%s not written: %s", run.tracker.name, error)
 
 
-def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
+def prune_checkpoints(run: Run, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
     """Remove this run's oldest checkpoints beyond `keep_last`, and what failed saves and dead attempts staged.
 
     In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
@@ -85,7 +87,11 @@ def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None)
     try:
         found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]
         line = sorted((iteration for iteration in found if iteration <= base or iteration in own), reverse=True)
-        held = evaluations.held(run) | mirror.held(run) | campaign.held(run)
+        held = (
+            evaluations.iterations_held_by_evaluations(run)
+            | mirror.iterations_held_by_mirror(run)
+            | campaign.iterations_held_by_campaign(run)
+        )
         for iteration in line[keep_last:]:
             if (keep_every and iteration % keep_every == 0) or iteration in held:
                 continue

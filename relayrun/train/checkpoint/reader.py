@@ -23,14 +23,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from relayrun.train.checkpoint import megatron_state
-from relayrun.train.checkpoint.checksums import Damaged, open_checksums
-from relayrun.train.checkpoint.division import Place
-from relayrun.train.checkpoint.exchange import Exchange
-from relayrun.train.checkpoint.metadata import METADATA, Refused, ends, parse_metadata, refused
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint, open_checksums
+from relayrun.train.checkpoint.division import BlockLocation
+from relayrun.train.checkpoint.exchange import BlockExchange
+from relayrun.train.checkpoint.metadata import (
+    METADATA_FILE,
+    RefusedCheckpoint,
+    file_ends,
+    parse_metadata,
+    refusal_error,
+)
 
 T = TypeVar("T")
 
-COMMON = "common.pt"
+COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 
 
@@ -45,21 +51,21 @@ class CheckedReader(FileSystemReader):
         """
         super().__init__(folder)
         self.folder = folder
-        self.exchange: Exchange | None = None
+        self.exchange: BlockExchange | None = None
         """The ranks with which this one divides what all of them want; None: it reads all that it wants."""
         self.bytes_wanted = self.bytes_read = 0
         """Bytes of blocks so far: what this rank needed, and what it has read, for others as well."""
         self._sums = open_checksums(folder, root)
-        self.metadata = parse_metadata(self._whole(METADATA), folder, checked=self.checked)
-        self._common = self._whole(COMMON)
+        self.metadata = parse_metadata(self._whole(METADATA_FILE), folder, checked=self.checked)
+        self._common = self._whole(COMMON_FILE)
         self._whole(FORMAT_FILE)  # megatron-core reads it once more
-        for name, end in ends(self.metadata).items():
+        for name, end in file_ends(self.metadata).items():
             try:
                 size = (folder / name).stat().st_size
             except FileNotFoundError:
-                raise Damaged(f"{name} is missing", where=folder) from None
+                raise DamagedCheckpoint(f"{name} is missing", where=folder) from None
             if size < end:
-                raise Damaged(f"{name} has {size} bytes, its metadata names {end}", where=folder)
+                raise DamagedCheckpoint(f"{name} has {size} bytes, its metadata names {end}", where=folder)
 
     @property
     def checked(self) -> bool:
@@ -68,13 +74,13 @@ class CheckedReader(FileSystemReader):
 
     def common(self) -> dict[str, Any]:
         """The plain values of the checkpoint, by name; of one of Megatron-LM, what they come to. Raises Damaged."""
-        found = self._unpacked(COMMON, self._plain_values)
+        found = self._unpacked(COMMON_FILE, self._plain_values)
         if not isinstance(found, dict):
-            raise refused(f"{COMMON} holds {type(found).__name__}", self.folder)
+            raise refusal_error(f"{COMMON_FILE} holds {type(found).__name__}", self.folder)
         return found
 
     def _plain_values(self) -> Any:
-        if (found := megatron_state.translated(self._common, self.folder)) is not None:
+        if (found := megatron_state.translate_common(self._common, self.folder)) is not None:
             return found
         return torch.load(io.BytesIO(self._common), map_location="cpu", weights_only=True)
 
@@ -84,16 +90,16 @@ class CheckedReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan says, each block once. Raises Damaged, Refused: what any rank of the exchange met."""
-        wanted: dict[Place, list[ReadItem]] = {}
+        wanted: dict[BlockLocation, list[ReadItem]] = {}
         met: Exception | None = None
         try:
             for item in plan.items:
                 info = self.storage_data[item.storage_index]
-                wanted.setdefault(Place(info.relative_path, info.offset, info.length), []).append(item)
+                wanted.setdefault(BlockLocation(info.relative_path, info.offset, info.length), []).append(item)
         except KeyError as error:
             met = error
 
-        def put(place: Place, data: bytearray) -> None:
+        def put(place: BlockLocation, data: bytearray) -> None:
             self._unpacked("a block", lambda: self._put(wanted[place], data, planner))
 
         places = sorted(wanted)
@@ -133,13 +139,13 @@ class CheckedReader(FileSystemReader):
         try:
             return read()
         except pickle.UnpicklingError as error:
-            raise refused(f"{what}: {_first_line(error)}", self.folder) from None
+            raise refusal_error(f"{what}: {_first_line(error)}", self.folder) from None
         except (EOFError, RuntimeError) as error:
             if self.checked or (isinstance(error, RuntimeError) and "zip archive" not in str(error)):
                 raise
-            raise Damaged(f"{what} cannot be read: {_first_line(error)}", where=self.folder) from None
+            raise DamagedCheckpoint(f"{what} cannot be read: {_first_line(error)}", where=self.folder) from None
 
-    def _read(self, place: Place) -> bytearray:
+    def _read(self, place: BlockLocation) -> bytearray:
         """Read a block and compare it with its hash. Raises Damaged."""
         with open(self.folder / place.file, "rb") as file:
             file.seek(place.at)
@@ -149,7 +155,7 @@ class CheckedReader(FileSystemReader):
         if self._sums is not None:
             self._sums.check_block(place.file, place.at, data)
         elif not any(data[:4]):  # a lost write; torch would take it for a pickle of old
-            raise Damaged(f"{place.file} holds zeros at byte {place.at}", where=self.folder)
+            raise DamagedCheckpoint(f"{place.file} holds zeros at byte {place.at}", where=self.folder)
         return data
 
     def _whole(self, name: str) -> bytes:
@@ -158,21 +164,21 @@ class CheckedReader(FileSystemReader):
         try:
             return (self.folder / name).read_bytes()
         except FileNotFoundError:
-            raise Damaged(f"{name} is missing", where=self.folder) from None
+            raise DamagedCheckpoint(f"{name} is missing", where=self.folder) from None
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def damage(error: BaseException) -> Damaged | None:
+def reported_damage(error: BaseException) -> DamagedCheckpoint | None:
     """Return what a rank said of bytes that are not those that were saved; None: no rank did."""
-    return next((cause for cause in _causes(error) if isinstance(cause, Damaged)), None)
+    return next((cause for cause in _causes(error) if isinstance(cause, DamagedCheckpoint)), None)
 
 
-def refusal(error: BaseException) -> Refused | None:
+def reported_refusal(error: BaseException) -> RefusedCheckpoint | None:
     """Return what a rank said of a checkpoint that holds more than values; None: no rank did."""
-    return next((cause for cause in _causes(error) if isinstance(cause, Refused)), None)
+    return next((cause for cause in _causes(error) if isinstance(cause, RefusedCheckpoint)), None)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -20,15 +20,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from relayrun.control.rundir.triggers import Trigger
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.train.checkpoint.background import BackgroundSave
 from relayrun.train.checkpoint.state import Checkpointer, SaveFailed
-from relayrun.train.control import Agreement, Control
+from relayrun.train.control import AgreedRequests, RequestPoller
 from relayrun.train.hook_list import Hooks
-from relayrun.train.reporting.heartbeat import Pulse
+from relayrun.train.reporting.heartbeat import HeartbeatWriter
 from relayrun.train.reporting.timings import Timings
 
-LEAVE_TRIES = 3
+FINAL_SAVE_TRIES = 3
 """How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
 
 
@@ -39,11 +39,11 @@ class Saver:
         self,
         checkpointer: Checkpointer,
         *,
-        control: Control,
+        control: RequestPoller,
         hooks: Hooks,
         say: Callable[[str], None],
         timings: Timings,
-        pulse: Pulse,
+        pulse: HeartbeatWriter,
         asynchronous: bool,
         saved_iteration: int,
     ) -> None:
@@ -82,7 +82,7 @@ class Saver:
             size, pieces = reserved.size / (1 << 30), reserved.pieces
             self._say(f"host memory for saves: {size:.1f} GiB on this rank, {pieces} pieces, in {seconds:.1f} s")
 
-    def look(self) -> Agreement:
+    def look(self) -> AgreedRequests:
         """See what is asked for; a save that is over on every rank is concluded."""
         if self._under_way is not None:
             self._control.lead = self._timings.lead(under_way=self._under_way.seconds)
@@ -91,7 +91,7 @@ class Saver:
             self._conclude()
         return agreed
 
-    def asked(self, position: Progress) -> None:
+    def asked(self, position: TrainingProgress) -> None:
         """Somebody wants a checkpoint: begin it now, or after the one under way."""
         if self._under_way is not None:
             return
@@ -101,7 +101,7 @@ class Saver:
         else:
             self._begin(position, taken)
 
-    def due(self, position: Progress) -> None:
+    def due(self, position: TrainingProgress) -> None:
         """This iteration is one of those that are saved."""
         iteration = position.iteration
         if iteration not in (self.saved_iteration, self._iteration_under_way):
@@ -131,11 +131,11 @@ class Saver:
             self._conclude()
             self.stall_seconds += time.perf_counter() - started
 
-    def last(self, position: Progress) -> str | None:
+    def last(self, position: TrainingProgress) -> str | None:
         """Before leaving: make the state durable. Returns what went wrong, in words; None: it is durable."""
         self.settle(position.iteration)
         result = None
-        for _ in range(LEAVE_TRIES):
+        for _ in range(FINAL_SAVE_TRIES):
             if position.iteration == self.saved_iteration:
                 return None
             result = self._begin(position, (), leaving=True)
@@ -145,7 +145,7 @@ class Saver:
     def _iteration_under_way(self) -> int | None:
         return None if self._under_way is None else self._under_way.iteration
 
-    def _begin(self, position: Progress, asked: Sequence[Trigger], *, leaving: bool = False) -> str:
+    def _begin(self, position: TrainingProgress, asked: Sequence[Trigger], *, leaving: bool = False) -> str:
         started = time.perf_counter()
         self._pulse.enter("save", position.iteration)
         beside = self._asynchronous and not leaving

@@ -42,37 +42,36 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
-from relayrun.config.compose.schema import Checkpoint
-from relayrun.config.sections.rampup import BatchSizes, Leg
-from relayrun.control.rundir.records import Commit
-from relayrun.control.rundir.run import Run, data_of_checkpoint
+from relayrun.config.compose.schema import CheckpointSection
+from relayrun.config.sections.rampup import BatchSizes, IterationRange
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import FatalTrainingError
-from relayrun.files import sizes as file_sizes
-from relayrun.files import write_atomic, write_json
-from relayrun.tokens.order.lanes import Cursor, LaneReading
-from relayrun.tokens.order.progress import Progress
+from relayrun.files import file_sizes, write_atomic, write_json
+from relayrun.tokens.order.lanes import Cursor, LaneReader
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.tokens.order.sampler import MixtureSampler
 from relayrun.train import random_state
-from relayrun.train.checkpoint import checksums, publish, strategy
+from relayrun.train.checkpoint import checksums, megatron_strategy, publish
 from relayrun.train.checkpoint.background import BackgroundSave
-from relayrun.train.checkpoint.checksums import FileSum
-from relayrun.train.checkpoint.exchange import Exchange
-from relayrun.train.checkpoint.host_copy import HostCopy, Reserved
+from relayrun.train.checkpoint.checksums import FileChecksum
+from relayrun.train.checkpoint.exchange import BlockExchange
+from relayrun.train.checkpoint.host_copy import HostAllocation, HostCopy
 from relayrun.train.checkpoint.load_errors import why_not_loadable
-from relayrun.train.checkpoint.reader import COMMON, CheckedReader, damage, refusal
-from relayrun.train.checkpoint.strategy import InProcessStrategy, Shards
-from relayrun.train.checkpoint.writer import Written, check_complete
+from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy, Shards
+from relayrun.train.checkpoint.reader import COMMON_FILE, CheckedReader, reported_damage, reported_refusal
+from relayrun.train.checkpoint.writer import WrittenFiles, check_complete
 from relayrun.train.hook_list import Hooks
-from relayrun.train.model.gpt import Model
+from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer import optimizer_groups, optimizer_layout, own_optimizer
-from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer
 from relayrun.train.parallel import Ranks
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-GROUPS = "optimizer_groups"
+OPTIMIZER_GROUPS = "optimizer_groups"
 """The key of `optimizer.groups`, where a run has some."""
 
 _METADATA = {
@@ -94,11 +93,11 @@ class Checkpointer:
         attempt: int,
         *,
         ranks: Ranks,
-        model: Model,
-        optimizer: Optimizer,
+        model: ModelStage,
+        optimizer: ScheduledOptimizer,
         order: MixtureSampler,
         hooks: Hooks,
-        settings: Checkpoint,
+        settings: CheckpointSection,
         fixed: dict[str, object],
         groups: list[dict[str, Any]],
     ) -> None:
@@ -110,13 +109,13 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._order = order
-        self.reading: LaneReading | None = None
+        self.reading: LaneReader | None = None
         """What this rank reads of streams, set by who trains; None: there are none."""
         self._hooks = hooks
         self._settings = settings
         self._fixed = fixed
         self._groups = groups
-        self._common = {"layout": ranks.layout, "fixed": fixed, **({GROUPS: groups} if groups else {})}
+        self._common = {"layout": ranks.layout, "fixed": fixed, **({OPTIMIZER_GROUPS: groups} if groups else {})}
         self._host = HostCopy(ranks.device)
         assert self._writers.messages is not None
         self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
@@ -129,7 +128,7 @@ class Checkpointer:
         )
         self._first = True
 
-    def reserve(self) -> Reserved | None:
+    def reserve(self) -> HostAllocation | None:
         """Allocate host memory for the copies of all saves; return what that took.
 
         Where there is not so much, a warning says so and the result is None; the next save tries again, and fails.
@@ -141,7 +140,7 @@ class Checkpointer:
             log.warning("rank %s: no host memory for the copies of saves: %s", self._ranks.rank, error)
             return None
 
-    def state(self, position: Progress) -> ShardedStateDict:
+    def state(self, position: TrainingProgress) -> ShardedStateDict:
         """All that a checkpoint holds, as this rank has it now."""
         return {
             **self._sharded_state(),
@@ -168,7 +167,7 @@ class Checkpointer:
         plain: dict[str, Any],
         sizes: BatchSizes,
         fill: Callable[[ShardedStateDict, dict[str, Any]], dict[str, Any]],
-    ) -> Progress:
+    ) -> TrainingProgress:
         """Put a state of this rank's own layout in place; return where it stands.
 
         `plain`: its plain values. `fill` gives the parts that are wanted, merged with them.
@@ -178,10 +177,10 @@ class Checkpointer:
         self._model.load(state["model"])
         self._optimizer.load(state["optimizer"], position)
         self._hooks.load_state_dict(hooks)
-        random_state.restore(state["random"])
+        random_state.restore_random_state(state["random"])
         return position
 
-    def begin(self, position: Progress, *, copy: bool, beside: bool) -> BackgroundSave:
+    def begin(self, position: TrainingProgress, *, copy: bool, beside: bool) -> BackgroundSave:
         """Start to write, publish and record a checkpoint.
 
         With `copy` the state may change as soon as `BackgroundSave.wait_for_copy` returns, without it when the
@@ -201,17 +200,19 @@ class Checkpointer:
             self._copy(shards, stream, iteration)
             self._own_seconds.append(time.perf_counter() - began)
 
-        def write(copied: Callable[[], None]) -> Commit:
+        def write(copied: Callable[[], None]) -> CheckpointCommit:
             if self._ranks.device.type == "cuda":
                 torch.cuda.set_device(self._ranks.device)  # a new thread begins with the first one
             if copy:
                 self._agree(copy_timed)
             copied()
             digests = self._host.digests() if copy else {}
-            folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
-            self._on_first_rank(lambda: write_atomic(folder / COMMON, plain))
+            folder = Path(
+                self._on_first_rank(lambda: str(publish.prepare_staging(self._run, self._attempt, iteration)))
+            )
+            self._on_first_rank(lambda: write_atomic(folder / COMMON_FILE, plain))
             if self._order.lanes is not None:  # for people: a load reads what stands in COMMON
-                self._on_first_rank(lambda: write_json(data_of_checkpoint(folder), readable))
+                self._on_first_rank(lambda: write_json(stream_positions_path(folder), readable))
             try:
                 written = self._strategy.write(shards, folder, digests)
             except CheckpointException as error:
@@ -219,7 +220,7 @@ class Checkpointer:
                 raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
             if not beside:
                 self._own_seconds.append(self._strategy.write_seconds)
-            files = {COMMON: checksums.of_bytes(plain)}
+            files = {COMMON_FILE: checksums.checksum_of_bytes(plain)}
             for part in self._agree(lambda: self._record(folder, iteration, written)):
                 files |= part
             return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started, files))
@@ -238,20 +239,22 @@ class Checkpointer:
             rank, size = self._ranks.rank, late.size / (1 << 30)
             log.info("rank %s: the save of iteration %s allocated %.1f GiB of host memory", rank, iteration, size)
 
-    def _record(self, folder: Path, iteration: int, written: Written) -> dict[str, FileSum]:
+    def _record(self, folder: Path, iteration: int, written: WrittenFiles) -> dict[str, FileChecksum]:
         """Write down the hashes of what this rank wrote; return its files."""
         rank = self._ranks.rank
-        return checksums.write_blocks(folder, rank, iteration, written.blocks, written.sizes) | written.files
+        return checksums.write_block_checksums(folder, rank, iteration, written.blocks, written.sizes) | written.files
 
     def _publish(
-        self, folder: Path, iteration: int, consumed_samples: int, started: float, files: dict[str, FileSum]
-    ) -> Commit:
+        self, folder: Path, iteration: int, consumed_samples: int, started: float, files: dict[str, FileChecksum]
+    ) -> CheckpointCommit:
         backends = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
         write_atomic(folder / CONFIG_FNAME, backends)
         check_complete(folder)
         self._hooks.before_publish(iteration, folder)
-        root = checksums.write_index(folder, iteration, files | {CONFIG_FNAME: checksums.of_bytes(backends)})
-        commit = Commit(
+        root = checksums.write_checksum_index(
+            folder, iteration, files | {CONFIG_FNAME: checksums.checksum_of_bytes(backends)}
+        )
+        commit = CheckpointCommit(
             iteration=iteration,
             path=str(self._run.checkpoint(iteration)),
             consumed_samples=consumed_samples,
@@ -260,11 +263,11 @@ class Checkpointer:
             files=file_sizes(folder),
             checksum=root,
         )
-        publish.publish(self._run, self._attempt, commit, folder)
-        publish.prune(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
+        publish.publish_checkpoint(self._run, self._attempt, commit, folder)
+        publish.prune_checkpoints(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
         return commit
 
-    def load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool = False) -> Progress:
+    def load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool = False) -> TrainingProgress:
         """Put the state at `path` in place; return where it stands, to go on with these batch sizes.
 
         `root`: the checksum of its commit, None where there is none. `foreign`: it is not of this run; what settings
@@ -277,9 +280,9 @@ class Checkpointer:
         try:
             return self._load(path, sizes, root=root, foreign=foreign)
         except BaseException as error:  # torch's own is no Exception
-            if (damaged := damage(error)) is not None:
+            if (damaged := reported_damage(error)) is not None:
                 raise damaged from None
-            if (refused := refusal(error)) is not None:
+            if (refused := reported_refusal(error)) is not None:
                 raise FatalTrainingError(refused.message, where=refused.where, hint=refused.hint) from error
             if (words := why_not_loadable(error)) is None:
                 raise
@@ -305,12 +308,12 @@ class Checkpointer:
             log.warning("%s was saved without checksums: its bytes are taken as they are", path)
         return reader
 
-    def _load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool) -> Progress:
+    def _load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool) -> TrainingProgress:
         reader = self._open(path, root)
         common = reader.common()
         anew = foreign and self._settings.finetune
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
-        position = Progress(sizes) if anew else self._position(common, sizes, foreign=foreign)
+        position = TrainingProgress(sizes) if anew else self._position(common, sizes, foreign=foreign)
         if with_optimizer:
             self._check_fixed(common["fixed"], path)
         wanted = self._sharded_state(found=reader.metadata.state_dict_metadata, optimizer=with_optimizer)
@@ -324,14 +327,16 @@ class Checkpointer:
         self._check_shapes(wanted, reader)
         plain = reader.common()
         if with_optimizer and "optimizer" in plain:
-            fitted = optimizer_layout.fitted if self._fixed["optimizer"] == "adam" else own_optimizer.fitted
+            fitted = (
+                optimizer_layout.fit_plain_state if self._fixed["optimizer"] == "adam" else own_optimizer.fit_user_state
+            )
             plain["optimizer"] = fitted(plain["optimizer"], wanted["optimizer"])
-            optimizer_groups.fit(plain["optimizer"], wanted["optimizer"])
-            self._say_groups(common.get(GROUPS, []))
+            optimizer_groups.fit_groups(plain["optimizer"], wanted["optimizer"])
+            self._say_groups(common.get(OPTIMIZER_GROUPS, []))
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._settings.fully_parallel_load and replicas.size() > 1:
-            reader.exchange = Exchange(replicas, self._ranks.device)
-        state = strategy.load(wanted, reader, self._ranks.cpu_group, common=plain)
+            reader.exchange = BlockExchange(replicas, self._ranks.device)
+        state = megatron_strategy.load_state(wanted, reader, self._ranks.cpu_group, common=plain)
         self._say_how_much(reader)
         self._model.load(state["model"])
         if with_optimizer:
@@ -341,7 +346,7 @@ class Checkpointer:
         if not anew:
             self._hooks.load_state_dict(common)
         if same_layout:
-            random_state.restore(state["random"])
+            random_state.restore_random_state(state["random"])
         return position
 
     def _say_how_much(self, reader: CheckedReader) -> None:
@@ -351,11 +356,11 @@ class Checkpointer:
             words = f"a rank read at most {read:,} bytes of tensors, and needs at most {needed:,}"
             log.info("%s: %s", reader.folder, words)
 
-    def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> Progress:
+    def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> TrainingProgress:
         """Where a checkpoint stands in training and in the data."""
         if foreign and self._settings.no_load_data:
             iteration = common["progress"]["iteration"]
-            return Progress(sizes, iteration=iteration, legs=[Leg(iteration, 0, sizes)])
+            return TrainingProgress(sizes, iteration=iteration, legs=[IterationRange(iteration, 0, sizes)])
         try:
             if common["data"] is not None:  # Megatron-LM's say no more than how many samples were read
                 self._order.resume(common["data"])
@@ -364,7 +369,7 @@ class Checkpointer:
                 raise
             hint = "set checkpoint.no_load_data=true to begin anew with these data"
             raise FatalTrainingError(error.message, where=error.where, hint=hint) from None
-        return Progress.resume(common["progress"], sizes)
+        return TrainingProgress.resume(common["progress"], sizes)
 
     def _check_fixed(self, found: Mapping[str, object], path: Path) -> None:
         for name, value in self._fixed.items():
@@ -409,12 +414,14 @@ class Checkpointer:
         model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner
         part = {}
         if optimizer:  # asked for a state to load into, torch's Adam would be left with half of one
-            metadata = _METADATA | {own_optimizer.FOUND: found}
+            metadata = _METADATA | {own_optimizer.FOUND_KEY: found}
             part = {"optimizer": inner.sharded_state_dict(model, is_loading=found is not None, metadata=metadata)}
         return {
             "model": model,
             **part,
-            "random": ShardedObject("random", random_state.capture(), (self._ranks.world_size,), (self._ranks.rank,)),
+            "random": ShardedObject(
+                "random", random_state.capture_random_state(), (self._ranks.world_size,), (self._ranks.rank,)
+            ),
         }
 
     def _on_first_rank(self, action: Callable[[], T]) -> T:

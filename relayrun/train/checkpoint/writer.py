@@ -22,19 +22,19 @@ from torch.futures import Future
 
 from relayrun.tokens.stores.checksum import HashingFile
 from relayrun.tokens.stores.direct_io import DirectFile
-from relayrun.train.checkpoint.checksums import Block, FileSum
-from relayrun.train.checkpoint.host_copy import digest
-from relayrun.train.checkpoint.metadata import ends, read_metadata
+from relayrun.train.checkpoint.checksums import ChecksumBlock, FileChecksum
+from relayrun.train.checkpoint.host_copy import tensor_digest
+from relayrun.train.checkpoint.metadata import file_ends, read_metadata
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class WrittenFiles:
     """What this rank wrote of a checkpoint."""
 
-    blocks: list[Block]
+    blocks: list[ChecksumBlock]
     sizes: dict[str, int]
     """Bytes of the files with these blocks, by name."""
-    files: dict[str, FileSum]
+    files: dict[str, FileChecksum]
     """Other files: `.metadata`, on the rank that writes it."""
 
 
@@ -48,7 +48,7 @@ class _Recorder:
     def __init__(self, planner: SavePlanner, name: str, digests: Mapping[int, str]) -> None:
         self.name = name
         self.size = 0
-        self.blocks: list[Block] = []
+        self.blocks: list[ChecksumBlock] = []
         self._planner = planner
         self._digests = digests
         self._item: WriteItem | None = None
@@ -81,7 +81,7 @@ class _Recorder:
             and view.nbytes == tensor.nbytes > 0
             and np.frombuffer(view.cast("B"), np.uint8).ctypes.data == tensor.data_ptr()
         ):
-            self._values = self._digests.get(tensor.data_ptr()) or digest(tensor)
+            self._values = self._digests.get(tensor.data_ptr()) or tensor_digest(tensor)
             self._values_at = self.size
         elif view.nbytes:
             self._frame.update(view)
@@ -93,7 +93,7 @@ class _Recorder:
             return
         tensor, index = self._tensor, self._item.index
         self.blocks.append(
-            Block(
+            ChecksumBlock(
                 key=index.fqn,
                 offset=None if tensor is None else list(index.offset or ()),
                 shape=None if tensor is None else list(tensor.shape),
@@ -137,7 +137,7 @@ class _HashedFiles(FileSystem):
     """What torch writes beside the blocks; `sums` has it by name."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+        self.sums: dict[str, FileChecksum] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -145,7 +145,7 @@ class _HashedFiles(FileSystem):
         with open(path, "wb") as file:
             stream = HashingFile(file)
             yield stream  # type: ignore[misc]  # pickle and fsync need no more of a file
-        self.sums[os.path.basename(path)] = FileSum(bytes=stream.bytes, xxh3_128=stream.hexdigest())
+        self.sums[os.path.basename(path)] = FileChecksum(bytes=stream.bytes, xxh3_128=stream.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
@@ -165,13 +165,13 @@ class ThreadedWriter(FileSystemWriter):
         self._digests = digests or {}
         self._beside = _HashedFiles()
         self.fs = self._beside
-        self._blocks: list[Block] = []
+        self._blocks: list[ChecksumBlock] = []
         self._sizes: dict[str, int] = {}
 
     @property
-    def written(self) -> Written:
+    def written(self) -> WrittenFiles:
         """What it has written, when it is through."""
-        return Written(blocks=self._blocks, sizes=self._sizes, files=self._beside.sums)
+        return WrittenFiles(blocks=self._blocks, sizes=self._sizes, files=self._beside.sums)
 
     def _write_data(self, planner: SavePlanner, file_queue: Queue[Any]) -> Future[list[WriteResult]]:
         def write(file: Any) -> tuple[list[WriteResult], _Recorder]:
@@ -199,7 +199,7 @@ class ThreadedWriter(FileSystemWriter):
 
 def check_complete(folder: Path) -> None:
     """Raise OSError unless every byte range that the checkpoint's metadata names is on disk."""
-    for name, end in {**ends(read_metadata(folder)), "common.pt": 1, "metadata.json": 1}.items():
+    for name, end in {**file_ends(read_metadata(folder)), "common.pt": 1, "metadata.json": 1}.items():
         size = (folder / name).stat().st_size
         if size < end:
             raise OSError(f"{folder / name} has {size} bytes, its checkpoint names {end}")

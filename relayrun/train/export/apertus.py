@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from relayrun.train.export.llama import ATTENTION_WEIGHTS, EMBEDDINGS, LAST, OF
+from relayrun.train.export.llama import ATTENTION_WEIGHTS, EMBEDDING_WEIGHTS, LAST_WEIGHTS, LAYER_PREFIX
 from relayrun.train.export.model_mapping import ModelMapping, Weight
-from relayrun.train.export.qwen3 import NORMS_OF_HEADS
+from relayrun.train.export.qwen3 import QK_NORM_WEIGHTS
 
-MLP = "decoder.layers.mlp."
+MLP_PREFIX = "decoder.layers.mlp."
 
 XIELU_WEIGHTS = (
-    Weight(MLP + "linear_fc1.layer_norm_weight", ("hidden",), (OF + "feedforward_layernorm.weight",)),
-    Weight(MLP + "linear_fc1.weight", ("ffn", "hidden"), (OF + "mlp.up_proj.weight",)),
-    Weight(MLP + "activation_func.alpha_p", (1,), (OF + "mlp.act_fn.alpha_p",)),
-    Weight(MLP + "activation_func.alpha_n", (1,), (OF + "mlp.act_fn.alpha_n",)),
-    Weight(MLP + "linear_fc2.weight", ("hidden", "ffn"), (OF + "mlp.down_proj.weight",)),
+    Weight(MLP_PREFIX + "linear_fc1.layer_norm_weight", ("hidden",), (LAYER_PREFIX + "feedforward_layernorm.weight",)),
+    Weight(MLP_PREFIX + "linear_fc1.weight", ("ffn", "hidden"), (LAYER_PREFIX + "mlp.up_proj.weight",)),
+    Weight(MLP_PREFIX + "activation_func.alpha_p", (1,), (LAYER_PREFIX + "mlp.act_fn.alpha_p",)),
+    Weight(MLP_PREFIX + "activation_func.alpha_n", (1,), (LAYER_PREFIX + "mlp.act_fn.alpha_n",)),
+    Weight(MLP_PREFIX + "linear_fc2.weight", ("hidden", "ffn"), (LAYER_PREFIX + "mlp.down_proj.weight",)),
 )
 INPUT_NORM, *REST = ATTENTION_WEIGHTS
 
@@ -27,14 +27,14 @@ APERTUS = ModelMapping(
     model_type="apertus",
     architecture="ApertusForCausalLM",
     weights=(
-        EMBEDDINGS,
-        replace(INPUT_NORM, names=(OF + "attention_layernorm.weight",)),
+        EMBEDDING_WEIGHTS,
+        replace(INPUT_NORM, names=(LAYER_PREFIX + "attention_layernorm.weight",)),
         *REST,
-        *NORMS_OF_HEADS,
+        *QK_NORM_WEIGHTS,
         *XIELU_WEIGHTS,
-        *LAST,
+        *LAST_WEIGHTS,
     ),
-    constants={OF + "mlp.act_fn.beta": 0.5, OF + "mlp.act_fn.eps": -1e-6},
+    constants={LAYER_PREFIX + "mlp.act_fn.beta": 0.5, LAYER_PREFIX + "mlp.act_fn.eps": -1e-6},
     transformer={"qk_layernorm": True, "gated_linear_unit": False, "activation_func": "xielu"},
     settings={"kv_channels": "head_dim"},
     config={"hidden_act": "xielu", "attention_bias": False},

@@ -32,7 +32,7 @@ class CheckpointSource:
     @cached_property
     def checksum(self) -> str | None:
         """The checksum that its commit gives; None for a checkpoint of an earlier version."""
-        commit = lineage.commit_of(self.folder)
+        commit = lineage.newest_commit_at(self.folder)
         return None if commit is None else commit.checksum
 
     @cached_property
@@ -53,38 +53,40 @@ def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
     """Find the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
-        newest = lineage.durable(run)
+        newest = lineage.resume_point(run)
         iteration, folder = newest.iteration, Path(newest.path) if newest.path else None
         if folder is None:
             raise InputError("this run has no checkpoint yet", where=run.path)
     else:
         folder = _folder(run, iteration)
-    config = compose.native(config_of(run, iteration))
+    config = compose.require_native(committed_config(run, iteration))
     return CheckpointSource(
         run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
     )
 
 
-def config_of(run: Run, iteration: int) -> CommonConfig:
+def committed_config(run: Run, iteration: int) -> CommonConfig:
     """Return the config of the attempt that committed an iteration. Raises RunDirError where the run has none."""
     numbers = run.revisions()
     if not numbers:
         raise RunDirError("this run has no config", where=run.config)
-    return compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1]))
+    return compose.read_resolved_config(run.config_revision(_revision(run, iteration) or numbers[-1]))
 
 
 def _folder(run: Run, iteration: int) -> Path:
-    line = lineage.line(run)
+    line = lineage.lineage_commits(run)
     for commit in line:
         if commit.iteration == iteration:
-            if (fault := lineage.fault(commit)) is not None:
+            if (fault := lineage.checkpoint_fault(commit)) is not None:
                 raise InputError(f"this checkpoint is torn or removed: {fault}", where=commit.path, hint=_have(run))
             return Path(commit.path)
     raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(run))
 
 
 def _have(run: Run) -> str:
-    whole = [str(commit.iteration) for commit in lineage.line(run) if lineage.fault(commit) is None]
+    whole = [
+        str(commit.iteration) for commit in lineage.lineage_commits(run) if lineage.checkpoint_fault(commit) is None
+    ]
     return f"whole ones: {', '.join(whole) or 'none'}"
 
 

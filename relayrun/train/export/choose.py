@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from relayrun.config.compose.schema import Model
+from relayrun.config.compose.schema import ModelSection
 from relayrun.errors import ConfigError, InputError
 from relayrun.train.export.apertus import APERTUS
 from relayrun.train.export.llama import LLAMA
@@ -15,7 +15,7 @@ from relayrun.train.export.mixtral import MIXTRAL
 from relayrun.train.export.model_mapping import ModelMapping
 from relayrun.train.export.qwen3 import QWEN3
 
-BUILT_IN = (LLAMA, QWEN3, MIXTRAL, APERTUS)
+BUILT_IN_MAPPINGS = (LLAMA, QWEN3, MIXTRAL, APERTUS)
 
 _HOW_IT_IS_COMPUTED = frozenset({"moe_grouped_gemm", "moe_router_dtype"})
 """Settings of `model.transformer` on which what a model computes does not depend, but for rounding."""
@@ -42,16 +42,16 @@ _KNOWN = frozenset(
 """Settings of the section `model` that a config.json says, or that training alone knows; others refuse the export."""
 
 
-def for_model(model: Model, path: str | None = None) -> ModelMapping:
+def mapping_for_model(model: ModelSection, path: str | None = None) -> ModelMapping:
     """Return the mapping at the import path `path`, or that of the model's own config, or the built-in that fits.
 
     Raises ConfigError if the path leads to none, and InputError, with what differs, if no built-in one fits.
     """
     path = path or getattr(model, "mapping", None)
     if path is not None:
-        return from_path(path)
-    differences = {mapping.name: _differences(mapping, model) for mapping in BUILT_IN}
-    for mapping in BUILT_IN:
+        return import_mapping(path)
+    differences = {mapping.name: _differences(mapping, model) for mapping in BUILT_IN_MAPPINGS}
+    for mapping in BUILT_IN_MAPPINGS:
         if not differences[mapping.name]:
             return mapping
     nearest = min(differences, key=lambda name: len(differences[name]))
@@ -62,18 +62,18 @@ def for_model(model: Model, path: str | None = None) -> ModelMapping:
     )
 
 
-def for_config(config: Mapping[str, Any], path: str | None = None, *, where: object) -> ModelMapping:
+def mapping_for_config(config: Mapping[str, Any], path: str | None = None, *, where: object) -> ModelMapping:
     """Return the mapping at the import path `path`, or the built-in one of a config.json.
 
     Raises ConfigError if the path leads to none, and InputError if there is no built-in one, or it is for another type.
     """
     kind = config.get("model_type")
     if path is not None:
-        mapping = from_path(path)
+        mapping = import_mapping(path)
         if mapping.model_type != kind:
             raise InputError(f"model_type is {kind!r}; {path} is for {mapping.model_type!r}", where=where)
         return mapping
-    known = {mapping.model_type: mapping for mapping in BUILT_IN}
+    known = {mapping.model_type: mapping for mapping in BUILT_IN_MAPPINGS}
     if kind not in known:
         raise InputError(
             f"model_type is {kind!r}; only {', '.join(map(repr, known))} can be imported",
@@ -83,7 +83,7 @@ def for_config(config: Mapping[str, Any], path: str | None = None, *, where: obj
     return known[kind]
 
 
-def from_path(path: str) -> ModelMapping:
+def import_mapping(path: str) -> ModelMapping:
     """Import a mapping from `package.module:name`. Raises ConfigError."""
     module, _, name = path.partition(":")
     hint = "write package.module:name, a ModelMapping, where this Python finds the module (PYTHONPATH)"
@@ -99,7 +99,7 @@ def from_path(path: str) -> ModelMapping:
     return found
 
 
-def require_llama(model: Model, where: object) -> ModelMapping:
+def require_llama(model: ModelSection, where: object) -> ModelMapping:
     """Return the Llama's mapping. Raises InputError for another model: what Megatron's folders hold has one alone."""
     if own := _own(model):
         raise InputError(
@@ -110,7 +110,7 @@ def require_llama(model: Model, where: object) -> ModelMapping:
     return LLAMA
 
 
-def _differences(mapping: ModelMapping, model: Model) -> list[str]:
+def _differences(mapping: ModelMapping, model: ModelSection) -> list[str]:
     """What a model has, or lacks, that models of the class have not, or have."""
     own = _own(model)
     lacking = [
@@ -124,13 +124,13 @@ def _differences(mapping: ModelMapping, model: Model) -> list[str]:
     return lacking + [f"{name} is {value!r}" for name, value in own.items() if name not in known]
 
 
-def _own(model: Model) -> dict[str, Any]:
+def _own(model: ModelSection) -> dict[str, Any]:
     """What the settings of a model make of it besides a Llama."""
     found = dict(model.transformer.of_the_weights)
     balancing = model.transformer.moe_router_load_balancing_type
     if "sinkhorn" in balancing:  # it weighs experts in another way, behind the training too
         found["moe_router_load_balancing_type"] = balancing
-    for name, setting in Model.model_fields.items():
+    for name, setting in ModelSection.model_fields.items():
         if name not in _KNOWN and getattr(model, name) != setting.default:
             found[name] = getattr(model, name)
     return found

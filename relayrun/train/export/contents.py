@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from relayrun.files import write_json
 from relayrun.train.checkpoint import checksums
-from relayrun.train.checkpoint.writer import ThreadedWriter
-from relayrun.train.checkpoint.writer import Written as WrittenFiles
+from relayrun.train.checkpoint.writer import ThreadedWriter, WrittenFiles
 from relayrun.train.export.reader import CheckpointReader
 
 _BACKENDS = {
@@ -31,7 +30,7 @@ _BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCheckpoint:
     """A checkpoint that was written, without its hashes yet."""
 
     folder: Path
@@ -39,11 +38,11 @@ class Written:
 
     def add_checksums(self, iteration: int) -> None:
         """Write down the hashes of all that lies in the folder; nothing may be added behind it."""
-        files = checksums.write_blocks(self.folder, 0, iteration, self.files.blocks, self.files.sizes)
-        checksums.write_index(self.folder, iteration, files | self.files.files)
+        files = checksums.write_block_checksums(self.folder, 0, iteration, self.files.blocks, self.files.sizes)
+        checksums.write_checksum_index(self.folder, iteration, files | self.files.files)
 
 
-class Contents(DefaultSavePlanner):
+class CheckpointContents(DefaultSavePlanner):
     """The tensors and objects of a checkpoint. Tells torch's writer what there is, and makes each when it is asked."""
 
     def __init__(self) -> None:
@@ -117,7 +116,7 @@ class Contents(DefaultSavePlanner):
                 place = f"shard_{'.'.join(map(str, at))}_{'.'.join(map(str, grid))}"
                 self.add_object(f"{module}._extra_state/{place}", lambda: None)
 
-    def write(self, folder: Path, common: dict[str, Any]) -> Written:
+    def write(self, folder: Path, common: dict[str, Any]) -> WrittenCheckpoint:
         """Write it all into a folder that is there. Raises torch's CheckpointException."""
         with warnings.catch_warnings():  # that this is one process, as it shall be
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -125,7 +124,7 @@ class Contents(DefaultSavePlanner):
             state_dict_saver.save({}, storage_writer=writer, planner=self, no_dist=True)
         torch.save(common, folder / "common.pt")
         write_json(folder / "metadata.json", _BACKENDS)
-        return Written(folder, writer.written)
+        return WrittenCheckpoint(folder, writer.written)
 
     def create_local_plan(self) -> SavePlan:
         """As torch asks for it."""

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import fsync_directory, remove_leftovers, rename_new, temporary_prefix
+from relayrun.files import fsync_directory, remove_leftovers, rename_to_unused_name, temporary_prefix
 from relayrun.train.export.target import refuse_existing
 
 
@@ -33,7 +33,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield temporary
         _sync(temporary)
         refuse_existing(target)
-        rename_new(temporary, target)
+        rename_to_unused_name(temporary, target)
         fsync_directory(target.parent)
     except RelayrunError:
         raise

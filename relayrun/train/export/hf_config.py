@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relayrun.config.compose.schema import Model
-from relayrun.config.sections.transformer import Transformer
+from relayrun.config.compose.schema import ModelSection
+from relayrun.config.sections.transformer import TransformerSection
 from relayrun.errors import InputError
 from relayrun.train.export.model_mapping import ModelMapping
 
@@ -17,9 +17,9 @@ _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02,
 """Values in transformers where a config.json names none and a mapping no other."""
 
 
-def to_config(
+def to_huggingface_config(
     mapping: ModelMapping,
-    model: Model,
+    model: ModelSection,
     *,
     vocabulary: int,
     seq_length: int,
@@ -61,7 +61,9 @@ def to_config(
     }
 
 
-def from_config(mapping: ModelMapping, config: Mapping[str, Any], divisible_by: int, *, where: object) -> Model:
+def from_huggingface_config(
+    mapping: ModelMapping, config: Mapping[str, Any], divisible_by: int, *, where: object
+) -> ModelSection:
     """Return the model section of a config.json, of transformers 4 or 5.
 
     Raises InputError if it is none that a run can train.
@@ -96,7 +98,7 @@ def from_config(mapping: ModelMapping, config: Mapping[str, Any], divisible_by: 
     if transformer.get("kv_channels") == hidden // heads:
         del transformer["kv_channels"]
     try:
-        return Model(
+        return ModelSection(
             num_layers=config["num_hidden_layers"],
             hidden_size=hidden,
             ffn_hidden_size=config["intermediate_size"],
@@ -108,7 +110,7 @@ def from_config(mapping: ModelMapping, config: Mapping[str, Any], divisible_by: 
             init_method_std=float(config["initializer_range"]),
             untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
             make_vocab_size_divisible_by=divisible_by,
-            transformer=Transformer.model_validate(transformer),
+            transformer=TransformerSection.model_validate(transformer),
         )
     except (KeyError, ValueError, TypeError) as error:
         raise InputError(f"does not describe {mapping.with_article}: {error}", where=where) from None

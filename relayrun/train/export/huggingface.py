@@ -20,9 +20,9 @@ from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.export import choose, hf_config
 from relayrun.train.export.checkpoint_source import CheckpointSource
-from relayrun.train.export.model_mapping import ModelMapping, Piece
+from relayrun.train.export.model_mapping import MappedTensor, ModelMapping
 from relayrun.train.export.reader import CheckpointReader
-from relayrun.train.model.size import padded
+from relayrun.train.model.size import pad_to_multiple
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_SIZE = 5_000_000_000
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Exported:
+class HuggingFaceExport:
     """The weights that an export made."""
 
     mapping: ModelMapping
@@ -54,9 +54,9 @@ class Exported:
     """Bytes of the weights in the folder."""
 
 
-def write(
+def write_huggingface(
     source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int, mapping: str | None = None
-) -> Exported:
+) -> HuggingFaceExport:
     """Write everything into `folder`, which is there and gets its name later (`folder.new_folder`).
 
     `mapping`: import path of a mapping; None for that of the run's config, or the built-in one. Raises InputError if
@@ -64,14 +64,14 @@ def write(
     `save_file` raises.
     """
     model, vocabulary = source.config.model, source.manifest.vocabulary_size
-    chosen = choose.for_model(model, mapping)
+    chosen = choose.mapping_for_model(model, mapping)
     reader = CheckpointReader(source.folder, source.checksum)
-    chosen.check(reader.shapes, model, padded(vocabulary, model.make_vocab_size_divisible_by), source.folder)
+    chosen.check(reader.shapes, model, pad_to_multiple(vocabulary, model.make_vocab_size_divisible_by), source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
     name = next(name for name, value in DTYPES.items() if value is of)
     write_tokenizer(source, folder)
     bos, eos = _bos(folder), source.manifest.eod
-    config = hf_config.to_config(
+    config = hf_config.to_huggingface_config(
         chosen, model, vocabulary=vocabulary, seq_length=source.config.training.seq_length, dtype=name, bos=bos, eos=eos
     )
     write_json(folder / "config.json", config)
@@ -83,12 +83,12 @@ def write(
     pieces = [replace(piece, key=keys[piece.key]) for piece in chosen.pieces(model, vocabulary)]
     constants = {key: torch.tensor(value) for key, value in chosen.constants_of(model.num_layers).items()}
     files, parameters = _write_weights(reader, pieces, constants, folder, name, max_shard_size)
-    return Exported(chosen, parameters, parameters * of.itemsize, name, files)
+    return HuggingFaceExport(chosen, parameters, parameters * of.itemsize, name, files)
 
 
 def _write_weights(
     reader: CheckpointReader,
-    pieces: Sequence[Piece],
+    pieces: Sequence[MappedTensor],
     constants: Mapping[str, torch.Tensor],
     folder: Path,
     dtype_name: str,
@@ -100,7 +100,7 @@ def _write_weights(
     index: dict[str, str] = {}
     for number, part in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {key: value for piece in part for key, value in read_piece(reader, piece, dtype).items()}
+        tensors = {key: value for piece in part for key, value in read_mapped_tensor(reader, piece, dtype).items()}
         if number == len(files):
             tensors |= {key: value.to(dtype) for key, value in constants.items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
@@ -114,7 +114,7 @@ def _write_weights(
     return len(files), parameters
 
 
-def read_piece(reader: CheckpointReader, piece: Piece, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def read_mapped_tensor(reader: CheckpointReader, piece: MappedTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """One piece of the model in Hugging Face's names."""
     outer, shape = len(piece.index), reader.shapes[piece.key]
     inner = shape[outer:] if piece.rows is None else (piece.rows, *shape[outer + 1 :])
@@ -124,9 +124,9 @@ def read_piece(reader: CheckpointReader, piece: Piece, dtype: torch.dtype) -> di
     return {name: part.reshape(size) for (name, size), part in zip(piece.shapes.items(), parts, strict=True)}
 
 
-def _files(pieces: Sequence[Piece], itemsize: int, limit: int) -> list[list[Piece]]:
+def _files(pieces: Sequence[MappedTensor], itemsize: int, limit: int) -> list[list[MappedTensor]]:
     """Which pieces go into one file, in order."""
-    files: list[list[Piece]] = []
+    files: list[list[MappedTensor]] = []
     room = 0
     for piece in pieces:
         size = sum(torch.Size(shape).numel() for shape in piece.shapes.values()) * itemsize

@@ -14,31 +14,31 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from relayrun.config.compose import yamlfile
-from relayrun.config.compose.schema import Model
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.schema import ModelSection
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.export import choose, hf_config
-from relayrun.train.export.contents import Contents
+from relayrun.train.export.contents import CheckpointContents
 from relayrun.train.export.folder import new_folder
 from relayrun.train.export.huggingface import DTYPES
-from relayrun.train.export.model_mapping import Piece
-from relayrun.train.model.size import padded
+from relayrun.train.export.model_mapping import MappedTensor
+from relayrun.train.model.size import pad_to_multiple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imported:
+class HuggingFaceImport:
     """The checkpoint that an import made, and what a run config must say of it."""
 
-    model: Model
+    model: ModelSection
     vocabulary: int
     """Rows of the embeddings that came from the folder; the padding after them is zero."""
     padded_vocabulary: int
 
 
-class Weights:
+class HuggingFaceWeights:
     """The tensors of a Hugging Face folder, one file or several with an index."""
 
     def __init__(self, folder: Path) -> None:
@@ -74,21 +74,21 @@ class Weights:
             raise InputError(f"{name} cannot be read: {error}", where=self._folder) from None
 
 
-def import_hf(
+def import_huggingface(
     folder: Path, output: Path, *, dtype: str = "auto", divisible_by: int = 128, mapping: str | None = None
-) -> Imported:
+) -> HuggingFaceImport:
     """Write the checkpoint `output`, whole or not at all.
 
     `divisible_by` is the run's model.make_vocab_size_divisible_by; `mapping` the import path of a mapping, None for the
     built-in one of the folder's class. Raises InputError if `folder` holds no model that a run config can describe, or
     `output` cannot be written, and ConfigError if the path leads to no mapping.
     """
-    config, where = read_config(folder), folder / "config.json"
-    chosen = choose.for_config(config, mapping, where=where)
-    model = hf_config.from_config(chosen, config, divisible_by, where=where)
+    config, where = read_huggingface_config(folder), folder / "config.json"
+    chosen = choose.mapping_for_config(config, mapping, where=where)
+    model = hf_config.from_huggingface_config(chosen, config, divisible_by, where=where)
     if mapping is not None:
         model = model.model_copy(update={"mapping": mapping})
-    weights = Weights(folder)
+    weights = HuggingFaceWeights(folder)
     rows, vocabulary = int(config["vocab_size"]), _tokenizer_size(folder)
     if vocabulary is not None and vocabulary > rows:
         raise InputError(f"its tokenizer has {vocabulary} entries, its embeddings {rows}", where=folder)
@@ -106,25 +106,25 @@ def import_hf(
         found, value = weights.read(name), torch.tensor(constants[name])
         if not torch.equal(found, value.to(found.dtype)):
             raise InputError(f"{name} is {float(found)}; only {float(value)} can be imported", where=folder)
-    size = padded(vocabulary or rows, divisible_by)
+    size = pad_to_multiple(vocabulary or rows, divisible_by)
     rows = min(rows, size)
     shapes = chosen.megatron_shapes(model, size)
     first = next(iter(wanted))
     of = weights.read(first).dtype if dtype == "auto" else DTYPES[dtype]
     with new_folder(output) as made:
-        contents = Contents()
+        contents = CheckpointContents()
         for piece in chosen.pieces(model, rows):
             _add_piece(contents, piece, shapes[piece.key], of, weights)
         contents.add_extra_states(shapes)
         written = contents.write(made, {"iteration": 0})
         (made / "model.yaml").write_text(
-            f"# the model of {folder.absolute()}\n" + yamlfile.dump({"model": model.model_dump(mode="json")})
+            f"# the model of {folder.absolute()}\n" + yaml_file.dump_yaml({"model": model.model_dump(mode="json")})
         )
         written.add_checksums(0)
-    return Imported(model=model, vocabulary=rows, padded_vocabulary=size)
+    return HuggingFaceImport(model=model, vocabulary=rows, padded_vocabulary=size)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_huggingface_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a Hugging Face folder. Raises InputError."""
     try:
         config = read_json(folder / "config.json")
@@ -143,7 +143,13 @@ def _tokenizer_size(folder: Path) -> int | None:
     return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no")).size
 
 
-def _add_piece(contents: Contents, piece: Piece, size: tuple[int, ...], dtype: torch.dtype, weights: Weights) -> None:
+def _add_piece(
+    contents: CheckpointContents,
+    piece: MappedTensor,
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    weights: HuggingFaceWeights,
+) -> None:
     """`size`: of the whole tensor in the checkpoint."""
     outer = len(piece.index)
     part = (*[1] * outer, *size[outer:])

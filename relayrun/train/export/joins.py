@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """The sizes of a model, under the names that shapes of a mapping are written in."""
 
     layers: int
@@ -60,50 +60,50 @@ class Sizes:
 class Join(Protocol):
     """How tensors become one, and the way back. Shapes are those of one layer, and of one expert."""
 
-    def shapes(self, shape: Shape, sizes: Sizes) -> list[Shape]:
+    def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
         """Return the shapes of the parts of a tensor of this shape."""
         ...
 
-    def split(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    def split(self, tensor: torch.Tensor, sizes: ModelSizes) -> list[torch.Tensor]:
         """Return the parts of a tensor."""
         ...
 
-    def join(self, parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
         """Return the tensor that these are the parts of: the inverse of `split`."""
         ...
 
 
-class Same:
+class SameTensor:
     """One tensor is one tensor."""
 
-    def shapes(self, shape: Shape, sizes: Sizes) -> list[Shape]:
+    def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
         """Return the shape itself."""
         return [shape]
 
-    def split(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    def split(self, tensor: torch.Tensor, sizes: ModelSizes) -> list[torch.Tensor]:
         """Return the tensor itself."""
         return [tensor]
 
-    def join(self, parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
         """Return the only part."""
         return parts[0]
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedTensors:
     """Several tensors of one shape lie one behind the other in the first dimension."""
 
     count: int
 
-    def shapes(self, shape: Shape, sizes: Sizes) -> list[Shape]:
+    def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
         """Return the shape of a part, `count` times."""
         return [(shape[0] // self.count, *shape[1:])] * self.count
 
-    def split(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    def split(self, tensor: torch.Tensor, sizes: ModelSizes) -> list[torch.Tensor]:
         """Return `count` equal parts."""
         return list(tensor.chunk(self.count))
 
-    def join(self, parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
         """Return the parts, one behind the other."""
         return torch.cat(list(parts))
 
@@ -115,11 +115,11 @@ class QueryKeyValue:
     within a head is permuted.
     """
 
-    def shapes(self, shape: Shape, sizes: Sizes) -> list[Shape]:
+    def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
         """Return the shapes of queries, keys and values."""
         return [(rows, *shape[1:]) for rows in (sizes.queries, sizes.keys, sizes.keys)]
 
-    def split(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    def split(self, tensor: torch.Tensor, sizes: ModelSizes) -> list[torch.Tensor]:
         """Return queries, keys and values."""
         rest = tensor.shape[1:]
         own = sizes.queries // sizes.groups
@@ -127,11 +127,11 @@ class QueryKeyValue:
         bounds = [0, own, own + sizes.head, own + 2 * sizes.head]
         return [by_group[:, start:end].reshape(-1, *rest) for start, end in itertools.pairwise(bounds)]
 
-    def join(self, parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
         """Return queries, keys and values group by group."""
         rest = parts[0].shape[1:]
         by_group = torch.cat([part.view(sizes.groups, -1, *rest) for part in parts], dim=1)
         return by_group.reshape(-1, *rest)
 
 
-SAME, QKV, GATE_UP = Same(), QueryKeyValue(), Stacked(2)
+SAME, QKV, GATE_UP = SameTensor(), QueryKeyValue(), StackedTensors(2)

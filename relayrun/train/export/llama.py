@@ -9,31 +9,39 @@ from __future__ import annotations
 from relayrun.train.export.joins import GATE_UP, QKV
 from relayrun.train.export.model_mapping import EMBEDDING, FINAL_NORM, OUTPUT, ModelMapping, Weight
 
-OF = "model.layers.{layer}."
-ATTENTION = "decoder.layers.self_attention."
+LAYER_PREFIX = "model.layers.{layer}."
+ATTENTION_PREFIX = "decoder.layers.self_attention."
 
-EMBEDDINGS = Weight(EMBEDDING, ("vocabulary", "hidden"), ("model.embed_tokens.weight",))
+EMBEDDING_WEIGHTS = Weight(EMBEDDING, ("vocabulary", "hidden"), ("model.embed_tokens.weight",))
 ATTENTION_WEIGHTS = (
-    Weight(ATTENTION + "linear_qkv.layer_norm_weight", ("hidden",), (OF + "input_layernorm.weight",)),
+    Weight(ATTENTION_PREFIX + "linear_qkv.layer_norm_weight", ("hidden",), (LAYER_PREFIX + "input_layernorm.weight",)),
     Weight(
-        ATTENTION + "linear_qkv.weight",
+        ATTENTION_PREFIX + "linear_qkv.weight",
         ("qkv", "hidden"),
-        (OF + "self_attn.q_proj.weight", OF + "self_attn.k_proj.weight", OF + "self_attn.v_proj.weight"),
+        (
+            LAYER_PREFIX + "self_attn.q_proj.weight",
+            LAYER_PREFIX + "self_attn.k_proj.weight",
+            LAYER_PREFIX + "self_attn.v_proj.weight",
+        ),
         QKV,
     ),
-    Weight(ATTENTION + "linear_proj.weight", ("hidden", "queries"), (OF + "self_attn.o_proj.weight",)),
+    Weight(ATTENTION_PREFIX + "linear_proj.weight", ("hidden", "queries"), (LAYER_PREFIX + "self_attn.o_proj.weight",)),
 )
 MLP_WEIGHTS = (
-    Weight("decoder.layers.mlp.linear_fc1.layer_norm_weight", ("hidden",), (OF + "post_attention_layernorm.weight",)),
+    Weight(
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+        ("hidden",),
+        (LAYER_PREFIX + "post_attention_layernorm.weight",),
+    ),
     Weight(
         "decoder.layers.mlp.linear_fc1.weight",
         ("gate_up", "hidden"),
-        (OF + "mlp.gate_proj.weight", OF + "mlp.up_proj.weight"),
+        (LAYER_PREFIX + "mlp.gate_proj.weight", LAYER_PREFIX + "mlp.up_proj.weight"),
         GATE_UP,
     ),
-    Weight("decoder.layers.mlp.linear_fc2.weight", ("hidden", "ffn"), (OF + "mlp.down_proj.weight",)),
+    Weight("decoder.layers.mlp.linear_fc2.weight", ("hidden", "ffn"), (LAYER_PREFIX + "mlp.down_proj.weight",)),
 )
-LAST = (
+LAST_WEIGHTS = (
     Weight(FINAL_NORM, ("hidden",), ("model.norm.weight",)),
     Weight(OUTPUT, ("vocabulary", "hidden"), ("lm_head.weight",)),
 )
@@ -42,7 +50,7 @@ LLAMA = ModelMapping(
     name="Llama",
     model_type="llama",
     architecture="LlamaForCausalLM",
-    weights=(EMBEDDINGS, *ATTENTION_WEIGHTS, *MLP_WEIGHTS, *LAST),
+    weights=(EMBEDDING_WEIGHTS, *ATTENTION_WEIGHTS, *MLP_WEIGHTS, *LAST_WEIGHTS),
     settings={"kv_channels": "head_dim"},
     config={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     defaults={"hidden_act": "silu"},

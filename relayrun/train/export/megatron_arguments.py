@@ -7,16 +7,22 @@ from typing import Any
 import torch
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.progress import TrainingProgress
 
 
-def position_of(common: dict[str, Any], config: RunConfig, iteration: int) -> Progress:
+def checkpoint_position(common: dict[str, Any], config: RunConfig, iteration: int) -> TrainingProgress:
     """Return where in its data a checkpoint stands. `common`: its common part; an imported one has no progress."""
     sizes = config.training.batch_sizes
-    return Progress.resume(common["progress"], sizes) if "progress" in common else Progress(sizes, iteration=iteration)
+    return (
+        TrainingProgress.resume(common["progress"], sizes)
+        if "progress" in common
+        else TrainingProgress(sizes, iteration=iteration)
+    )
 
 
-def of(config: RunConfig, vocabulary: int, dtype: torch.dtype, position: Progress) -> dict[str, Any]:
+def megatron_arguments(
+    config: RunConfig, vocabulary: int, dtype: torch.dtype, position: TrainingProgress
+) -> dict[str, Any]:
     """Return what Megatron's programs and tools read of a checkpoint's arguments.
 
     `vocabulary`: padded. `dtype`: that of the weights.
@@ -95,7 +101,7 @@ def of(config: RunConfig, vocabulary: int, dtype: torch.dtype, position: Progres
     }
 
 
-def layout(config: RunConfig) -> dict[str, Any]:
+def layout_arguments(config: RunConfig) -> dict[str, Any]:
     """Return the arguments that say how the model was split over ranks."""
     parallel = config.parallel
     return {
@@ -107,7 +113,7 @@ def layout(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def schedule(config: RunConfig, position: Progress) -> dict[str, Any]:
+def scheduler_state(config: RunConfig, position: TrainingProgress) -> dict[str, Any]:
     """Return the state of Megatron's scheduler, which counts samples where a run counts iterations."""
     optimizer, size = config.optimizer, config.training.global_batch_size
     warmup, decay = config.lr_steps(position.reaches)

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.trainers.megatron_lm_checkpoints import TRACKER
+from relayrun.control.trainers.megatron_lm_checkpoints import TRACKER_FILE
 from relayrun.train.export import megatron_arguments, optimizer_state
 from relayrun.train.export.checkpoint_source import CheckpointSource
 from relayrun.train.export.choose import require_llama
-from relayrun.train.export.contents import Contents
+from relayrun.train.export.contents import CheckpointContents
 from relayrun.train.export.reader import CheckpointReader
-from relayrun.train.model.size import flops_per_token, padded
+from relayrun.train.model.size import flops_per_token, pad_to_multiple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class MegatronExport:
     """What an export wrote."""
 
     parameters: int
@@ -37,7 +37,7 @@ class Exported:
     """What is not as in the run, in words."""
 
 
-def write(source: CheckpointSource, folder: Path) -> Exported:
+def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
     """Write into `folder`, which is there and gets its name later.
 
     Raises InputError if the checkpoint is not that of its run's config.
@@ -46,20 +46,21 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
     """
     config, model = source.config, source.config.model
     reader = CheckpointReader(source.folder, source.checksum)
-    vocabulary = padded(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
+    vocabulary = pad_to_multiple(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
     mapping = require_llama(model, source.folder)
     mapping.check(reader.shapes, model, vocabulary, source.folder)
     weights = mapping.megatron_shapes(model, vocabulary)
     common = reader.common()
-    position = megatron_arguments.position_of(common, config, source.iteration)
-    contents, notes = Contents(), []
+    position = megatron_arguments.checkpoint_position(common, config, source.iteration)
+    contents, notes = CheckpointContents(), []
     for key in weights:
         contents.copy_tensor(reader, key, key)
     contents.add_extra_states(weights)
     dtype = reader.dtype
     state: dict[str, Any] = {
         "args": Namespace(
-            **megatron_arguments.of(config, vocabulary, dtype, position) | megatron_arguments.layout(config)
+            **megatron_arguments.megatron_arguments(config, vocabulary, dtype, position)
+            | megatron_arguments.layout_arguments(config)
         ),
         "checkpoint_version": 3.0,
         "iteration": source.iteration,
@@ -73,12 +74,12 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
     }
     kind = config.optimizer.kind
     if "optimizer" in common and kind == "adam":
-        found = optimizer_state.find(reader, common["optimizer"])
+        found = optimizer_state.find_adam_state(reader, common["optimizer"])
         adam = replace(found, groups=found.with_defaults())
         precision = config.training.resolved_precision
         adam.copy_into(contents, weights, distributed=False, precision=precision)
         state["optimizer"] = adam.plain(distributed=False, precision=precision)
-        state["opt_param_scheduler"] = megatron_arguments.schedule(config, position)
+        state["opt_param_scheduler"] = megatron_arguments.scheduler_state(config, position)
         if adam.form is not None:
             notes.append("the optimizer's state is in the plain form: load it without --use-distributed-optimizer")
     else:
@@ -89,17 +90,17 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
     iteration = folder / f"iter_{source.iteration:07}"
     iteration.mkdir()
     contents.write(iteration, state)
-    (folder / TRACKER).write_text(f"{source.iteration}\n")
+    (folder / TRACKER_FILE).write_text(f"{source.iteration}\n")
     if position.passed_over or position.skipped:
         notes.append("the run has passed over samples; a run that goes on from here counts from behind them")
-    return Exported(
+    return MegatronExport(
         parameters=sum(torch.Size(size).numel() for size in weights.values()),
         optimizer="optimizer" in common and kind == "adam",
         notes=notes,
     )
 
 
-def _add_generators(contents: Contents, reader: CheckpointReader, config: RunConfig) -> list[str]:
+def _add_generators(contents: CheckpointContents, reader: CheckpointReader, config: RunConfig) -> list[str]:
     """Add the states of the random generators, one for each tensor- and pipeline-parallel rank.
 
     Megatron-LM stops where there is none. Those of the run's first data-parallel ranks are taken, and fresh ones where

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.compose import yamlfile
+from relayrun.config.compose import yaml_file
 from relayrun.errors import InputError
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
-from relayrun.train.checkpoint.megatron_state import LAYOUT, with_tensors
+from relayrun.train.checkpoint.megatron_state import MEGATRON_LAYOUT, with_torch_tensors
 from relayrun.train.export import megatron_settings, optimizer_state
-from relayrun.train.export.contents import Contents
+from relayrun.train.export.contents import CheckpointContents
 from relayrun.train.export.folder import new_folder
 from relayrun.train.export.llama import LLAMA
 from relayrun.train.export.model_mapping import EMBEDDING
@@ -24,7 +24,7 @@ from relayrun.train.export.reader import CheckpointReader
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imported:
+class MegatronImport:
     """What an import took, and what it left."""
 
     iteration: int
@@ -37,14 +37,14 @@ class Imported:
 
 def import_megatron(
     checkpoint: MegatronCheckpoint, output: Path, *, distributed: bool | None = None, weights_only: bool = False
-) -> Imported:
+) -> MegatronImport:
     """Write the checkpoint `output`, whole or not at all.
 
     `distributed`: the kind of optimizer of the run that begins with it; None: as it was. Raises InputError if it is no
     model that a run can train, or is torn.
     """
-    sections = megatron_settings.sections(checkpoint)
-    model = megatron_settings.model(checkpoint)
+    sections = megatron_settings.run_sections(checkpoint)
+    model = megatron_settings.model_section(checkpoint)
     reader = CheckpointReader(checkpoint.folder)
     rows = reader.shapes.get(EMBEDDING, (0,))[0]
     weights = LLAMA.megatron_shapes(model, rows)
@@ -53,7 +53,7 @@ def import_megatron(
     kind = checkpoint.distributed is not None if distributed is None else distributed
     adam, why = _adam(checkpoint, reader) if not weights_only else (None, "weights alone were asked for")
     with new_folder(output) as made:
-        contents = Contents()
+        contents = CheckpointContents()
         for key in weights:
             contents.copy_tensor(reader, key, key)
         contents.add_extra_states(weights)
@@ -62,8 +62,8 @@ def import_megatron(
             adam.copy_into(contents, weights, distributed=kind, precision=checkpoint.precision)
             common = {
                 "optimizer": adam.plain(distributed=kind, precision=checkpoint.precision),
-                "layout": LAYOUT,
-                "fixed": megatron_settings.fixed(checkpoint) | {"parallel.use_distributed_optimizer": kind},
+                "layout": MEGATRON_LAYOUT,
+                "fixed": megatron_settings.fixed_settings(checkpoint) | {"parallel.use_distributed_optimizer": kind},
                 "data": None,
                 "progress": checkpoint.progress(),
             }
@@ -73,14 +73,14 @@ def import_megatron(
         beginning: dict[str, Any] = {"model": sections["model"]}
         if adam is not None:
             beginning["iteration"] = checkpoint.iteration
-        (made / "model.yaml").write_text(origin + yamlfile.dump(beginning), encoding="utf-8")
-        (made / "run.yaml").write_text(origin + yamlfile.dump(sections), encoding="utf-8")
+        (made / "model.yaml").write_text(origin + yaml_file.dump_yaml(beginning), encoding="utf-8")
+        (made / "run.yaml").write_text(origin + yaml_file.dump_yaml(sections), encoding="utf-8")
         arguments = json.dumps(megatron_settings.plain_args(checkpoint), indent=1)
         (made / "arguments.json").write_text(arguments + "\n", encoding="utf-8")
         written.add_checksums(checkpoint.iteration)
-    left = megatron_settings.not_taken(checkpoint, optimizer=why)
+    left = megatron_settings.describe_not_taken(checkpoint, optimizer=why)
     left += [f"{key} {list(reader.shapes[key])}: the model has no such weight" for key in extra]
-    return Imported(
+    return MegatronImport(
         iteration=checkpoint.iteration,
         consumed_samples=checkpoint.consumed_samples,
         optimizer=adam is not None,
@@ -97,6 +97,6 @@ def _adam(
     if (name := checkpoint.args.get("optimizer", "adam")) != "adam":
         return None, f"its optimizer is {name}, and runs here have Adam"
     try:
-        return optimizer_state.find(reader, with_tensors(checkpoint.optimizer)), None
+        return optimizer_state.find_adam_state(reader, with_torch_tensors(checkpoint.optimizer)), None
     except InputError as error:
         return None, error.message

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from relayrun.config.compose.schema import Checkpoint, Model, Optimizer, Training
+from relayrun.config.compose.schema import CheckpointSection, ModelSection, OptimizerSection, TrainingSection
 from relayrun.errors import InputError
-from relayrun.train.checkpoint.inert_pickle import is_inert
-from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint, is_plain
+from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint, is_plain_value
+from relayrun.train.checkpoint.safe_pickle import is_inert
 
 _LLAMA: dict[str, tuple[Any, Any]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -66,7 +66,7 @@ _NEUTRAL: dict[str, Any] = {
 _STYLES = {"1-sqrt": "minus_sqrt", "minus_sqrt": "minus_sqrt"}
 
 
-def model(checkpoint: MegatronCheckpoint) -> Model:
+def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
     """Return the model section. Raises InputError, naming each difference, if it is no Llama that a run can train."""
     args, where = checkpoint.args, checkpoint.folder
     heads = args.get("num_attention_heads")
@@ -90,7 +90,7 @@ def model(checkpoint: MegatronCheckpoint) -> Model:
         )
     tied = not args.get("untie_embeddings_and_output_weights", False)
     try:
-        return Model(
+        return ModelSection(
             num_layers=args["num_layers"],
             hidden_size=args["hidden_size"],
             ffn_hidden_size=args["ffn_hidden_size"],
@@ -111,11 +111,11 @@ def model(checkpoint: MegatronCheckpoint) -> Model:
         raise InputError(f"its arguments do not describe a model: {words}", where=where) from None
 
 
-def sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
+def run_sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
     """Return sections of a run config with which training goes on as it would have. Raises InputError as `model`."""
     args = checkpoint.args
     try:
-        training = Training(
+        training = TrainingSection(
             steps=args.get("train_iters") or checkpoint.iteration + 1,
             micro_batch_size=args["micro_batch_size"],
             global_batch_size=args["global_batch_size"],
@@ -124,20 +124,20 @@ def sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
             seed=args.get("seed", 1234),
             precision="bf16" if checkpoint.precision == "bf16" else "fp32",
         )
-        optimizer = Optimizer.model_validate(_optimizer(args))
+        optimizer = OptimizerSection.model_validate(_optimizer(args))
     except (KeyError, TypeError, ValueError) as error:
         words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
         raise InputError(f"its arguments do not describe a training: {words}", where=checkpoint.folder) from None
     data = {name: True for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if args.get(name)}
     found = {
-        "model": model(checkpoint).model_dump(mode="json"),
+        "model": model_section(checkpoint).model_dump(mode="json"),
         "training": training.model_dump(mode="json", exclude_unset=True, exclude_none=True),
         "optimizer": optimizer.model_dump(mode="json", exclude_unset=True, exclude_none=True),
         "data": {"order": "megatron", **data},
         "parallel": {"use_distributed_optimizer": checkpoint.distributed is not None},
     }
     if isinstance(interval := args.get("save_interval"), int):
-        found["checkpoint"] = Checkpoint(interval=interval).model_dump(mode="json", exclude_unset=True)
+        found["checkpoint"] = CheckpointSection(interval=interval).model_dump(mode="json", exclude_unset=True)
     return found
 
 
@@ -167,7 +167,7 @@ def _optimizer(args: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def fixed(checkpoint: MegatronCheckpoint) -> dict[str, object]:
+def fixed_settings(checkpoint: MegatronCheckpoint) -> dict[str, object]:
     """Return the settings, by name, that a run must have to go on with its optimizer's state as it lies."""
     return {
         "parallel.use_distributed_optimizer": checkpoint.distributed is not None,
@@ -175,7 +175,7 @@ def fixed(checkpoint: MegatronCheckpoint) -> dict[str, object]:
     }
 
 
-def not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None) -> list[str]:
+def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None) -> list[str]:
     """Say in words what of a checkpoint a run leaves behind. `optimizer`: why its moments are; None: they are taken."""
     args = checkpoint.args
     words = [] if optimizer is None else [f"the optimizer's moments: {optimizer}"]
@@ -198,7 +198,7 @@ def not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None) -> list[
 def plain_args(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
     """Return its arguments as plain JSON; what is no value, by its name."""
     found = sorted(checkpoint.args.items())
-    return {name: value if is_plain(value) and _is_json(value) else str(value) for name, value in found}
+    return {name: value if is_plain_value(value) and _is_json(value) else str(value) for name, value in found}
 
 
 def _is_json(value: Any) -> bool:

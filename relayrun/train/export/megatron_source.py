@@ -12,19 +12,19 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.export import megatron_settings
 from relayrun.train.export.checkpoint_source import CheckpointSource
-from relayrun.train.model.size import padded
+from relayrun.train.model.size import pad_to_multiple
 
 
-def source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> CheckpointSource:
+def megatron_source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> CheckpointSource:
     """Return the source; `tokenizer`: None for the one that the arguments name, where it can be opened.
 
     Raises InputError if there is no tokenizer, it has more entries than the embeddings, or it is no such model.
     """
     name = tokenizer or _of_the_arguments(checkpoint)
     found = load_tokenizer(TokenizeOptions(tokenizer=name, append_eod="auto"))
-    sections = megatron_settings.sections(checkpoint)
+    sections = megatron_settings.run_sections(checkpoint)
     model, rows = sections["model"], checkpoint.args.get("padded_vocab_size")
-    if isinstance(rows, int) and padded(found.size, model["make_vocab_size_divisible_by"]) != rows:
+    if isinstance(rows, int) and pad_to_multiple(found.size, model["make_vocab_size_divisible_by"]) != rows:
         if found.size > rows:
             raise InputError(
                 f"the tokenizer {name} has {found.size} entries, the embeddings {rows}",

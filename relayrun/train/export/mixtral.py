@@ -7,34 +7,34 @@ the chosen scores, in both: all of them first and then scaled to a sum of 1 ther
 from __future__ import annotations
 
 from relayrun.train.export.joins import GATE_UP
-from relayrun.train.export.llama import ATTENTION_WEIGHTS, EMBEDDINGS, LAST, OF
+from relayrun.train.export.llama import ATTENTION_WEIGHTS, EMBEDDING_WEIGHTS, LAST_WEIGHTS, LAYER_PREFIX
 from relayrun.train.export.model_mapping import EXPERTS, ModelMapping, Weight
 
-MLP = "decoder.layers.mlp."
-EXPERT = OF + "block_sparse_moe.experts.{expert}."
+MLP_PREFIX = "decoder.layers.mlp."
+EXPERT_PREFIX = LAYER_PREFIX + "block_sparse_moe.experts.{expert}."
 
 EXPERT_WEIGHTS = (
     Weight(
         "decoder.layers.pre_mlp_layernorm.weight",
         ("hidden",),
-        (OF + "post_attention_layernorm.weight",),
-        also=MLP + "linear_fc1.layer_norm_weight",  # what megatron-core's local layers call it
+        (LAYER_PREFIX + "post_attention_layernorm.weight",),
+        also=MLP_PREFIX + "linear_fc1.layer_norm_weight",  # what megatron-core's local layers call it
     ),
-    Weight(MLP + "router.weight", ("experts", "hidden"), (OF + "block_sparse_moe.gate.weight",)),
+    Weight(MLP_PREFIX + "router.weight", ("experts", "hidden"), (LAYER_PREFIX + "block_sparse_moe.gate.weight",)),
     Weight(
         f"decoder.layers.{EXPERTS}linear_fc1.weight",
         ("expert_gate_up", "hidden"),
-        (EXPERT + "w1.weight", EXPERT + "w3.weight"),
+        (EXPERT_PREFIX + "w1.weight", EXPERT_PREFIX + "w3.weight"),
         GATE_UP,
     ),
-    Weight(f"decoder.layers.{EXPERTS}linear_fc2.weight", ("hidden", "expert_ffn"), (EXPERT + "w2.weight",)),
+    Weight(f"decoder.layers.{EXPERTS}linear_fc2.weight", ("hidden", "expert_ffn"), (EXPERT_PREFIX + "w2.weight",)),
 )
 
 MIXTRAL = ModelMapping(
     name="Mixtral",
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    weights=(EMBEDDINGS, *ATTENTION_WEIGHTS, *EXPERT_WEIGHTS, *LAST),
+    weights=(EMBEDDING_WEIGHTS, *ATTENTION_WEIGHTS, *EXPERT_WEIGHTS, *LAST_WEIGHTS),
     settings={
         "kv_channels": "head_dim",
         "num_moe_experts": "num_local_experts",

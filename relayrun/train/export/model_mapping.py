@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from relayrun.config.compose.schema import Model
+from relayrun.config.compose.schema import ModelSection
 from relayrun.errors import InputError
-from relayrun.train.export.joins import SAME, Join, Shape, Sizes
+from relayrun.train.export.joins import SAME, Join, ModelSizes, Shape
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -47,18 +47,18 @@ class Weight:
     def in_experts(self) -> bool:
         return EXPERTS in self.key
 
-    def part(self, sizes: Sizes) -> Shape:
+    def part(self, sizes: ModelSizes) -> Shape:
         """Return the shape of one layer, and of one expert."""
         return tuple(size if isinstance(size, int) else getattr(sizes, size) for size in self.shape)
 
-    def whole(self, sizes: Sizes) -> Shape:
+    def whole(self, sizes: ModelSizes) -> Shape:
         """Return the shape of the whole tensor."""
         experts = (sizes.experts,) if self.in_experts else ()
         return (*((sizes.layers,) if self.in_layers else ()), *experts, *self.part(sizes))
 
 
 @dataclass(frozen=True)
-class Piece:
+class MappedTensor:
     """A tensor of megatron-core, or one layer's or one expert's part of it, and what it is in transformers."""
 
     key: str
@@ -102,20 +102,20 @@ class ModelMapping:
         """The name within a sentence."""
         return f"an {self.name}" if self.name[0] in "AEIOU" else f"a {self.name}"
 
-    def used(self, model: Model) -> Iterator[Weight]:
+    def used(self, model: ModelSection) -> Iterator[Weight]:
         """Return the weights that this model has: a tied output layer is none."""
         return (each for each in self.weights if each.key != OUTPUT or model.untie_embeddings_and_output_weights)
 
-    def megatron_shapes(self, model: Model, padded_vocabulary: int) -> dict[str, Shape]:
+    def megatron_shapes(self, model: ModelSection, padded_vocabulary: int) -> dict[str, Shape]:
         """Return the shape of every weight that a checkpoint of this model holds, by its key."""
         sizes = sizes_of(model, padded_vocabulary)
         return {weight.key: weight.whole(sizes) for weight in self.used(model)}
 
-    def keys(self, model: Model, found: Mapping[str, object]) -> dict[str, str]:
+    def keys(self, model: ModelSection, found: Mapping[str, object]) -> dict[str, str]:
         """Return the keys that a checkpoint with the weights `found` has for those of the mapping."""
         return {each.key: each.also if each.also in found and each.also else each.key for each in self.used(model)}
 
-    def check(self, found: Mapping[str, Shape], model: Model, padded_vocabulary: int, where: object) -> None:
+    def check(self, found: Mapping[str, Shape], model: ModelSection, padded_vocabulary: int, where: object) -> None:
         """Raise InputError unless these are the weights of this model, no more and no less."""
         keys = self.keys(model, found)
         wanted = {keys[key]: shape for key, shape in self.megatron_shapes(model, padded_vocabulary).items()}
@@ -133,7 +133,7 @@ class ModelMapping:
                 hint="give the config that it was trained with",
             )
 
-    def pieces(self, model: Model, vocabulary: int) -> Iterator[Piece]:
+    def pieces(self, model: ModelSection, vocabulary: int) -> Iterator[MappedTensor]:
         """Return the whole model in the order of transformers' files; `vocabulary`: without padding."""
         sizes = sizes_of(model, vocabulary)
         used = list(self.used(model))
@@ -156,10 +156,10 @@ class ModelMapping:
         return {name.format(layer=layer): value for layer in range(layers) for name, value in self.constants.items()}
 
 
-def sizes_of(model: Model, vocabulary: int) -> Sizes:
+def sizes_of(model: ModelSection, vocabulary: int) -> ModelSizes:
     """Return the sizes of a model with so many rows of embeddings."""
     own = model.transformer
-    return Sizes(
+    return ModelSizes(
         layers=model.num_layers,
         hidden=model.hidden_size,
         vocabulary=vocabulary,
@@ -172,11 +172,11 @@ def sizes_of(model: Model, vocabulary: int) -> Sizes:
     )
 
 
-def _piece(weight: Weight, sizes: Sizes, index: tuple[int, ...]) -> Piece:
+def _piece(weight: Weight, sizes: ModelSizes, index: tuple[int, ...]) -> MappedTensor:
     shape = weight.part(sizes)
     places = dict(zip(("layer", "expert"), index, strict=False))
     names = [name.format(**places) for name in weight.names]
-    return Piece(
+    return MappedTensor(
         key=weight.key,
         index=index,
         rows=sizes.vocabulary if weight.shape[0] == "vocabulary" else None,

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from relayrun.errors import InputError
-from relayrun.train.export.contents import Contents
+from relayrun.train.export.contents import CheckpointContents
 from relayrun.train.export.reader import CheckpointReader
 
-PREFIX = "optimizer.state."
-MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER_PREFIX = "optimizer.state."
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 _DEFAULTS: dict[str, Any] = {
     "amsgrad": False,
     "foreach": None,
@@ -56,14 +56,14 @@ class AdamState:
     """That of a distributed optimizer; None: plain."""
 
     def copy_into(
-        self, contents: Contents, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
+        self, contents: CheckpointContents, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
     ) -> None:
         """Add the tensors in another kind. `weights`: shapes by key. Raises InputError if one is not there."""
         found = set(self.reader.tensors)
-        names = {f"{PREFIX}{name}.": f"{PREFIX}{name}." for name in MOMENTS}
+        names = {f"{OPTIMIZER_PREFIX}{name}.": f"{OPTIMIZER_PREFIX}{name}." for name in ADAM_MOMENTS}
         if distributed or precision == "bf16":  # a plain optimizer has the weights themselves where these are fp32
-            source = "" if self.main is None else f"{PREFIX}{self.main}."
-            names[source] = f"{PREFIX}{'param' if distributed else 'fp32_param'}."
+            source = "" if self.main is None else f"{OPTIMIZER_PREFIX}{self.main}."
+            names[source] = f"{OPTIMIZER_PREFIX}{'param' if distributed else 'fp32_param'}."
         for key, size in weights.items():
             for source, target in names.items():
                 if source + key not in found:
@@ -84,21 +84,25 @@ class AdamState:
         return [_DEFAULTS | group | {"step": self.step} for group in self.groups]
 
 
-def find(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamState:
+def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamState:
     """Return what a checkpoint with this plain part (`common["optimizer"]`) holds.
 
     Raises InputError, which says it in words, if it is another optimizer's state, or in another form.
     """
     where = reader.folder
     form = state.get("param_state_sharding_type")
-    kinds = {key.removeprefix(PREFIX).partition(".")[0] for key in reader.tensors if key.startswith(PREFIX)}
-    if not kinds.issuperset(MOMENTS):
+    kinds = {
+        key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0]
+        for key in reader.tensors
+        if key.startswith(OPTIMIZER_PREFIX)
+    }
+    if not kinds.issuperset(ADAM_MOMENTS):
         raise InputError(
             f"the state of its {'distributed ' if form else ''}optimizer is in another form"
             + (f" ({form})" if form else ""),
             where=where,
         )
-    if more := sorted(kinds - {*MOMENTS, "param", "fp32_param"}):
+    if more := sorted(kinds - {*ADAM_MOMENTS, "param", "fp32_param"}):
         raise InputError(f"its optimizer keeps {more[0]}, which is not Adam's", where=where)
     inner = state["optimizer"] if isinstance(state.get("optimizer"), Mapping) else state
     groups = inner.get("param_groups")
@@ -115,7 +119,7 @@ def find(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamState:
     return AdamState(reader=reader, groups=plain, step=int(steps.pop()), main=main, form=form)
 
 
-def _copy(reader: CheckpointReader, contents: Contents, key: str, name: str, size: tuple[int, ...]) -> None:
+def _copy(reader: CheckpointReader, contents: CheckpointContents, key: str, name: str, size: tuple[int, ...]) -> None:
     found = reader.size(key)
     if found == size:
         contents.copy_tensor(reader, key, name)

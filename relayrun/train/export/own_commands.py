@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.compose.schema import CommonConfig
-from relayrun.control.rundir.evaluations import EvaluationDir, Results
+from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationScores
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 
-PATIENCE = 10.0
+COMMAND_END_SECONDS = 10.0
 """Seconds that a command has to end where the job ends."""
 
 
-class OwnCommands:
+class EvaluationCommands:
     """The commands of the section `evaluation` for one checkpoint."""
 
     def __init__(self, run: Run, config: CommonConfig, folder: EvaluationDir, checkpoint: Path) -> None:
@@ -49,7 +49,7 @@ class OwnCommands:
         if not words:
             model = self._checkpoint
         else:
-            _run(_filled(words, self._names | {"model": str(model)}), setting="evaluation.convert")
+            _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.convert")
         if not (model / "config.json").is_file():
             raise InputError(
                 "this is no folder of transformers: it has no config.json",
@@ -60,17 +60,17 @@ class OwnCommands:
             )
         return model
 
-    def score(self, model: Path) -> tuple[Results, dict[str, Any]]:
+    def score(self, model: Path) -> tuple[EvaluationScores, dict[str, Any]]:
         """Return what the command scores, and what it was. Raises InputError if it fails, or has written no numbers."""
         words = self._settings.command
         self._folder.scores.unlink(missing_ok=True)
-        _run(_filled(words, self._names | {"model": str(model)}), setting="evaluation.command")
-        found = read(self._folder.scores)
+        _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.command")
+        found = read_scores(self._folder.scores)
         program = next((word for word in words if word.endswith((".py", ".sh"))), words[0])
         return found, {"program": Path(program).name, "command": words}
 
 
-def read(path: Path) -> Results:
+def read_scores(path: Path) -> EvaluationScores:
     """Return the numbers of a JSON object: {task: {metric: number}}, {metric: number}, or what lm_eval writes.
 
     Raises InputError if there is no such file, or it holds no numbers.
@@ -104,7 +104,7 @@ def read(path: Path) -> Results:
     return found
 
 
-def _run(words: Sequence[str], *, setting: str) -> None:
+def _run_command(words: Sequence[str], *, setting: str) -> None:
     """Run a command to its end, in a process group that ends with this program. Raises InputError if it fails."""
     print(f"{setting}: {shlex.join(words)}", flush=True)
     try:
@@ -114,13 +114,13 @@ def _run(words: Sequence[str], *, setting: str) -> None:
     try:
         code = program.wait()
     finally:
-        _end(program)
+        _end_command(program)
     if code:
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         raise InputError(f"{Path(words[0]).name} ended with {how}", where=setting, hint="the job's log says more")
 
 
-def _end(program: subprocess.Popen[bytes]) -> None:
+def _end_command(program: subprocess.Popen[bytes]) -> None:
     """End what is left of a command and of all that it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -130,7 +130,7 @@ def _end(program: subprocess.Popen[bytes]) -> None:
         if program.poll() is not None:
             continue
         try:
-            program.wait(PATIENCE)
+            program.wait(COMMAND_END_SECONDS)
         except subprocess.TimeoutExpired:
             continue
 

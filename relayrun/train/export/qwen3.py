@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from relayrun.train.export.llama import ATTENTION, ATTENTION_WEIGHTS, EMBEDDINGS, LAST, MLP_WEIGHTS, OF
+from relayrun.train.export.llama import (
+    ATTENTION_PREFIX,
+    ATTENTION_WEIGHTS,
+    EMBEDDING_WEIGHTS,
+    LAST_WEIGHTS,
+    LAYER_PREFIX,
+    MLP_WEIGHTS,
+)
 from relayrun.train.export.model_mapping import ModelMapping, Weight
 
-NORMS_OF_HEADS = (
-    Weight(ATTENTION + "q_layernorm.weight", ("head",), (OF + "self_attn.q_norm.weight",)),
-    Weight(ATTENTION + "k_layernorm.weight", ("head",), (OF + "self_attn.k_norm.weight",)),
+QK_NORM_WEIGHTS = (
+    Weight(ATTENTION_PREFIX + "q_layernorm.weight", ("head",), (LAYER_PREFIX + "self_attn.q_norm.weight",)),
+    Weight(ATTENTION_PREFIX + "k_layernorm.weight", ("head",), (LAYER_PREFIX + "self_attn.k_norm.weight",)),
 )
 
 QWEN3 = ModelMapping(
     name="Qwen3",
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    weights=(EMBEDDINGS, *ATTENTION_WEIGHTS, *NORMS_OF_HEADS, *MLP_WEIGHTS, *LAST),
+    weights=(EMBEDDING_WEIGHTS, *ATTENTION_WEIGHTS, *QK_NORM_WEIGHTS, *MLP_WEIGHTS, *LAST_WEIGHTS),
     transformer={"qk_layernorm": True},
     settings={"kv_channels": "head_dim"},
     config={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from relayrun.errors import InputError
-from relayrun.train.checkpoint.checksums import INDEX, Damaged
-from relayrun.train.checkpoint.metadata import METADATA
+from relayrun.train.checkpoint.checksums import CHECKSUM_INDEX, DamagedCheckpoint
+from relayrun.train.checkpoint.metadata import METADATA_FILE
 from relayrun.train.checkpoint.reader import CheckedReader
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = ("embedding.", "decoder.", "output_layer.")
+WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 """How the keys of a language model's weights begin; the rest is the optimizer's and the run's."""
 
 
@@ -42,7 +42,7 @@ class CheckpointReader:
         saved, or it holds more than values.
         """
         self.folder = folder
-        if not (folder / METADATA).exists() and not (folder / INDEX).exists():
+        if not (folder / METADATA_FILE).exists() and not (folder / CHECKSUM_INDEX).exists():
             raise InputError(
                 "this is no torch_dist checkpoint: it has no .metadata",
                 where=folder,
@@ -50,7 +50,7 @@ class CheckpointReader:
             )
         try:
             reader = CheckedReader(folder, checksum)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             raise InputError(
                 f"this checkpoint is damaged: {error.message}", where=folder, hint="export another iteration"
             ) from None
@@ -69,7 +69,7 @@ class CheckpointReader:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights, by key."""
-        return {key: tuple(value.size) for key, value in self._tensors.items() if key.startswith(WEIGHTS)}
+        return {key: tuple(value.size) for key, value in self._tensors.items() if key.startswith(WEIGHT_PREFIXES)}
 
     @property
     def tensors(self) -> list[str]:
@@ -85,7 +85,7 @@ class CheckpointReader:
         """Return the plain values of the checkpoint, by name. Raises InputError."""
         try:
             return self._reader.common()
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             raise InputError(f"this checkpoint is damaged: {error.message}", where=self.folder) from None
 
     def size(self, key: str) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class CheckpointReader:
             raise InputError(f"its pieces of {key} don't make up the whole", where=self.folder)
         try:
             self._reader.read_data(LoadPlan(items), _Into(part)).wait()
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             raise InputError(
                 f"this checkpoint is damaged: {error.message}", where=self.folder, hint="export another iteration"
             ) from None
@@ -142,7 +142,7 @@ class CheckpointReader:
         try:
             self._reader.read_data(LoadPlan([item]), found).wait()
             packed = torch.load(found.data, map_location="cpu", weights_only=True)
-        except (Damaged, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        except (DamagedCheckpoint, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
         return packed[0] if isinstance(packed, list) and len(packed) == 1 else packed
 

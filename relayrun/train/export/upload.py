@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.masking import is_secret_name, masked
+from relayrun.masking import is_secret_name, mask_tokens
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -27,7 +27,7 @@ _REPOSITORY = re.compile(rf"{_PART}/{_PART}")
 
 
 @dataclass(frozen=True)
-class Hub:
+class HubRepository:
     """A repository of models, and who asks for it."""
 
     repository: str
@@ -36,7 +36,7 @@ class Hub:
     token: str = field(repr=False)
 
     @classmethod
-    def from_environment(cls, repository: str, environment: Mapping[str, str] = os.environ) -> Hub:
+    def from_environment(cls, repository: str, environment: Mapping[str, str] = os.environ) -> HubRepository:
         """Return the repository with the token that is there. Raises ConfigError without one, or without the package.
 
         Nothing is asked of the hub.
@@ -74,7 +74,7 @@ class Hub:
         return HfApi(endpoint=self.endpoint, token=self.token)
 
 
-def upload(hub: Hub, folder: Path, *, public: bool = False, revision: str | None = None) -> str:
+def upload_to_hub(hub: HubRepository, folder: Path, *, public: bool = False, revision: str | None = None) -> str:
     """Upload a folder of transformers in one commit; return in words what the hub has.
 
     A repository that is not there is made, closed to others unless `public`; `revision` is a branch, which is made as
@@ -119,14 +119,14 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _one_error(hub: Hub) -> Iterator[None]:
+def _one_error(hub: HubRepository) -> Iterator[None]:
     """Turn what huggingface_hub raises into one error, without the token."""
     try:
         yield
     except Exception as error:  # of httpx, of the hub, of the disk: each release has others
         said = [str(each).strip().partition("\n")[0] for each in _causes(error)]
         words = "; ".join(dict.fromkeys(filter(None, said))) or type(error).__name__
-        words = masked(words.replace(hub.token, "<token>"))[0]
+        words = mask_tokens(words.replace(hub.token, "<token>"))[0]
         raise InputError(
             f"the hub has not taken it: {words}",
             where=hub.repository,

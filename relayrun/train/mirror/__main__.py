@@ -8,14 +8,14 @@ from pathlib import Path
 
 from relayrun.control.rundir.run import Run
 from relayrun.errors import run_main
-from relayrun.train.mirror.sync import sync
+from relayrun.train.mirror.sync import mirror_checkpoints
 
 
 def main() -> int:
     """Make the pass; the exit code is 1 where something was not copied."""
     parser = argparse.ArgumentParser(prog="relayrun.train.mirror")
     parser.add_argument("run", type=Path)
-    return sync(Run(parser.parse_args().run)).tell()
+    return mirror_checkpoints(Run(parser.parse_args().run)).tell()
 
 
 if __name__ == "__main__":

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from relayrun.control.rundir.mirror import MirrorPolicy
-from relayrun.train.mirror.folder import FolderPlace
-from relayrun.train.mirror.pace import Pace
-from relayrun.train.mirror.place import Place
-from relayrun.train.mirror.store import StorePlace
+from relayrun.train.mirror.folder import FolderDestination
+from relayrun.train.mirror.object_store import ObjectStoreDestination
+from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.train.mirror.place import MirrorDestination
 
 
-def place_of(policy: MirrorPolicy, pace: Pace) -> Place:
+def destination_of_policy(policy: MirrorPolicy, pace: CopyRateLimit) -> MirrorDestination:
     """Return the second place that a policy names."""
-    return place_at(policy.folder, pace)
+    return destination_at(policy.folder, pace)
 
 
-def place_at(where: str, pace: Pace) -> Place:
+def destination_at(where: str, pace: CopyRateLimit) -> MirrorDestination:
     """Return the second place that is a folder, or a URL."""
     if "://" in where:
-        return StorePlace(where, pace)
-    return FolderPlace(Path(where))
+        return ObjectStoreDestination(where, pace)
+    return FolderDestination(Path(where))

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PIECE = 8 << 20
+COPY_PIECE_BYTES = 8 << 20
 """Bytes that are copied at a time."""
 
 
 @dataclass
-class Pace:
+class CopyRateLimit:
     """Keeps copying below so many bytes a second, on average since it began.
 
     `sleep` and `clock` are those of `time`, but in tests.

@@ -12,29 +12,29 @@ from pathlib import Path
 
 from relayrun.control.rundir import lineage, mirror
 from relayrun.control.rundir.lineage import Lineage
-from relayrun.control.rundir.mirror import Copy
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.mirror import CheckpointCopy
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import free_name, fsync_directory
-from relayrun.train.checkpoint.checksums import LocalFiles
-from relayrun.train.mirror.choose import place_at, place_of
+from relayrun.files import fsync_directory, unused_name
+from relayrun.train.checkpoint.checksums import LocalCheckpointFiles
+from relayrun.train.mirror.choose import destination_at, destination_of_policy
 from relayrun.train.mirror.folder import remove_tree, stage_files
-from relayrun.train.mirror.pace import Pace
-from relayrun.train.mirror.place import NotCopied, Place, faults
-from relayrun.train.mirror.sync import alone, check_owner
+from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.train.mirror.place import CopyFailed, MirrorDestination, copy_faults
+from relayrun.train.mirror.sync import check_owner, mirror_lock
 
 
-def restore(run: Run, iteration: int | None, *, pace: Pace | None = None) -> list[str]:
+def restore_copy(run: Run, iteration: int | None, *, pace: CopyRateLimit | None = None) -> list[str]:
     """Put a copy back where the run's records say that it was; return what was done, in words.
 
     `iteration`: None for the newest one that counts and is missing or torn in the run. No job of the run may live.
     Raises RelayrunError where there is no such copy, or none that is what was saved.
     """
-    policy = mirror.read_policy(run)
+    policy = mirror.read_mirror_policy(run)
     if policy is None:
         raise RunDirError("this run has no second place", where=run.path, hint="see checkpoint.mirror")
-    place = place_of(policy, pace or Pace(None))
+    place = destination_of_policy(policy, pace or CopyRateLimit(None))
     check_owner(run, policy, place)
     if run.checkpoints.is_symlink() and not run.checkpoints.exists():
         away = os.path.realpath(run.checkpoints)
@@ -43,12 +43,12 @@ def restore(run: Run, iteration: int | None, *, pace: Pace | None = None) -> lis
             where=run.checkpoints,
             hint=f"mount it, or: {shlex.join(['mkdir', '-p', away])}",
         )
-    with alone(run):
+    with mirror_lock(run):
         return _restore(run, iteration, place)
 
 
-def _restore(run: Run, iteration: int | None, place: Place) -> list[str]:
-    copied = mirror.newest_first(place.copies())
+def _restore(run: Run, iteration: int | None, place: MirrorDestination) -> list[str]:
+    copied = mirror.copies_newest_first(place.copies())
     line = {commit.iteration: commit for commit in Lineage(run).line()}
     candidates = [copy for copy in copied if copy.iteration in line and copy.is_of(line[copy.iteration])]
     chosen = [copy for copy in candidates if iteration in (None, copy.iteration)]
@@ -61,7 +61,7 @@ def _restore(run: Run, iteration: int | None, place: Place) -> list[str]:
     said: list[str] = list(newer)
     for copy in chosen:
         commit = line[copy.iteration]
-        if lineage.fault(commit) is None:
+        if lineage.checkpoint_fault(commit) is None:
             if len(said) > len(newer) or iteration is not None:
                 return [*said, f"iteration {copy.iteration} is whole in the run: {commit.path}"]
             raise InputError(
@@ -73,7 +73,7 @@ def _restore(run: Run, iteration: int | None, place: Place) -> list[str]:
             )
         try:
             said.append(_put_back(run, place, copy, commit))
-        except NotCopied as error:
+        except CopyFailed as error:
             if iteration is not None or copy is chosen[-1]:
                 raise _offering(error, copy, candidates) from None
             said.append(f"not restored: {error}")
@@ -82,7 +82,9 @@ def _restore(run: Run, iteration: int | None, place: Place) -> list[str]:
     return said
 
 
-def _uncounted(place: Place, copied: Sequence[Copy], counting: Sequence[Copy]) -> list[str]:
+def _uncounted(
+    place: MirrorDestination, copied: Sequence[CheckpointCopy], counting: Sequence[CheckpointCopy]
+) -> list[str]:
     """Tell of a copy that is newer than what the run's records count, in words; nothing where there is none."""
     newest = counting[0].iteration if counting else 0
     if not copied or copied[0].iteration <= newest:
@@ -94,37 +96,37 @@ def _uncounted(place: Place, copied: Sequence[Copy], counting: Sequence[Copy]) -
     ]
 
 
-def _offering(error: NotCopied, copy: Copy, others: Sequence[Copy]) -> NotCopied:
+def _offering(error: CopyFailed, copy: CheckpointCopy, others: Sequence[CheckpointCopy]) -> CopyFailed:
     """The same error; it names the copy before this one."""
     before = next((each.iteration for each in others if each.iteration < copy.iteration), None)
     if before is None:
         return error
-    return NotCopied(
+    return CopyFailed(
         error.message, where=error.where, hint=f"there is a copy of iteration {before}, too: name it as :{before}"
     )
 
 
-def _put_back(run: Run, place: Place, copy: Copy, commit: Commit) -> str:
+def _put_back(run: Run, place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit) -> str:
     staged = run.checkpoints / ".staging" / "restore" / copy.name
     _fetch(place, copy, commit, staged)
     final = Path(commit.path)
-    if mirror.exists(final):
+    if mirror.name_exists(final):
         aside = run.checkpoints / ".superseded"
         aside.mkdir(exist_ok=True)
-        os.rename(final, free_name(aside, f"{final.name}-torn"))
+        os.rename(final, unused_name(aside, f"{final.name}-torn"))
     _name(staged, final)
-    mirror.note_verified(run, commit, now=time.time())
+    mirror.record_verified(run, commit, now=time.time())
     return f"restored iteration {copy.iteration}: {sum(copy.files.values()):,} bytes, verified: {final}"
 
 
-def fetch(where: str, iteration: int | None, target: Path) -> list[str]:
+def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
     """Put a copy below a folder, of a run that is lost itself; return what was done, in words.
 
     `where`: the folder or URL of the run's copies. `iteration`: None for the newest copy; one that is damaged is named,
     and the one before it taken. Raises RelayrunError where there is no such copy, or none that is what was saved.
     """
-    place = place_at(where, Pace(None))
-    copied = mirror.newest_first(place.copies())
+    place = destination_at(where, CopyRateLimit(None))
+    copied = mirror.copies_newest_first(place.copies())
     chosen = [copy for copy in copied if iteration in (None, copy.iteration)]
     if not chosen:
         have = ", ".join(str(copy.iteration) for copy in reversed(copied)) or "none"
@@ -135,15 +137,17 @@ def fetch(where: str, iteration: int | None, target: Path) -> list[str]:
         return _fetch_one(place, chosen, copied, target)
 
 
-def _fetch_one(place: Place, chosen: Sequence[Copy], copied: Sequence[Copy], target: Path) -> list[str]:
+def _fetch_one(
+    place: MirrorDestination, chosen: Sequence[CheckpointCopy], copied: Sequence[CheckpointCopy], target: Path
+) -> list[str]:
     said: list[str] = []
     for copy in chosen:
         final = target / copy.name
-        if mirror.exists(final):
+        if mirror.name_exists(final):
             raise InputError("something has this name already", where=final, hint="give another folder")
         try:
             _fetch(place, copy, copy.as_commit(place.where), target / ".staging" / copy.name)
-        except NotCopied as error:
+        except CopyFailed as error:
             if copy is chosen[-1]:
                 raise _offering(error, copy, copied) from None
             said.append(f"not restored: {error}")
@@ -156,22 +160,22 @@ def _fetch_one(place: Place, chosen: Sequence[Copy], copied: Sequence[Copy], tar
     return said
 
 
-def _fetch(place: Place, copy: Copy, commit: Commit, staged: Path) -> None:
+def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit, staged: Path) -> None:
     """Bring a copy into a folder, on from where an earlier try has stopped, and verify it.
 
     What an earlier try has left may be torn itself: then all is brought once more before the copy is blamed. Raises
     NotCopied where the copy is at fault, RunDirError where the folder cannot be written: no other copy helps then.
     """
     source = place.files(copy)
-    goes_on = mirror.exists(staged)
+    goes_on = mirror.name_exists(staged)
     try:
         # whoever reads from a store has the pace of its place
-        stage_files(source, copy.as_commit(place.where), staged, Pace(None))
-        found, _ = faults(LocalFiles(staged), commit, hashes=copy.hashes)
+        stage_files(source, copy.as_commit(place.where), staged, CopyRateLimit(None))
+        found, _ = copy_faults(LocalCheckpointFiles(staged), commit, hashes=copy.hashes)
         if found and goes_on:
             remove_tree(staged)
-            stage_files(source, copy.as_commit(place.where), staged, Pace(None))
-            found, _ = faults(LocalFiles(staged), commit, hashes=copy.hashes)
+            stage_files(source, copy.as_commit(place.where), staged, CopyRateLimit(None))
+            found, _ = copy_faults(LocalCheckpointFiles(staged), commit, hashes=copy.hashes)
     except OSError as error:
         why = f"{error.filename or staged}: {error.strerror or error}"
         hint = "make room, or mend it; the same command goes on where it was"
@@ -179,7 +183,7 @@ def _fetch(place: Place, copy: Copy, commit: Commit, staged: Path) -> None:
     if found:
         remove_tree(staged)
         _marker(staged).unlink(missing_ok=True)
-        raise NotCopied(f"the copy of iteration {copy.iteration} is damaged: {found[0]}", where=source.where)
+        raise CopyFailed(f"the copy of iteration {copy.iteration} is damaged: {found[0]}", where=source.where)
 
 
 def _name(staged: Path, final: Path) -> None:

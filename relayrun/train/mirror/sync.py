@@ -12,22 +12,22 @@ from pathlib import Path
 
 from relayrun.control.rundir import lineage, mirror
 from relayrun.control.rundir.lineage import Lineage
-from relayrun.control.rundir.mirror import Copy, LastPass, MirrorPolicy, Owner
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPass, MirrorPolicy
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError
-from relayrun.masking import masked
+from relayrun.masking import mask_tokens
 from relayrun.tokens.stores.remote import StoreError
-from relayrun.train.mirror.choose import place_of
-from relayrun.train.mirror.pace import Pace
-from relayrun.train.mirror.place import NotCopied, Place, faults, name_of, source_faults
+from relayrun.train.mirror.choose import destination_of_policy
+from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.train.mirror.place import CopyFailed, MirrorDestination, copy_faults, copy_name, source_faults
 
-TRIES = 2
+COPY_TRIES = 2
 """How often a checkpoint is copied in a pass before it is left for the next one."""
 
 
 @dataclass
-class Done:
+class MirrorPassResult:
     """What a pass did, in words, and what it could not do."""
 
     lines: list[str] = field(default_factory=list)
@@ -42,27 +42,27 @@ class Done:
         return int(bool(self.complaints))
 
 
-def sync(run: Run, *, verify: bool = False, pace: Pace | None = None) -> Done:
+def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | None = None) -> MirrorPassResult:
     """Bring the copies of a run up to date; return what was done.
 
     `verify`: read all copies back in full, too. Raises RelayrunError where the run has no mirror, its place is away or
     another run's, and where another process copies now.
     """
-    policy = MirrorPolicy.read_own(mirror.policy_path(run))
+    policy = MirrorPolicy.read_own(mirror.mirror_policy_path(run))
     if policy is None:
         raise RunDirError(
             "the checkpoints of this run are not copied to a second place",
             where=run.path,
             hint="set checkpoint.mirror in its config and submit it again",
         )
-    mirror.folder(run).mkdir(exist_ok=True)
-    with alone(run):
+    mirror.mirror_folder(run).mkdir(exist_ok=True)
+    with mirror_lock(run):
         rate = policy.megabytes_per_second
-        work = _Pass(run, policy, pace or Pace(None if rate is None else rate * 1e6))
+        work = _MirrorPass(run, policy, pace or CopyRateLimit(None if rate is None else rate * 1e6))
         try:
             return work.all(verify=verify)
         except OSError as error:
-            work.done.complaints.append(masked(f"{error.filename or policy.folder}: {error.strerror or error}")[0])
+            work.done.complaints.append(mask_tokens(f"{error.filename or policy.folder}: {error.strerror or error}")[0])
             return work.done
         except StoreError as error:
             work.done.complaints.append(str(error))
@@ -74,32 +74,32 @@ def sync(run: Run, *, verify: bool = False, pace: Pace | None = None) -> Done:
             work.note()
 
 
-class _Pass:
+class _MirrorPass:
     """One pass over the checkpoints of a run."""
 
-    def __init__(self, run: Run, policy: MirrorPolicy, pace: Pace) -> None:
+    def __init__(self, run: Run, policy: MirrorPolicy, pace: CopyRateLimit) -> None:
         self._run = run
         self._policy = policy
         self._pace = pace
-        self._place = place_of(policy, pace)
-        self.done = Done()
+        self._place = destination_of_policy(policy, pace)
+        self.done = MirrorPassResult()
         self._ended = False
 
-    def all(self, *, verify: bool) -> Done:
-        _open(self._run, self._policy, self._place)
-        mirror.write_copying(self._run, None, now=time.time())  # of a pass that was killed
+    def all(self, *, verify: bool) -> MirrorPassResult:
+        _open_destination(self._run, self._policy, self._place)
+        mirror.write_copy_in_progress(self._run, None, now=time.time())  # of a pass that was killed
         self._tidy()
         self._look_at_copies(verify=verify)
         failed: set[int] = set()
         while (commit := self._next(failed)) is not None:
-            mirror.write_copying(self._run, commit.iteration, now=time.time())
+            mirror.write_copy_in_progress(self._run, commit.iteration, now=time.time())
             try:
                 self._copy(commit)
-            except NotCopied as error:
+            except CopyFailed as error:
                 failed.add(commit.iteration)
                 self.done.complaints.append(str(error))
             finally:
-                mirror.write_copying(self._run, None, now=time.time())
+                mirror.write_copy_in_progress(self._run, None, now=time.time())
         self._remove()
         self._ended = True
         return self.done
@@ -108,58 +108,60 @@ class _Pass:
         """Leave word for people of how it ended."""
         complaints = self.done.complaints or ["the pass was interrupted"] * (not self._ended)
         now, complaint = time.time(), "; ".join(complaints) or None
-        last = LastPass(time=now, iteration=None, behind=0, complaint=complaint, seen=False)
+        last = MirrorPass(time=now, iteration=None, behind=0, complaint=complaint, seen=False)
         with contextlib.suppress(RelayrunError, OSError):
-            if (before := mirror.read_last(self._run)) is not None:
+            if (before := mirror.read_last_pass(self._run)) is not None:
                 good_time = before.time if before.complaint is None else before.good_time
                 last = replace(last, iteration=before.iteration, copies=before.copies, good_time=good_time)
             last = replace(last, behind=len(self._missing()))
             if self._place.owner() is not None:
-                every = mirror.newest_first(self._place.copies())
+                every = mirror.copies_newest_first(self._place.copies())
                 newest = next((copy for copy in self._counting(every) if self._place.fault(copy) is None), None)
                 iteration = None if newest is None else newest.iteration
                 last = replace(last, iteration=iteration, copies=len(every), seen=True)
         if complaint is None:
             last = replace(last, good_time=now)
         with contextlib.suppress(OSError):
-            mirror.write_last(self._run, last)
+            mirror.write_last_pass(self._run, last)
 
-    def _line(self) -> dict[str, Commit]:
+    def _line(self) -> dict[str, CheckpointCommit]:
         """The run's own commits that count, by the names of their copies."""
         own = [counted.commit for counted in Lineage(self._run).backwards() if counted.published]
-        return {name_of(commit): commit for commit in own}
+        return {copy_name(commit): commit for commit in own}
 
-    def _missing(self) -> list[Commit]:
+    def _missing(self) -> list[CheckpointCommit]:
         """Whole checkpoints that should be copied and are not, the newest first."""
         line, copied = self._line(), self._place.copies()
-        whole = {name: commit for name, commit in line.items() if lineage.fault(commit) is None}
+        whole = {name: commit for name, commit in line.items() if lineage.checkpoint_fault(commit) is None}
         there = {copy.iteration for name, copy in copied.items() if name in line and copy.is_of(line[name])}
         wanted = self._kept({commit.iteration for commit in whole.values()} | there)
         found = [commit for commit in whole.values() if commit.iteration in wanted - there]
         return sorted(found, key=lambda commit: commit.iteration, reverse=True)
 
     def _kept(self, iterations: set[int]) -> set[int]:
-        return mirror.kept(iterations, keep_last=self._policy.keep_last, keep_every=self._policy.keep_every)
+        return mirror.iterations_to_keep(
+            iterations, keep_last=self._policy.keep_last, keep_every=self._policy.keep_every
+        )
 
-    def _next(self, failed: set[int]) -> Commit | None:
+    def _next(self, failed: set[int]) -> CheckpointCommit | None:
         return next((commit for commit in self._missing() if commit.iteration not in failed), None)
 
-    def _copy(self, commit: Commit) -> None:
+    def _copy(self, commit: CheckpointCommit) -> None:
         """Copy a checkpoint, verify it, give it its name, claim it. Raises NotCopied; OSError where the place fails."""
         began = time.monotonic()
-        for number in range(1, TRIES + 1):
+        for number in range(1, COPY_TRIES + 1):
             files = self._place.stage(commit, self._pace)
-            found, hashes = faults(files, commit)
+            found, hashes = copy_faults(files, commit)
             if not found:
                 break
             self._place.unstage(commit)
             if known := source_faults(commit):
-                raise NotCopied(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
-            if number == TRIES:
-                what = f"its copy is not what was saved, {TRIES} times: {found[0]}"
-                raise NotCopied(what, where=files.where)
-        copy = Copy(
-            name=name_of(commit),
+                raise CopyFailed(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
+            if number == COPY_TRIES:
+                what = f"its copy is not what was saved, {COPY_TRIES} times: {found[0]}"
+                raise CopyFailed(what, where=files.where)
+        copy = CheckpointCopy(
+            name=copy_name(commit),
             iteration=commit.iteration,
             files=commit.files,
             checksum=commit.checksum,
@@ -168,7 +170,7 @@ class _Pass:
             time=time.time(),
         )
         self._place.publish(copy)
-        mirror.note_verified(self._run, commit, now=time.time())
+        mirror.record_verified(self._run, commit, now=time.time())
         size = sum(commit.files.values())
         self.done.lines.append(
             f"copied iteration {commit.iteration}: {size:,} bytes, verified, in {time.monotonic() - began:.1f} s"
@@ -181,7 +183,7 @@ class _Pass:
         for name, copy in self._place.copies().items():
             why = self._place.fault(copy)
             if why is None and verify:
-                found, _ = faults(self._place.files(copy), copy.as_commit(self._place.where), hashes=copy.hashes)
+                found, _ = copy_faults(self._place.files(copy), copy.as_commit(self._place.where), hashes=copy.hashes)
                 why = found[0] if found else None
                 self.done.lines += [f"verified iteration {copy.iteration}"] * (why is None)
             if why is not None:
@@ -197,7 +199,7 @@ class _Pass:
 
         What does not count any more, since training went back, stays until the copies that count are beyond it.
         """
-        every = mirror.newest_first(self._place.copies())
+        every = mirror.copies_newest_first(self._place.copies())
         counting = self._counting(every)
         if not counting or self._place.fault(counting[0]) is not None:
             return
@@ -209,35 +211,35 @@ class _Pass:
                 self.done.lines.append(f"removed iteration {copy.iteration}")
         self._tidy()
 
-    def _counting(self, copies: Iterable[Copy]) -> list[Copy]:
+    def _counting(self, copies: Iterable[CheckpointCopy]) -> list[CheckpointCopy]:
         """Those of these copies that hold a checkpoint of the run's line, in their order."""
         line = self._line()
         return [copy for copy in copies if copy.name in line and copy.is_of(line[copy.name])]
 
     def _tidy(self) -> None:
-        self._place.tidy(set(self._line()), {name_of(commit) for commit in self._missing()})
+        self._place.tidy(set(self._line()), {copy_name(commit) for commit in self._missing()})
 
 
-def _open(run: Run, policy: MirrorPolicy, place: Place) -> None:
+def _open_destination(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:
     """Make the second place this run's, or see that it is. Raises RelayrunError where it is another's."""
-    last = mirror.read_last(run)
+    last = mirror.read_last_pass(run)
     if last is not None and (last.copies or last.iteration is not None) and place.owner() is None:
         what = "copies were" if last.iteration is None else f"iteration {last.iteration} was copied"
         raise RunDirError(
             f"the second place is away, or was emptied: {what} there",
             where=place.where,
-            hint=f"mount it again; to begin anew, remove {mirror.folder(run) / 'last.json'}",
+            hint=f"mount it again; to begin anew, remove {mirror.mirror_folder(run) / 'last.json'}",
         )
     check_owner(run, policy, place)
-    place.prepare(Owner(id=policy.id, run=str(run.path)))
+    place.prepare(MirrorOwner(id=policy.id, run=str(run.path)))
 
 
-def check_owner(run: Run, policy: MirrorPolicy, place: Place) -> None:
+def check_owner(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:
     """Raise RunDirError where the copies that lie there are another run's."""
     owner = place.owner()
     if owner is None:
         return
-    elsewhere = owner.run != str(run.path) and is_mirrored(Run(Path(owner.run)), owner.id)
+    elsewhere = owner.run != str(run.path) and is_still_mirrored(Run(Path(owner.run)), owner.id)
     if owner.id != policy.id or elsewhere:
         raise RunDirError(
             f"this place holds the copies of another run, {owner.run}",
@@ -246,18 +248,18 @@ def check_owner(run: Run, policy: MirrorPolicy, place: Place) -> None:
         )
 
 
-def is_mirrored(run: Run, name: str) -> bool:
+def is_still_mirrored(run: Run, name: str) -> bool:
     """Whether a run is still there that copies under this id."""
     with contextlib.suppress(RunDirError, OSError):
-        policy = mirror.read_policy(run)
+        policy = mirror.read_mirror_policy(run)
         return policy is not None and policy.id == name
     return False
 
 
 @contextlib.contextmanager
-def alone(run: Run) -> Iterator[None]:
+def mirror_lock(run: Run) -> Iterator[None]:
     """Keep other processes from copying or restoring checkpoints of the run. Raises RunDirError where one does."""
-    with open(mirror.folder(run) / "lock", "w") as lock:
+    with open(mirror.mirror_folder(run) / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

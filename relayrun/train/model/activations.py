@@ -23,18 +23,18 @@ def quick_gelu(values: torch.Tensor) -> torch.Tensor:
     return values * torch.sigmoid(1.702 * values)
 
 
-def within_its_layer(values: torch.Tensor) -> torch.Tensor:
+def activation_inside_layer(values: torch.Tensor) -> torch.Tensor:
     """Stand for a function that each layer has a module for; megatron-core wants one in its config."""
     raise AssertionError("the layer has its own")
 
 
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "relu": functional.relu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
-    "xielu": within_its_layer,
+    "xielu": activation_inside_layer,
 }
 """Those of megatron-core that torch compiles on first use are written anew: on a CPU that takes longer than a run."""
 

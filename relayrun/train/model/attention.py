@@ -26,9 +26,9 @@ from torch.backends import cuda
 from torch.backends.cuda import SDPAParams
 
 from relayrun.train.model import heads, varlen
-from relayrun.train.model.documents import Documents, whole_rows
+from relayrun.train.model.documents import PackedDocuments, whole_rows
 
-FEWEST = 128
+SHORTEST_BLOCK = 128
 """Tokens of a block of a sequence with a window, where the window has not as many."""
 
 
@@ -55,7 +55,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *_: Any,
-        packed_seq_params: Documents | None = None,
+        packed_seq_params: PackedDocuments | None = None,
         **__: Any,
     ) -> torch.Tensor:
         """Attend with query [sequence, batch, heads, channels] to key and value [sequence, batch, groups, channels].
@@ -83,13 +83,18 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         return out[..., :channels].flatten(2)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, dropout: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: PackedDocuments | None,
+        dropout: float,
     ) -> torch.Tensor:
         """All as in `forward`, over whole rows; returns [sequence, batch, heads, channels]."""
         packed = documents is not None or self._window is not None
-        if packed and not dropout and varlen.usable(query, window=self._window):
+        if packed and not dropout and varlen.varlen_usable(query, window=self._window):
             rows = documents or whole_rows(query.shape[1], query.shape[0], query.device)
-            return varlen.attend(query, key, value, rows, scale=self._scale, window=self._window)
+            return varlen.attend_varlen(query, key, value, rows, scale=self._scale, window=self._window)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         if documents is None:
             return self._sequence(query, key, value, dropout).permute(2, 0, 1, 3)
@@ -107,7 +112,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         length, window = query.shape[2], self._window
         if window is None or length <= window + 1:
             return self._call(query, key, value, dropout)
-        block, outs, masks = max(window + 1, FEWEST), [], {}
+        block, outs, masks = max(window + 1, SHORTEST_BLOCK), [], {}
         for begin in range(0, length, block):
             end, first = min(begin + block, length), max(0, begin - window)
             shape = begin - first, end - begin

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
-from relayrun.config.sections.transformer import Transformer
+from relayrun.config.sections.transformer import TransformerSection
 from relayrun.train.parallel import Ranks
 
-NAMES = {
+AUXILIARY_LOSSES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
@@ -22,7 +22,7 @@ NAMES = {
 """What megatron-core calls the loss of each `moe_router_load_balancing_type`."""
 
 
-def names(transformer: Transformer) -> list[str]:
+def auxiliary_loss_names(transformer: TransformerSection) -> list[str]:
     """Return the losses of a model, in one order on all ranks; a stage without experts has none to add to them."""
     if transformer.num_moe_experts is None:
         return []
@@ -32,7 +32,7 @@ def names(transformer: Transformer) -> list[str]:
         if isinstance(kinds, list) and isinstance(factors, list)
         else [(str(kinds), float(factors))]  # type: ignore[arg-type]
     )
-    found = [NAMES[kind] for kind, factor in pairs if kind in NAMES and factor]
+    found = [AUXILIARY_LOSSES[kind] for kind, factor in pairs if kind in AUXILIARY_LOSSES and factor]
     return found + (["z_loss"] if transformer.moe_z_loss_coeff else [])
 
 

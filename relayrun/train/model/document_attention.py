@@ -9,7 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
-from relayrun.train.model.documents import Documents
+from relayrun.train.model.documents import PackedDocuments
 
 
 @cache
@@ -32,7 +32,7 @@ def document_attention(attention: type) -> type:
             packed_seq_params: PackedSeqParams | None = None,
             **named: Any,
         ) -> torch.Tensor:
-            if not isinstance(packed_seq_params, Documents):
+            if not isinstance(packed_seq_params, PackedDocuments):
                 named["packed_seq_params"] = packed_seq_params
                 out: torch.Tensor = super().forward(
                     query, key, value, attention_mask, attn_mask_type=attn_mask_type, **named

@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 
 @dataclass
-class Documents(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+class PackedDocuments(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
     """The documents of a micro-batch: a token sees those of its own document up to itself."""
 
     lengths: Sequence[Sequence[int]] = field(kw_only=True)
@@ -43,12 +43,12 @@ class Documents(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no 
 
 
 @lru_cache(maxsize=8)
-def whole_rows(batch: int, sequence: int, device: torch.device) -> Documents:
+def whole_rows(batch: int, sequence: int, device: torch.device) -> PackedDocuments:
     """Return rows that are one document each, as a kernel for documents wants them."""
-    return Documents(lengths=[[sequence]] * batch, device=device)
+    return PackedDocuments(lengths=[[sequence]] * batch, device=device)
 
 
-class Positions(torch.nn.Module):
+class RowwiseRotaryEmbedding(torch.nn.Module):
     """A rotary embedding for positions that differ from row to row, in the place of megatron-core's.
 
     Its own embedding gives position i to the i-th token of every row, whatever `position_ids` says.
@@ -80,7 +80,7 @@ class Positions(torch.nn.Module):
         return pairs[:, :, None, :]
 
 
-class StretchedPositions(Positions):
+class RowwiseYarnEmbedding(RowwiseRotaryEmbedding):
     """The same for a rotary embedding that is stretched (YaRN), in a layer with latent attention."""
 
     def __init__(self, rotary: torch.nn.Module, length: int) -> None:
@@ -96,6 +96,10 @@ class StretchedPositions(Positions):
         return angles[self._ids.T, 0], factor
 
 
-def positions_for(rotary: torch.nn.Module, length: int) -> Positions:
+def positions_for(rotary: torch.nn.Module, length: int) -> RowwiseRotaryEmbedding:
     """Return what takes the place of an embedding for sequences of this length."""
-    return StretchedPositions(rotary, length) if isinstance(rotary, YarnRotaryEmbedding) else Positions(rotary)
+    return (
+        RowwiseYarnEmbedding(rotary, length)
+        if isinstance(rotary, YarnRotaryEmbedding)
+        else RowwiseRotaryEmbedding(rotary)
+    )

@@ -19,8 +19,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import Router
 
-from relayrun.config.sections.transformer import Transformer
-from relayrun.train import megatron_core
+from relayrun.config.sections.transformer import TransformerSection
+from relayrun.train import megatron_versions
 
 
 def patch_router() -> None:
@@ -33,7 +33,7 @@ def patch_router() -> None:
         moe_utils.te_general_gemm = None
 
 
-class Experts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
+class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
     """The experts of a rank, one after the other; names in a checkpoint are those of TransformerEngine's, too.
 
     megatron-core 0.16.1 draws fresh weights on a CPU for the experts of each rank from one state of the generator: with
@@ -96,7 +96,7 @@ def reduce_over_own_replicas(model: torch.nn.Module) -> None:
                 parameter.allreduce = False  # megatron-core's word for it
 
 
-class Routers:
+class LocalRouters:
     """The routers of this rank, with what megatron-core does to them in a step before it should, or not as it should.
 
     Fault: where gradients are divided by the tokens that count (`calculate_per_token_loss`), megatron-core 0.16.1
@@ -108,7 +108,7 @@ class Routers:
     decided on the update, and while a save may still read them. So each step moves copies of them.
     """
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], settings: Transformer, *, by_token: bool) -> None:
+    def __init__(self, chunks: Iterable[torch.nn.Module], settings: TransformerSection, *, by_token: bool) -> None:
         self._settings = settings
         self._all = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
         self._biases: list[torch.Tensor] = []
@@ -149,4 +149,4 @@ def local_experts(config: TransformerConfig) -> Any:
     """Return the feed-forward part of a layer with experts, made of local modules."""
     patch_router()
     part = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    return megatron_core.with_experts(part, Experts)
+    return megatron_versions.with_experts(part, LocalExperts)

@@ -7,10 +7,10 @@ from typing import Any
 from megatron.core import fp8_utils
 from megatron.core.transformer import TransformerConfig
 
-from relayrun.config.sections.transformer import Transformer
+from relayrun.config.sections.transformer import TransformerSection
 from relayrun.errors import FatalTrainingError
 
-AVAILABLE = {
+FP8_AVAILABLE = {
     "delayed": "is_fp8_available",
     "tensorwise": "is_fp8_available",
     "blockwise": "is_fp8_block_scaling_available",
@@ -19,7 +19,7 @@ AVAILABLE = {
 """What TransformerEngine is asked whether the GPU can; older versions do not know every recipe."""
 
 
-def check(settings: Transformer, transformer: TransformerConfig) -> None:
+def check_fp8(settings: TransformerSection, transformer: TransformerConfig) -> None:
     """Ask before the model is built; megatron-core and TransformerEngine ask in the first step.
 
     Raises FatalTrainingError where the installed version does not know the recipe, or this GPU cannot compute by it.
@@ -31,14 +31,14 @@ def check(settings: Transformer, transformer: TransformerConfig) -> None:
     try:
         fp8_utils.get_fp8_recipe(transformer)
     except (AssertionError, AttributeError, ValueError) as error:
-        raise _refused(settings, f"TransformerEngine {version} does not know it ({error})") from error
-    ask: Any = getattr(manager, AVAILABLE[settings.fp8_recipe], None)
+        raise _fp8_refused(settings, f"TransformerEngine {version} does not know it ({error})") from error
+    ask: Any = getattr(manager, FP8_AVAILABLE[settings.fp8_recipe], None)
     can, why = ask() if ask is not None else (False, f"TransformerEngine {version} does not know it")
     if not can:
-        raise _refused(settings, why)
+        raise _fp8_refused(settings, why)
 
 
-def _refused(settings: Transformer, why: str) -> FatalTrainingError:
+def _fp8_refused(settings: TransformerSection, why: str) -> FatalTrainingError:
     return FatalTrainingError(
         f"model.transformer.fp8 {settings.fp8} with fp8_recipe {settings.fp8_recipe} cannot be had here: {why}",
         hint="set another model.transformer.fp8_recipe, or leave out model.transformer.fp8",

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fusion:
+class FusedKernel:
     """One of these kernels, in this attempt."""
 
     setting: str
@@ -27,36 +27,40 @@ class Fusion:
     """Why it cannot be used here; None: it can."""
 
 
-def choose(config: RunConfig, device: torch.device) -> dict[str, bool]:
+def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, bool]:
     """Return the fields of a TransformerConfig that turn the kernels on or off.
 
     On GPUs rank 0 logs which they are. Raises FatalTrainingError for one that is asked for and cannot be used.
     """
     found = [
-        _fusion("apply_rope_fusion", config.training.apply_rope_fusion, _no_rope(config, device)),
-        _fusion("gradient_accumulation_fusion", config.training.gradient_accumulation_fusion, _no_sum(device)),
+        _fused_kernel("apply_rope_fusion", config.training.apply_rope_fusion, _why_no_rope(config, device)),
+        _fused_kernel(
+            "gradient_accumulation_fusion",
+            config.training.gradient_accumulation_fusion,
+            _why_no_gradient_accumulation(device),
+        ),
     ]
     if device.type == "cuda" and torch.distributed.get_rank() == 0:
-        log.info("kernels that join several steps: %s", "; ".join(map(_words, found)))
+        log.info("kernels that join several steps: %s", "; ".join(map(_kernel_text, found)))
     return {fusion.setting: fusion.used for fusion in found}
 
 
-def _fusion(setting: str, wanted: bool | None, why_not: str | None) -> Fusion:
+def _fused_kernel(setting: str, wanted: bool | None, why_not: str | None) -> FusedKernel:
     if wanted and why_not is not None:
         raise FatalTrainingError(
             f"training.{setting} is set and cannot be had: {why_not}",
             hint=f"leave out training.{setting}: then it is used where it can be",
         )
-    return Fusion(setting=setting, used=why_not is None if wanted is None else wanted, why_not=why_not)
+    return FusedKernel(setting=setting, used=why_not is None if wanted is None else wanted, why_not=why_not)
 
 
-def _words(fusion: Fusion) -> str:
+def _kernel_text(fusion: FusedKernel) -> str:
     if fusion.used:
         return f"{fusion.setting} on"
     return f"{fusion.setting} off ({fusion.why_not or 'as it is set'})"
 
 
-def _no_rope(config: RunConfig, device: torch.device) -> str | None:
+def _why_no_rope(config: RunConfig, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it is a kernel for GPUs"
     if rope_utils.fused_apply_rotary_pos_emb is None:
@@ -68,7 +72,7 @@ def _no_rope(config: RunConfig, device: torch.device) -> str | None:
     return None
 
 
-def _no_sum(device: torch.device) -> str | None:
+def _why_no_gradient_accumulation(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it is a kernel for GPUs"
     if not layers._grad_accum_fusion_available:
@@ -76,7 +80,7 @@ def _no_sum(device: torch.device) -> str | None:
     return None
 
 
-def start_overlap(config: RunConfig, transformer: TransformerConfig) -> None:
+def start_communication_overlap(config: RunConfig, transformer: TransformerConfig) -> None:
     """Let TransformerEngine set up the buffers of parallel.tp_comm_overlap; all ranks together, before the model."""
     from transformer_engine.pytorch.module import base  # type: ignore[import-not-found,unused-ignore]
 

@@ -23,20 +23,20 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from relayrun.config.compose.expert_layout import expert_layers
-from relayrun.config.compose.schema import Data, RunConfig
+from relayrun.config.compose.schema import DataSection, RunConfig
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import documents
-from relayrun.train import megatron_core, own_code, own_model, parallel
-from relayrun.train.loss import LossSum, Result, loss_function
+from relayrun.train import megatron_versions, own_code, own_model, parallel
+from relayrun.train.loss import LossResult, LossSum, loss_function
 from relayrun.train.model import arguments, auxiliary_losses, experts, fp8, fusions, layers, weight_gradients
 from relayrun.train.model.auxiliary_losses import AuxiliaryLosses
-from relayrun.train.model.documents import Documents, Positions, positions_for
-from relayrun.train.model.size import flops_per_token, padded
-from relayrun.train.own_loss import OwnLoss
+from relayrun.train.model.documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
+from relayrun.train.model.size import flops_per_token, pad_to_multiple
+from relayrun.train.own_loss import UserLoss
 from relayrun.train.parallel import Ranks
 from relayrun.train.timers import Timers
 
-megatron_core.quiet()
+megatron_versions.quiet_megatron()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,13 @@ class MicroBatch:
     """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
     weights: npt.NDArray[np.float32] | None = None
     """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: each counts once."""
-    lengths: documents.Lengths = None
-    """Tokens of each document, of samples that know it themselves (`relayrun.tokens.order.rows.Row`)."""
+    lengths: documents.DocumentLengths = None
+    """Tokens of each document, of samples that know it themselves (`relayrun.tokens.order.rows.SampleRow`)."""
     loss_mask: npt.NDArray[np.float32] | None = None
     """1 where a token's loss counts, of shape [micro_batch_size, seq_length]; None: everywhere."""
 
 
-class Model:
+class ModelStage:
     """One pipeline stage of the model on this rank, with megatron-core's gradient buffers around it."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Model:
         `counted`: the tokens that alone are predicted (`data.mask_tokens_except`); None: all are. `progress` is called
         before every micro-batch.
         """
-        self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
+        self.padded_vocabulary_size = pad_to_multiple(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
         self.device = ranks.device
         self.ranks = ranks
@@ -82,7 +82,7 @@ class Model:
         self._restarts_positions = config.data.restarts_positions
         self._attends_documents = config.data.attends_documents
         self._loss_mean = config.training.resolved_loss_mean
-        self._own_loss = _own_loss(config.training.loss, ranks)
+        self._own_loss = _user_loss(config.training.loss, ranks)
         self._eod = _eod(config.data, eod)
         self._counted: npt.NDArray[np.bool_] | None = None
         if counted is not None:
@@ -98,10 +98,10 @@ class Model:
         """What megatron-core's modules are told."""
         transformer.timers = self.timers if self.timers.level else None
         self._warmup_flush = config.parallel.overlap_p2p_communication_warmup_flush
-        self._layers = layers.implementation(config)  # says what is missing before it is asked for something
-        fp8.check(config.model.transformer, transformer)
+        self._layers = layers.layer_implementation(config)  # says what is missing before it is asked for something
+        fp8.check_fp8(config.model.transformer, transformer)
         if transformer.tp_comm_overlap:
-            fusions.start_overlap(config, transformer)
+            fusions.start_communication_overlap(config, transformer)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
@@ -109,7 +109,7 @@ class Model:
             overlap_param_gather=config.parallel.overlap_param_gather,
             num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
         )
-        self._restarted: list[Positions] = []
+        self._restarted: list[RowwiseRotaryEmbedding] = []
         """Rotary embeddings that are told the positions of each micro-batch; none where these do not restart."""
         parallel.seed_weights(ranks, config.training.seed)
         parts = [self._build(config, transformer, stage) for stage in range(ranks.virtual_stages)]
@@ -125,12 +125,14 @@ class Model:
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
             if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
-                transformer.finalize_model_grads_func = weight_gradients.reduced_last(self.chunks[-1])
+                transformer.finalize_model_grads_func = weight_gradients.reduce_output_layer_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self._by_token = transformer.calculate_per_token_loss
-        self.routers = experts.Routers(self.chunks, config.model.transformer, by_token=self._by_token)
+        self.routers = experts.LocalRouters(self.chunks, config.model.transformer, by_token=self._by_token)
         self.auxiliary_losses = AuxiliaryLosses(
-            auxiliary_losses.names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
+            auxiliary_losses.auxiliary_loss_names(config.model.transformer),
+            layers=sum(expert_layers(config.model)),
+            ranks=ranks,
         )
         """What routers to experts add to the loss, as reported."""
 
@@ -164,7 +166,7 @@ class Model:
         block = layers.block_spec(self._layers, transformer, stage)
         if config.model.spec is None:
             return block
-        found = own_model.made(
+        found = own_model.build_user_model(
             config.model.spec,
             transformer,
             vocab_size=self.padded_vocabulary_size,
@@ -275,7 +277,7 @@ class Model:
 
     def _forward(
         self, batches: Iterator[MicroBatch], ddp: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Result]]:
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
         self._progress()
         batch = next(batches)
         device = self.ranks.device
@@ -289,7 +291,7 @@ class Model:
         if (counts := self._counts(batch)) is not None:
             parts["loss_mask"] = torch.from_numpy(counts).to(device)
         if self.ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
-            parts = megatron_core.batch_of_context_rank(parts)
+            parts = megatron_versions.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
             positions.at(parts["position_ids"])
@@ -304,10 +306,10 @@ class Model:
     def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
         """1 where the loss of a token counts, [micro_batch_size, seq_length]; None: everywhere."""
         if self._masks_loss:
-            counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
+            counts = documents.eod_loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
             counts = counts if batch.loss_mask is None else counts * batch.loss_mask
             if self._counted is not None:
-                counts = counts * documents.counted_targets(batch.tokens[:, 1:], self._counted)
+                counts = counts * documents.target_loss_mask(batch.tokens[:, 1:], self._counted)
             return counts
         if batch.loss_mask is not None:
             raise FatalTrainingError(
@@ -320,19 +322,19 @@ class Model:
         if not self._restarts_positions:
             return self._positions.expand(len(batch.tokens), -1)
         eod = self._eod if self._data.reset_position_ids else -1
-        found = documents.positions(batch.tokens[:, :-1], eod, batch.lengths)
+        found = documents.document_positions(batch.tokens[:, :-1], eod, batch.lengths)
         return torch.from_numpy(found).to(self.ranks.device)
 
-    def _documents(self, batch: MicroBatch) -> Documents | None:
+    def _documents(self, batch: MicroBatch) -> PackedDocuments | None:
         """What a token may see; None: all before it."""
         if not self._attends_documents:
             return None
         eod = self._eod if self._data.reset_attention_mask else -1
-        found = documents.lengths(batch.tokens[:, :-1], eod, batch.lengths)
-        return Documents(lengths=found, device=self.ranks.device)
+        found = documents.document_lengths(batch.tokens[:, :-1], eod, batch.lengths)
+        return PackedDocuments(lengths=found, device=self.ranks.device)
 
 
-def _eod(data: Data, eod: int | None) -> int:
+def _eod(data: DataSection, eod: int | None) -> int:
     """The end of a document; -1, which no token is, where nothing asks for it."""
     if eod is None and data.depends_on_ends:
         raise ConfigError(
@@ -343,23 +345,23 @@ def _eod(data: Data, eod: int | None) -> int:
     return -1 if eod is None else eod
 
 
-def _own_loss(path: str | None, ranks: Ranks) -> OwnLoss | None:
+def _user_loss(path: str | None, ranks: Ranks) -> UserLoss | None:
     if path is None:
         return None
     hint = "write module:function, where the ranks' Python finds its module; see docs/own-code.md"
-    return own_code.agreed(lambda: OwnLoss(path), ranks, setting="training.loss", hint=hint)
+    return own_code.agree_on_user_code(lambda: UserLoss(path), ranks, setting="training.loss", hint=hint)
 
 
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
     model, defers = config.model, config.parallel.defer_embedding_wgrad_compute
-    fused = fusions.choose(config, ranks.device)
+    fused = fusions.choose_fused_kernels(config, ranks.device)
     if defers:
-        weight_gradients.install(say=ranks.rank == 0)
+        weight_gradients.install_gradient_kernels(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
     kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
     return kind(
-        **arguments.of_transformer(model, on_gpu=on_gpu),
+        **arguments.transformer_arguments(model, on_gpu=on_gpu),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from relayrun.train.model.documents import Documents
+from relayrun.train.model.documents import PackedDocuments
 
 
 def patch_latent_attention() -> None:
@@ -62,7 +62,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
         **named: Any,
     ) -> tuple[torch.Tensor, ...]:
         """As in the base class: query, key and value [sequence, batch, heads, channels], and what they come from."""
-        seen = None if isinstance(packed_seq_params, Documents) else packed_seq_params
+        seen = None if isinstance(packed_seq_params, PackedDocuments) else packed_seq_params
         found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, seen, **named
         )

@@ -19,11 +19,11 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from relayrun.config.compose.expert_layout import with_experts
+from relayrun.config.compose.expert_layout import expert_layer_pattern
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import FatalTrainingError
-from relayrun.train import megatron_core
-from relayrun.train.model.activations import XieluMLP, within_its_layer
+from relayrun.train import megatron_versions
+from relayrun.train.model.activations import XieluMLP, activation_inside_layer
 from relayrun.train.model.attention import CausalAttention
 from relayrun.train.model.document_attention import document_attention
 from relayrun.train.model.experts import local_experts
@@ -42,7 +42,7 @@ LATENT_NAMES = {
 norms before them as a part. A norm before experts is one by itself there, too."""
 
 
-def implementation(config: RunConfig) -> Implementation:
+def layer_implementation(config: RunConfig) -> Implementation:
     """What `training.transformer_impl` comes to here. Raises FatalTrainingError if TransformerEngine is missing."""
     wanted = config.training.transformer_impl
     if wanted == "auto":
@@ -68,7 +68,7 @@ def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: in
         layer, norm = _local_layer, NormWithState
     first = get_transformer_layer_offset(transformer, vp_stage=stage)
     count = get_num_layers_to_build(transformer, vp_stage=stage)
-    experts = with_experts(transformer.moe_layer_freq, transformer.num_layers, transformer.num_moe_experts)
+    experts = expert_layer_pattern(transformer.moe_layer_freq, transformer.num_layers, transformer.num_moe_experts)
     experts = experts[first : first + count]
     # one object for all layers of a kind
     kinds = {kind: layer(transformer, transformer.num_moe_experts if kind else None) for kind in set(experts)}
@@ -79,19 +79,19 @@ def _transformer_engine_layer(transformer: TransformerConfig, experts: int | Non
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts, moe_grouped_gemm=transformer.moe_grouped_gemm, **_of_attention(transformer)
+        num_experts=experts, moe_grouped_gemm=transformer.moe_grouped_gemm, **_attention_arguments(transformer)
     )
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = document_attention(TEDotProductAttention)
     if transformer.multi_latent_attention:
         attention.module = LatentAttention
-    return _with_own_activation(layer, transformer)
+    return _with_xielu(layer, transformer)
 
 
 def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer: ModuleSpec = get_gpt_layer_local_spec(
         normalization="RMSNorm",  # without it megatron-core says that Apex is not installed
-        **_of_attention(transformer),
+        **_attention_arguments(transformer),
     )
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -112,16 +112,16 @@ def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleS
         parts.pre_mlp_layernorm = NormWithState
         names.pop(BEFORE_MLP, None)
     parts.sharded_state_dict_keys_map = names
-    return _with_own_activation(layer, transformer)
+    return _with_xielu(layer, transformer)
 
 
-def _of_attention(transformer: TransformerConfig) -> dict[str, bool]:
+def _attention_arguments(transformer: TransformerConfig) -> dict[str, bool]:
     """What megatron-core's functions that make layer specs ask of attention."""
     names = ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")
     return {name: getattr(transformer, name) for name in names}
 
 
-def _with_own_activation(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec:
-    if transformer.activation_func is within_its_layer:
-        layer.submodules.mlp = megatron_core.with_feed_forward(layer.submodules.mlp, XieluMLP)
+def _with_xielu(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec:
+    if transformer.activation_func is activation_inside_layer:
+        layer.submodules.mlp = megatron_versions.with_feed_forward(layer.submodules.mlp, XieluMLP)
     return layer

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relayrun.config.compose.expert_layout import expert_layers
-from relayrun.config.compose.schema import Model, RunConfig
+from relayrun.config.compose.schema import ModelSection, RunConfig
 
 
 @dataclass(frozen=True)
-class Count:
+class ParameterCount:
     """Parameters of a part of the model, of one layer."""
 
     products: int
@@ -23,14 +23,14 @@ class Count:
     def total(self) -> int:
         return self.products + self.others + self.idle
 
-    def __mul__(self, times: int) -> Count:
-        return Count(self.products * times, self.others * times, self.idle * times)
+    def __mul__(self, times: int) -> ParameterCount:
+        return ParameterCount(self.products * times, self.others * times, self.idle * times)
 
-    def __add__(self, other: Count) -> Count:
-        return Count(self.products + other.products, self.others + other.others, self.idle + other.idle)
+    def __add__(self, other: ParameterCount) -> ParameterCount:
+        return ParameterCount(self.products + other.products, self.others + other.others, self.idle + other.idle)
 
 
-def attention(model: Model) -> Count:
+def count_attention(model: ModelSection) -> ParameterCount:
     """Count attention's projections to queries, keys, values and (with a gate) weights of its output, and back."""
     transformer, hidden = model.transformer, model.hidden_size
     if transformer.multi_latent_attention:
@@ -40,53 +40,55 @@ def attention(model: Model) -> Count:
     biases = into if transformer.add_bias_linear or transformer.add_qkv_bias else 0
     biases += hidden if transformer.add_bias_linear else 0
     norms = 2 * model.head_channels * _of_norm(model) if transformer.qk_layernorm else 0
-    return Count(hidden * into + queries * hidden, biases + norms)
+    return ParameterCount(hidden * into + queries * hidden, biases + norms)
 
 
-def feed_forward(model: Model, width: int) -> Count:
+def count_feed_forward(model: ModelSection, width: int) -> ParameterCount:
     """Count a feed-forward layer of this width: three matrices with a gate, as in SwiGLU, else two."""
     transformer, hidden = model.transformer, model.hidden_size
     into = width * (2 if transformer.gated_linear_unit else 1)
     biases = into + hidden if transformer.add_bias_linear else 0
-    return Count(hidden * into + width * hidden, biases + (2 if transformer.activation_func == "xielu" else 0))
+    return ParameterCount(hidden * into + width * hidden, biases + (2 if transformer.activation_func == "xielu" else 0))
 
 
-def experts(model: Model) -> Count:
+def count_experts(model: ModelSection) -> ParameterCount:
     """Count the router and the experts of a layer, in the place of one feed-forward layer."""
     transformer, hidden = model.transformer, model.hidden_size
     number = transformer.num_moe_experts
     assert number is not None
-    one = feed_forward(model, expert_width(model))
+    one = count_feed_forward(model, expert_width(model))
     chosen = min(transformer.moe_router_topk, number)
-    count = Count(hidden * number, number if transformer.add_bias_linear else 0)  # the router
-    count += Count(chosen * one.products, chosen * one.others, (number - chosen) * one.total)
+    count = ParameterCount(hidden * number, number if transformer.add_bias_linear else 0)  # the router
+    count += ParameterCount(chosen * one.products, chosen * one.others, (number - chosen) * one.total)
     if (shared := transformer.moe_shared_expert_intermediate_size) is not None:
-        count += feed_forward(model, shared) + Count(hidden if transformer.moe_shared_expert_gate else 0, 0)
+        count += count_feed_forward(model, shared) + ParameterCount(
+            hidden if transformer.moe_shared_expert_gate else 0, 0
+        )
     return count
 
 
-def expert_width(model: Model) -> int:
+def expert_width(model: ModelSection) -> int:
     """Width of an expert."""
     return model.transformer.moe_ffn_hidden_size or model.ffn_hidden_size
 
 
-def routed(model: Model) -> int:
+def routed_parameters(model: ModelSection) -> int:
     """Parameters of all experts that a router chooses from: those that expert parallelism splits over ranks."""
     number = model.transformer.num_moe_experts or 0
-    return sum(expert_layers(model)) * number * feed_forward(model, expert_width(model)).total
+    return sum(expert_layers(model)) * number * count_feed_forward(model, expert_width(model)).total
 
 
-def layers(model: Model) -> Count:
+def count_layers(model: ModelSection) -> ParameterCount:
     """Count all layers, each with two norms."""
     having = sum(expert_layers(model))
-    kinds = [(feed_forward(model, model.ffn_hidden_size), model.num_layers - having)]
+    kinds = [(count_feed_forward(model, model.ffn_hidden_size), model.num_layers - having)]
     if having:
-        kinds.append((experts(model), having))
-    same = attention(model) + Count(0, 2 * model.hidden_size * _of_norm(model))
-    return sum(((same + part) * number for part, number in kinds), Count(0, 0))
+        kinds.append((count_experts(model), having))
+    same = count_attention(model) + ParameterCount(0, 2 * model.hidden_size * _of_norm(model))
+    return sum(((same + part) * number for part, number in kinds), ParameterCount(0, 0))
 
 
-def _latent_attention(model: Model) -> Count:
+def _latent_attention(model: ModelSection) -> ParameterCount:
     """Count the ways from the residual stream to two narrow vectors, from these to all heads, and back."""
     transformer, hidden, heads = model.transformer, model.hidden_size, model.num_attention_heads
     shared, narrow, narrow_q = transformer.qk_pos_emb_head_dim, transformer.kv_lora_rank, transformer.q_lora_rank
@@ -95,10 +97,10 @@ def _latent_attention(model: Model) -> Count:
     products += hidden * (narrow + shared) + narrow * heads * (transformer.qk_head_dim + transformer.v_head_dim)
     products += heads * transformer.v_head_dim * hidden
     norms = ((narrow_q or 0) + narrow) * _of_norm(model) if transformer.qk_layernorm else 0
-    return Count(products, norms + (hidden if transformer.add_bias_linear else 0))
+    return ParameterCount(products, norms + (hidden if transformer.add_bias_linear else 0))
 
 
-def _scored(model: Model) -> float:
+def _scored(model: ModelSection) -> float:
     """Channels of all heads, on average over those of a query and those of a value."""
     transformer = model.transformer
     if not transformer.multi_latent_attention:
@@ -107,24 +109,24 @@ def _scored(model: Model) -> float:
     return model.num_attention_heads * channels / 2
 
 
-def _of_norm(model: Model) -> int:
+def _of_norm(model: ModelSection) -> int:
     """Parameters of a norm for each channel."""
     return 2 if model.transformer.normalization == "LayerNorm" else 1
 
 
-def parameters(model: Model, vocabulary_size: int) -> int:
+def count_parameters(model: ModelSection, vocabulary_size: int) -> int:
     """Parameters of the whole model with a vocabulary of this (padded) size: layers, embeddings and the last norm."""
     embeddings = 2 if model.untie_embeddings_and_output_weights else 1
     last = model.hidden_size * _of_norm(model)
-    return layers(model).total + embeddings * vocabulary_size * model.hidden_size + last
+    return count_layers(model).total + embeddings * vocabulary_size * model.hidden_size + last
 
 
-def padded(size: int, multiple: int) -> int:
+def pad_to_multiple(size: int, multiple: int) -> int:
     """`size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
 
 
-def flops_per_token(model: Model, vocabulary_size: int, seq_length: int) -> float:
+def flops_per_token(model: ModelSection, vocabulary_size: int, seq_length: int) -> float:
     """Model FLOPs of one token, forward and backward: what the mathematics needs, recomputation not counted.
 
     6 x (parameters in matrix products: not the embedding lookup, norms, biases, and experts that it does not go to) +
@@ -132,13 +134,13 @@ def flops_per_token(model: Model, vocabulary_size: int, seq_length: int) -> floa
     since half of the scores are masked (PaLM, arXiv 2204.02311, appendix B, counts them all), or those of a sliding
     window.
     """
-    products = layers(model).products + vocabulary_size * model.hidden_size
+    products = count_layers(model).products + vocabulary_size * model.hidden_size
     return 6.0 * products + 12.0 * _scored(model) * sum(
         _seen(model, layer, seq_length) for layer in range(model.num_layers)
     )
 
 
-def _seen(model: Model, layer: int, seq_length: int) -> float:
+def _seen(model: ModelSection, layer: int, seq_length: int) -> float:
     """Tokens that a token of a sequence sees on average in a layer, counted from 0."""
     window = model.transformer.window_of(layer)
     if window is None or window + 1 >= seq_length:
@@ -147,7 +149,7 @@ def _seen(model: Model, layer: int, seq_length: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class GpuMemoryEstimate:
     """Bytes of the fullest GPU, by what they are for; without CUDA's own, NCCL's buffers and gaps."""
 
     state: float
@@ -161,7 +163,7 @@ class Memory:
         return self.state + self.activations + self.loss
 
 
-def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
+def memory_bytes(config: RunConfig, vocabulary_size: int) -> GpuMemoryEstimate:
     """Estimate the memory of the fullest GPU, by formula: flash attention, SwiGLU in one kernel, sequence parallel.
 
     Per parameter in bf16: 2 (weights) + 4 (gradients; 2 in bf16), and 12 (fp32 weights, two moments; less in smaller
@@ -175,7 +177,7 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     logits' gradient and the output layer's input of those micro-batches.
     """
     model, parallel, training = config.model, config.parallel, config.training
-    vocabulary_size = padded(vocabulary_size, model.make_vocab_size_divisible_by)
+    vocabulary_size = pad_to_multiple(vocabulary_size, model.make_vocab_size_divisible_by)
     tensor, pipeline, parts = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, 1
     layers = model.num_layers // pipeline
     if parallel.num_layers_per_virtual_pipeline_stage:
@@ -183,8 +185,8 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     again = 0
     if training.recompute_granularity == "full":
         again = min(layers, parts * training.recompute_num_layers if training.recompute_num_layers else layers)
-    split = routed(model) / parallel.expert_model_parallel_size / parallel.expert_tensor_size / pipeline
-    own = (parameters(model, vocabulary_size) - routed(model)) / tensor / pipeline
+    split = routed_parameters(model) / parallel.expert_model_parallel_size / parallel.expert_tensor_size / pipeline
+    own = (count_parameters(model, vocabulary_size) - routed_parameters(model)) / tensor / pipeline
     tokens = training.seq_length * training.micro_batch_size / tensor / parallel.context_parallel_size
     width, fixed, divided = _bytes_a_parameter(config)
     layer = width * (4 * model.hidden_size + 4 * _scored(model) + _kept_of_feed_forward(model)) * tokens
@@ -195,10 +197,12 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
         batches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
         inputs = model.hidden_size * (1 if parallel.sequence_parallel else tensor)
         loss += min(parallel.wgrad_deferral_limit or batches, batches) * width * (vocabulary_size + inputs) * tokens
-    last = Memory(state=state, activations=kept * ((parts - 1) * pipeline + 1) / parts, loss=loss)
+    last = GpuMemoryEstimate(state=state, activations=kept * ((parts - 1) * pipeline + 1) / parts, loss=loss)
     if pipeline == 1:
         return last
-    first = Memory(state=state, activations=kept * pipeline * (1 + (pipeline - 1) / (pipeline * parts)), loss=0.0)
+    first = GpuMemoryEstimate(
+        state=state, activations=kept * pipeline * (1 + (pipeline - 1) / (pipeline * parts)), loss=0.0
+    )
     return max(first, last, key=lambda stage: stage.total)
 
 
@@ -216,7 +220,7 @@ def _bytes_a_parameter(config: RunConfig) -> tuple[int, int, int]:
     return 2, 2 + gradient, sum(_WIDTHS[each] for each in types) + widened
 
 
-def _kept_of_feed_forward(model: Model) -> float:
+def _kept_of_feed_forward(model: ModelSection) -> float:
     """Channels a token that feed-forward layers keep, on average over layers.
 
     Each expert that a token goes to has a copy of it, and gives one back.
@@ -231,10 +235,10 @@ def _kept_of_feed_forward(model: Model) -> float:
     return (1 - share) * matrices * model.ffn_hidden_size + share * with_experts
 
 
-PEAKS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
+PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
 """FLOP/s of dense bf16 products, from the vendor's data sheets (SXM modules), by a part of the device's name."""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU; None where the device is not known."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from relayrun.train.model.documents import Documents
+from relayrun.train.model.documents import PackedDocuments
 
 
-def options(known: Iterable[str], *, grouped: bool, window: int | None = None) -> tuple[dict[str, Any], bool]:
+def varlen_options(known: Iterable[str], *, grouped: bool, window: int | None = None) -> tuple[dict[str, Any], bool]:
     """Return how to ask for causal attention, by the names of the function's arguments, which changed between versions.
 
     Also whether it takes groups of keys and values as they are; else there has to be one for every head. `window`: how
@@ -25,7 +25,7 @@ def options(known: Iterable[str], *, grouped: bool, window: int | None = None) -
 
 
 @cache
-def function() -> Callable[..., Any] | None:
+def varlen_function() -> Callable[..., Any] | None:
     """The function of this torch; None where it has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -35,9 +35,9 @@ def function() -> Callable[..., Any] | None:
     return found
 
 
-def usable(query: torch.Tensor, *, window: int | None = None) -> bool:
+def varlen_usable(query: torch.Tensor, *, window: int | None = None) -> bool:
     """Whether it has a kernel for this device and type, and for a window: that of flash attention, for 16 bits."""
-    call = function()
+    call = varlen_function()
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or call is None:
         return False
     if window is not None and "window_size" not in inspect.signature(call).parameters:
@@ -45,22 +45,22 @@ def usable(query: torch.Tensor, *, window: int | None = None) -> bool:
     return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def attend(
+def attend_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: Documents,
+    documents: PackedDocuments,
     *,
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
     """Attend with query [sequence, batch, heads, channels] to key and value of groups; returns query's shape."""
-    call = function()
+    call = varlen_function()
     assert call is not None
     sequence, batch = query.shape[:2]
     heads, groups = query.shape[2], key.shape[2]
     known = inspect.signature(call).parameters
-    asked, takes_groups = options(known, grouped=groups != heads, window=window)
+    asked, takes_groups = varlen_options(known, grouped=groups != heads, window=window)
     if groups != heads and not takes_groups:
         key, value = (part.repeat_interleave(heads // groups, dim=2) for part in (key, value))
     if scale is not None:

@@ -22,24 +22,24 @@ from megatron.core.utils import get_attr_wrapped_model
 
 log = logging.getLogger(__name__)
 
-KERNELS = "fused_weight_gradient_mlp_cuda"
+APEX_KERNELS = "fused_weight_gradient_mlp_cuda"
 """The module of Apex. megatron-core imports it by this name, once in layers.py and once where it computes the rest."""
 
 
-def install(*, say: bool) -> None:
+def install_gradient_kernels(*, say: bool) -> None:
     """Put functions of torch in the place of Apex's kernels where these are not installed.
 
     They compute what happens without fusion: the product in the type of the activations, then the sum. So the bits are
     those of a run without it, at its speed and with its memory. `say`: whether this rank has a line about it.
     """
-    if importlib.util.find_spec(KERNELS) is not None:
+    if importlib.util.find_spec(APEX_KERNELS) is not None:
         return
     if say:
-        log.info("Apex's %s is not installed: gradients of weights are added up by torch", KERNELS)
-    module = ModuleType(KERNELS)
-    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_product  # type: ignore[attr-defined]
-    module.__spec__ = importlib.util.spec_from_loader(KERNELS, loader=None)
-    sys.modules[KERNELS] = module
+        log.info("Apex's %s is not installed: gradients of weights are added up by torch", APEX_KERNELS)
+    module = ModuleType(APEX_KERNELS)
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_weight_gradient  # type: ignore[attr-defined]
+    module.__spec__ = importlib.util.spec_from_loader(APEX_KERNELS, loader=None)
+    sys.modules[APEX_KERNELS] = module
     layers.fused_weight_gradient_mlp_cuda = module
     layers._grad_accum_fusion_available = True
 
@@ -58,12 +58,12 @@ def defer_output_layer_alone(model: Any) -> None:
 
 
 @torch.no_grad()
-def add_product(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
     """Add to the gradient of a weight, [out, in]: of inputs [tokens, in] and the outputs' gradient [tokens, out]."""
     total.add_(gradient.t().matmul(inputs))
 
 
-def reduced_last(chunk: DistributedDataParallel) -> Callable[..., None]:
+def reduce_output_layer_last(chunk: DistributedDataParallel) -> Callable[..., None]:
     """Return what finalizes gradients where those of the output layer, which is in this part, come last.
 
     With overlap_grad_reduce megatron-core 0.16.1 reduces a bucket as soon as the last micro-batch has passed it, and

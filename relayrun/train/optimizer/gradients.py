@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 
-from relayrun.train import megatron_core
+from relayrun.train import megatron_versions
 
 
 @torch.no_grad()
-def total_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
+def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     """Return the norm of the prepared gradients over all ranks, which call it together; the same on each of them.
 
     `device`: where the gradients lie, also on a rank that holds none.
@@ -33,7 +33,7 @@ def total_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
 
 @torch.no_grad()
-def zeros(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
+def count_zero_gradients(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
     """Return how many elements of the prepared gradients are 0, over all ranks, which call it together: float64 [1].
 
     It stays on the device, which is not waited for.
@@ -52,11 +52,11 @@ def _by_group(optimizer: MegatronOptimizer) -> dict[dist.ProcessGroup, list[torc
     """The gradients of this rank by the ranks over which they are split: experts may have others than the rest."""
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for inner in optimizer.chained_optimizers:
-        found.setdefault(inner.get_grad_stats_parallel_group(), []).extend(megatron_core.gradients_for_norm(inner))
+        found.setdefault(inner.get_grad_stats_parallel_group(), []).extend(megatron_versions.gradients_for_norm(inner))
     return found
 
 
-def prepared(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
+def prepared_gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that `optimizer` will read for one of its parameters; None: it has none."""
     # a precision-aware optimizer's may have another type than the parameter, which torch forbids for `grad`
     decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
@@ -65,7 +65,7 @@ def prepared(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def clip(optimizer: MegatronOptimizer, *, maximum: float, norm: float) -> None:
+def clip_gradients(optimizer: MegatronOptimizer, *, maximum: float, norm: float) -> None:
     """Scale the prepared gradients, whose norm this is, so that it becomes `maximum`, if it is above it."""
     factor = maximum / (norm + 1e-6)
     if factor < 1.0:
@@ -73,7 +73,7 @@ def clip(optimizer: MegatronOptimizer, *, maximum: float, norm: float) -> None:
             gradient
             for inner in optimizer.chained_optimizers
             for parameter in inner.get_parameters()
-            if (gradient := prepared(inner, parameter)) is not None
+            if (gradient := prepared_gradient(inner, parameter)) is not None
         ]
         if gradients:
             torch._foreach_mul_(gradients, factor)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from relayrun.config.sections.optimizer import Optimizer
+from relayrun.config.sections.optimizer import OptimizerSection
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the iteration x → A x + (B g + C g²) x with g = x xᵀ."""
@@ -32,7 +32,7 @@ SMALLEST = 1e-7
 class Muon(torch.optim.AdamW):
     """Updates groups with `muon: qkv` or `muon: matrix` by Muon, all others by AdamW."""
 
-    def __init__(self, params: Iterable[Any], *, settings: Optimizer, qkv: tuple[int, int, int]) -> None:
+    def __init__(self, params: Iterable[Any], *, settings: OptimizerSection, qkv: tuple[int, int, int]) -> None:
         """`qkv`: rows of queries, keys and values of one query group in a matrix of all three."""
         self._settings = settings
         self._qkv = qkv
@@ -94,11 +94,11 @@ class Muon(torch.optim.AdamW):
         return self._scaled(matrix)
 
     def _scaled(self, matrix: torch.Tensor) -> torch.Tensor:
-        factor = scale(self._settings.muon_scale_mode, *matrix.shape) * self._settings.muon_extra_scale_factor
-        return orthogonalized(matrix, self._settings.muon_num_ns_steps).mul_(factor)
+        factor = muon_scale(self._settings.muon_scale_mode, *matrix.shape) * self._settings.muon_extra_scale_factor
+        return orthogonalize(matrix, self._settings.muon_num_ns_steps).mul_(factor)
 
 
-def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     """Bring the singular values of a matrix near to 1, by so many steps of the Newton-Schulz iteration."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
@@ -109,7 +109,7 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return x.T.contiguous() if tall else x
 
 
-def scale(mode: str, rows: int, columns: int) -> float:
+def muon_scale(mode: str, rows: int, columns: int) -> float:
     """What the update of a matrix of this size is multiplied by, see `optimizer.muon_scale_mode`."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))

@@ -22,15 +22,15 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from relayrun.config.compose.schema import Optimizer as Settings
+from relayrun.config.compose.schema import OptimizerSection as Settings
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, FatalTrainingError
-from relayrun.tokens.order.progress import Progress
+from relayrun.tokens.order.progress import TrainingProgress
 from relayrun.train import own_code
-from relayrun.train.model.gpt import Model
+from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer import gradients, optimizer_groups, own_optimizer
 from relayrun.train.optimizer.muon import Muon
-from relayrun.train.optimizer.optimizer_shards import parts
+from relayrun.train.optimizer.optimizer_shards import state_shards
 
 
 class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
@@ -58,7 +58,7 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
             state.pop("step", None)  # the same for all parameters, and part of the groups
             if is_loading:
                 state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
-            result[number] = parts(
+            result[number] = state_shards(
                 parameter,
                 wholes[parameter],
                 held,
@@ -131,10 +131,10 @@ class TorchDistributedOptimizer(ShardedDistributedOptimizer):
             state["step"] = state["step"].clone()
 
 
-class Optimizer:
+class ScheduledOptimizer:
     """The optimizer over the model's gradient buffers, and the schedule of its learning rate."""
 
-    def __init__(self, config: RunConfig, model: Model) -> None:
+    def __init__(self, config: RunConfig, model: ModelStage) -> None:
         """Build it on all ranks together. Raises ConfigError on all of them if a setting cannot be met."""
         settings = config.optimizer
         self._model = model
@@ -156,27 +156,27 @@ class Optimizer:
                 **_types(settings),
             ),
             model.chunks,
-            config_overrides=optimizer_groups.overrides(settings, model.chunks, muon=settings.kind == "muon"),
+            config_overrides=optimizer_groups.group_overrides(settings, model.chunks, muon=settings.kind == "muon"),
             use_gloo_process_groups=False,
         )
         patch_distributed_optimizers(self.inner)
         self._own: set[str] = set()
         if settings.kind != "adam":
-            own_code.agreed(
+            own_code.agree_on_user_code(
                 lambda: own_optimizer.replace_adam(self.inner, _make(settings, model)),
                 model.ranks,
                 setting="optimizer.class",
                 hint="write module:Class, a class that inherits torch.optim.Optimizer, where the ranks' Python finds "
                 "its module; it takes lr, weight_decay (unless that is 0) and optimizer.arguments",
             )
-            self._own = own_optimizer.settings_of(self.inner)
+            self._own = own_optimizer.group_settings(self.inner)
         else:
-            optimizer_groups.patch(self.inner)
+            optimizer_groups.patch_group_loading(self.inner)
         if model.device.type == "cuda" and settings.class_path is None:
-            fuse(self.inner)
+            use_fused_adam(self.inner)
         self._config = config
         self._settings_of_groups = [_settings(group, self._own) for group in self.inner.param_groups]
-        self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
+        self.schedule = learning_rate_schedule(config, self.inner, TrainingProgress(config.training.batch_sizes))
 
     @property
     def lr(self) -> float:
@@ -191,7 +191,7 @@ class Optimizer:
     def prepare(self) -> float:
         """Make the gradients ready for an update; return their norm over all ranks."""
         self.inner.prepare_grads()
-        return gradients.total_norm(self.inner, self._model.device)
+        return gradients.gradient_norm(self.inner, self._model.device)
 
     def step(self, norm: float | None) -> None:
         """Clip the prepared gradients, whose norm this is, and update; None: leave the model. The schedule moves on.
@@ -199,12 +199,12 @@ class Optimizer:
         This and `prepare` are megatron-core's ChainedOptimizer.step (optimizer.py:1308), in two parts.
         """
         if norm is not None:
-            gradients.clip(self.inner, maximum=self._clip, norm=norm)
+            gradients.clip_gradients(self.inner, maximum=self._clip, norm=norm)
             self.inner.step_with_ready_grads()
         self._model.routers.end(moved=norm is not None)
         self.schedule.step(increment=1)
 
-    def load(self, state: dict[str, Any], position: Progress) -> None:
+    def load(self, state: dict[str, Any], position: TrainingProgress) -> None:
         """Load what a checkpoint held, its groups fitted by `optimizer_groups.fit`.
 
         Hyperparameters stay those of this attempt's config revision.
@@ -215,20 +215,22 @@ class Optimizer:
                 for name in group.keys() - settings.keys() - {"params", "step"}:
                     del group[name]
             group.update(settings)
-        place_steps(self.inner)
+        place_step_counts(self.inner)
         self._go_to(position)
 
-    def begin(self, position: Progress) -> None:
+    def begin(self, position: TrainingProgress) -> None:
         """Begin anew with the weights that the model has now."""
         self.inner.reload_model_params()  # fp32 copies of them
         self._go_to(position)
 
-    def _go_to(self, position: Progress) -> None:
-        self.schedule = schedule(self._config, self.inner, position)
+    def _go_to(self, position: TrainingProgress) -> None:
+        self.schedule = learning_rate_schedule(self._config, self.inner, position)
         self.schedule.step(increment=position.iteration)
 
 
-def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress) -> OptimizerParamScheduler:
+def learning_rate_schedule(
+    config: RunConfig, optimizer: MegatronOptimizer, position: TrainingProgress
+) -> OptimizerParamScheduler:
     """The learning rate's way, in iterations; a length in tokens is that of the run's own past and future batches."""
     settings = config.optimizer
     warmup, decay = config.lr_steps(position.reaches)
@@ -268,7 +270,7 @@ def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
                 inner.initialize_state()
 
 
-def fuse(optimizer: MegatronOptimizer) -> None:
+def use_fused_adam(optimizer: MegatronOptimizer) -> None:
     """Let the torch.optim.AdamW inside `optimizer` update in one kernel, as those of TransformerEngine and Apex do.
 
     megatron-core has no option for it.
@@ -276,10 +278,10 @@ def fuse(optimizer: MegatronOptimizer) -> None:
     for adam in _adams(optimizer):
         for group in (adam.defaults, *adam.param_groups):
             group["fused"] = True
-    place_steps(optimizer)
+    place_step_counts(optimizer)
 
 
-def place_steps(optimizer: MegatronOptimizer) -> None:
+def place_step_counts(optimizer: MegatronOptimizer) -> None:
     """Put the counts of steps where AdamW wants them: beside the parameter if it is fused, else on the host.
 
     A checkpoint may come from the other kind, or from a version that knew the other kind alone.
@@ -327,9 +329,9 @@ def _settings(group: dict[str, Any], own: set[str]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "step") and (not own or name in own)}
 
 
-def _make(settings: Settings, model: Model) -> own_optimizer.Make:
+def _make(settings: Settings, model: ModelStage) -> own_optimizer.MakeOptimizer:
     if settings.class_path is not None:
-        return own_optimizer.of_class(settings)
+        return own_optimizer.import_optimizer_class(settings)
     transformer = model.transformer
     queries = transformer.num_attention_heads // transformer.num_query_groups
     qkv = tuple(heads * transformer.kv_channels for heads in (queries, 1, 1))

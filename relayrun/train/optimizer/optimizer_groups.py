@@ -18,9 +18,9 @@ from megatron.core.optimizer import MegatronOptimizer, ParamKey
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-from relayrun.config.sections.optimizer import Optimizer, OptimizerGroup
+from relayrun.config.sections.optimizer import OptimizerGroup, OptimizerSection
 from relayrun.errors import ConfigError
-from relayrun.train.optimizer.parameter_names import names
+from relayrun.train.optimizer.parameter_names import parameter_names
 
 Override = dict[str, Any]
 """What megatron-core's groups take beside their parameters."""
@@ -30,14 +30,16 @@ Groups = list[dict[str, Any]]
 _MAIN = "fp32_from_fp16_params"
 
 
-def overrides(settings: Optimizer, chunks: Sequence[torch.nn.Module], *, muon: bool) -> dict[ParamKey, Override]:
+def group_overrides(
+    settings: OptimizerSection, chunks: Sequence[torch.nn.Module], *, muon: bool
+) -> dict[ParamKey, Override]:
     """Return the groups of these parts of the model, as megatron-core takes them; all ranks together.
 
     With `muon` the matrices that Muon updates have `muon: qkv` or `muon: matrix` in their groups. Raises ConfigError on
     all ranks if a pattern matches no parameter of the model.
     """
-    own = {parameter: _override(settings, parameter, name, muon=muon) for parameter, name in names(chunks)}
-    _refuse_unmatched(settings.groups, [name for _, name in names(chunks)])
+    own = {parameter: _override(settings, parameter, name, muon=muon) for parameter, name in parameter_names(chunks)}
+    _refuse_unmatched(settings.groups, [name for _, name in parameter_names(chunks)])
     found: dict[ParamKey, Override] = {}
     for override in own.values():
         if override:
@@ -50,7 +52,7 @@ def _has(own: Mapping[torch.nn.Parameter, Override], override: Override, paramet
     return own[parameter] == override
 
 
-def _override(settings: Optimizer, parameter: torch.nn.Parameter, name: str, *, muon: bool) -> Override:
+def _override(settings: OptimizerSection, parameter: torch.nn.Parameter, name: str, *, muon: bool) -> Override:
     found: Override = {"wd_mult": 0.0} if parameter.ndim == 1 or name.endswith(".bias") else {}
     if muon and parameter.ndim == 2 and not getattr(parameter, "is_embedding_or_output_parameter", False):
         found["muon"] = "qkv" if name.endswith("linear_qkv.weight") else "matrix"
@@ -82,7 +84,7 @@ def _refuse_unmatched(groups: Sequence[OptimizerGroup], own: Sequence[str]) -> N
             )
 
 
-def patch(optimizer: MegatronOptimizer) -> None:
+def patch_group_loading(optimizer: MegatronOptimizer) -> None:
     """Let the plain optimizers inside `optimizer` load any groups, once `fit` has brought them into their order."""
     for inner in optimizer.chained_optimizers:
         if type(inner) is FP32Optimizer:
@@ -121,7 +123,7 @@ class _AnyGroupsInBf16(Float16OptimizerWithFloat16Params):  # type: ignore[misc]
         super().load_state_dict(state_dict | {_MAIN: groups})
 
 
-def fit(found: Any, wanted: Any) -> None:
+def fit_groups(found: Any, wanted: Any) -> None:
     """Put this attempt's groups in the place of a checkpoint's, in place, and keep the count of steps.
 
     megatron-core finds a checkpoint's groups by their settings, and fails where these have changed. Settings are those
@@ -137,4 +139,4 @@ def fit(found: Any, wanted: Any) -> None:
         ]
     found.pop(_MAIN, None)  # lists that are empty on rank 0
     for name in found.keys() & wanted.keys():
-        fit(found[name], wanted[name])
+        fit_groups(found[name], wanted[name])

@@ -15,11 +15,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]
+TensorBlock = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size along each axis."""
 
 
-def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
+def row_major_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorBlock]:
     """The elements [start, stop) of a tensor of this shape, in row-major order, as blocks in the same order."""
     if start >= stop:
         return
@@ -37,12 +37,12 @@ def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
     yield from _inside(shape, last, 0, stop - last * row)
 
 
-def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Block]:
-    for offset, size in blocks(shape[1:], start, stop):
+def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[TensorBlock]:
+    for offset, size in row_major_blocks(shape[1:], start, stop):
         yield (row, *offset), (1, *size)
 
 
-def parts(
+def state_shards(
     parameter: torch.Tensor,
     whole: ShardedBase,
     held: range,
@@ -66,7 +66,7 @@ def parts(
         start, stop = (min(max(at - begins, 0), piece.data.numel()) for at in (held.start, held.stop))
         at = begins + start - held.start
         stacked = (1,) * piece.prepend_axis_num  # megatron-core numbers the layers of a stack by a first axis
-        for block, elements in blocks(piece.local_shape, start, stop):
+        for block, elements in row_major_blocks(piece.local_shape, start, stop):
             offset, size = (0,) * len(stacked) + block, stacked + elements
             for name, flat in state.items():
                 data = flat[at : at + math.prod(size)].view(size)

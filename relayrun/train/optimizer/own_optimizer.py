@@ -28,16 +28,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from relayrun.config.sections.optimizer import Optimizer
+from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import own_code
 
-PREFIX = "optimizer.state."
-MAIN = "fp32_param"
+STATE_PREFIX = "optimizer.state."
+MAIN_PARAMETER = "fp32_param"
 """The fp32 weights of a model in bf16, under megatron-core's name."""
-FOUND = "relayrun_found"
+FOUND_KEY = "relayrun_found"
 """The entry of `metadata` with what a checkpoint holds, by key, for a load."""
-OF_THE_ATTEMPT = {
+ATTEMPT_SETTINGS = {
     "default_config",
     "end_wd",
     "is_decoupled_lr",
@@ -54,14 +54,14 @@ OF_THE_ATTEMPT = {
 }
 """What a group has of the config; and so is what the optimizer's class takes by name."""
 
-Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
-def of_class(settings: Optimizer) -> Make:
+def import_optimizer_class(settings: OptimizerSection) -> MakeOptimizer:
     """Import `optimizer.class`; return what makes it. Raises ConfigError in words if it cannot be used."""
     path = settings.class_path
     assert path is not None
-    found = own_code.find(path)
+    found = own_code.import_user_code(path)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"{path} is no class that inherits torch.optim.Optimizer")
 
@@ -73,7 +73,7 @@ def of_class(settings: Optimizer) -> Make:
             made = build(groups, lr=settings.lr, **decay, **settings.arguments)
         except (Exception, SystemExit) as error:
             given = ", ".join(["lr", *decay, *settings.arguments])
-            raise ConfigError(f"{path} cannot be made with {given}: {own_code.words(error)}") from error
+            raise ConfigError(f"{path} cannot be made with {given}: {own_code.describe_error(error)}") from error
         if more := set(made.state_dict()) - {"state", "param_groups"}:
             raise ConfigError(
                 f"{path} keeps {', '.join(sorted(more))} beside its state, which no checkpoint would hold"
@@ -83,7 +83,7 @@ def of_class(settings: Optimizer) -> Make:
     return make
 
 
-def replace_adam(optimizer: MegatronOptimizer, make: Make) -> None:
+def replace_adam(optimizer: MegatronOptimizer, make: MakeOptimizer) -> None:
     """Put another optimizer in the place of each Adam inside `optimizer`.
 
     megatron-core builds them deep inside get_megatron_optimizer, with no place for another class.
@@ -101,7 +101,7 @@ def replace_adam(optimizer: MegatronOptimizer, make: Make) -> None:
         inner.sharded_state_dict, inner.load_state_dict = state.sharded_state_dict, state.load_state_dict
 
 
-def fitted(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
+def fit_user_state(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
     """Return the plain part `found` of a checkpoint for the optimizers whose state is `wanted`.
 
     Experts that are split over ranks have an optimizer of their own. Where there are more optimizers or fewer than in
@@ -111,10 +111,10 @@ def fitted(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
     return found if numbers == wanted_numbers else {}
 
 
-def settings_of(optimizer: MegatronOptimizer) -> set[str]:
+def group_settings(optimizer: MegatronOptimizer) -> set[str]:
     """Return the names in the groups of `optimizer` that are settings; all else in them is state."""
     inside = [inner.optimizer for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
-    return OF_THE_ATTEMPT.union(*map(_taken, inside))
+    return ATTEMPT_SETTINGS.union(*map(_taken, inside))
 
 
 def _taken(optimizer: torch.optim.Optimizer) -> set[str]:
@@ -152,7 +152,7 @@ class _NamedState:
         """
         weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         wholes: dict[Any, ShardedBase] = {whole.data: whole for whole in nested_values(weights)}
-        found = _by_parameter((metadata or {})[FOUND]) if is_loading else {}
+        found = _by_parameter((metadata or {})[FOUND_KEY]) if is_loading else {}
         states: dict[int, dict[str, ShardedBase]] = {}
         for number, (parameter, main) in enumerate(self._held()):
             whole = wholes[parameter]
@@ -161,7 +161,7 @@ class _NamedState:
                 continue
             state = dict(self._outer.optimizer.state.get(main, {}))
             if main is not parameter:
-                state[MAIN] = main
+                state[MAIN_PARAMETER] = main
             states[number] = {name: _saved(name, value, whole, main) for name, value in state.items()}
         return {"states": states} | ({} if is_loading else {"groups": self._state_of_groups()})
 
@@ -170,7 +170,7 @@ class _NamedState:
         for number, (_, main) in enumerate(self._held()):
             state = {}
             for name, value in state_dict["states"].get(number, {}).items():
-                if name == MAIN:
+                if name == MAIN_PARAMETER:
                     main.data.copy_(value)
                 elif isinstance(value, dict):
                     inner = value["value"]
@@ -184,7 +184,7 @@ class _NamedState:
             group.update(saved[number] if len(saved) == len(self._outer.optimizer.param_groups) else saved[0])
 
     def _state_of_groups(self) -> list[dict[str, Any]]:
-        settings = OF_THE_ATTEMPT | _taken(self._outer.optimizer)
+        settings = ATTEMPT_SETTINGS | _taken(self._outer.optimizer)
         return [
             {name: _plain(name, value) for name, value in group.items() if name not in settings}
             for group in self._outer.optimizer.param_groups
@@ -195,8 +195,8 @@ def _by_parameter(found: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, An
     """Key and description of what a checkpoint holds of a parameter's state, by the parameter and the state's name."""
     result: dict[str, dict[str, tuple[str, Any]]] = defaultdict(dict)
     for key, described in found.items():
-        if key.startswith(PREFIX):
-            name, _, rest = key.removeprefix(PREFIX).partition(".")
+        if key.startswith(STATE_PREFIX):
+            name, _, rest = key.removeprefix(STATE_PREFIX).partition(".")
             parameter = rest.partition("/shard_")[0]
             result[parameter][name] = key, described
     return result
@@ -208,7 +208,7 @@ def _asked(
     for name, (key, described) in found.items():
         if isinstance(described, TensorStorageMetadata):
             empty = torch.empty_like(main, dtype=described.properties.dtype, requires_grad=False)
-            yield name, make_sharded_optimizer_tensor(whole, empty, prefix=f"{PREFIX}{name}")
+            yield name, make_sharded_optimizer_tensor(whole, empty, prefix=f"{STATE_PREFIX}{name}")
             continue
         once, part = _once(name, None, whole), _part(name, None, whole)
         shape = key.rpartition("_")[2]
@@ -229,7 +229,7 @@ def _shape(value: ShardedObject) -> str:
 
 def _saved(name: str, value: Any, whole: ShardedBase, main: torch.Tensor) -> ShardedBase:
     if isinstance(value, torch.Tensor) and value.shape == main.shape:
-        return make_sharded_optimizer_tensor(whole, value, prefix=f"{PREFIX}{name}")
+        return make_sharded_optimizer_tensor(whole, value, prefix=f"{STATE_PREFIX}{name}")
     entry = {
         "value": _plain(name, value),
         "beside": isinstance(value, torch.Tensor) and value.device.type != "cpu",
@@ -244,7 +244,7 @@ def _once(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
     stack = piece.prepend_axis_num
     parts = tuple(offset // size for offset, size in zip(piece.global_offset[stack:], piece.local_shape, strict=True))
     return ShardedObject(
-        f"{PREFIX}{name}.{piece.key}",
+        f"{STATE_PREFIX}{name}.{piece.key}",
         entry,
         (*piece.axis_fragmentations[:stack], 1),
         (*piece.global_offset[:stack], 0),
@@ -261,7 +261,7 @@ def _part(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
     if more:  # the first halves of all ranks come before the second ones: SwiGLU
         axis = next(n for n, at in enumerate(piece.global_offset) if at != more[0].global_offset[n])
         shape[axis] //= 1 + len(more)
-    key = f"{PREFIX}{name}.{piece.key}"
+    key = f"{STATE_PREFIX}{name}.{piece.key}"
     return ShardedObject(key, entry, tuple(shape), offset, replica_id=piece.replica_id)
 
 

@@ -12,7 +12,7 @@ _LAYERS = re.compile(r"(.*\blayers)\.\d+$")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc\d\.weight))(\d+)(.*)")
 
 
-def names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, str]]:
+def parameter_names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, str]]:
     """Yield this rank's parameters with their names.
 
     Layers are counted from 0 over all pipeline stages, experts over all ranks that a layer's are split over.

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.config.compose.schema import Debug, RunConfig
-from relayrun.control.rundir.records import AttemptStart, Outcome
+from relayrun.config.compose.schema import DebugSection, RunConfig
+from relayrun.control.rundir.records import AttemptOutcome, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.nsys import nsys_command
 from relayrun.errors import ConfigError
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
 
 
-def enter_nsys(debug: Debug, folder: Path, rank: int) -> None:
+def enter_nsys(debug: DebugSection, folder: Path, rank: int) -> None:
     """Where this rank is to be profiled by nsys: become nsys, which starts this program anew.
 
     Raises ConfigError, on every rank, where there is no nsys.
@@ -77,12 +77,14 @@ def write_surroundings(
         path = folder / "compute_environment.txt"
         threading.Thread(target=_write_environment, args=(path, run, begin, config), daemon=True).start()
     if first_of_node and config.debug.memory_interval:
-        memory.start(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
+        memory.start_memory_log(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
 
 
 def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
     try:
-        text = environment.describe(config, begin, root=places.CODE, job_script=run.job_script, environment=os.environ)
+        text = environment.describe_environment(
+            config, begin, root=places.CODE_ROOT, job_script=run.job_script, environment=os.environ
+        )
         write_atomic(path, text, durable=False)
     except Exception as error:
         log.warning("%s not written: %s", path.name, error)
@@ -91,7 +93,7 @@ def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunCon
 class Profiler(Hook):
     """Profiles the iterations from the first to the last one; does nothing on ranks that are not chosen."""
 
-    def __init__(self, debug: Debug, *, rank: int, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, debug: DebugSection, *, rank: int, folder: Path, say: Callable[[str], None]) -> None:
         self._debug = debug
         self._active = debug.profile is not None and rank in debug.profile_ranks
         self._trace = folder / f"rank-{rank:04}.json"
@@ -108,7 +110,7 @@ class Profiler(Hook):
         if self._profile is not None and step.iteration >= self._debug.profile_step_end:
             self._stop()
 
-    def at_end(self, outcome: Outcome) -> None:
+    def at_end(self, outcome: AttemptOutcome) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -39,16 +39,16 @@ class Gpu:
         parts = [
             self.name,
             f"driver {self.driver}",
-            f"memory {_of(self.memory_used, MIB)} of {_of(self.memory_total, MIB)} MiB",
-            f"SM clock {_of(self.sm_clock)} of {_of(self.sm_clock_max)} MHz",
-            f"memory clock {_of(self.memory_clock)} MHz",
-            f"power {_of(self.power)} of {_of(self.power_limit)} W",
-            f"{_of(self.temperature)} degrees Celsius",
+            f"memory {_nvml_value(self.memory_used, MIB)} of {_nvml_value(self.memory_total, MIB)} MiB",
+            f"SM clock {_nvml_value(self.sm_clock)} of {_nvml_value(self.sm_clock_max)} MHz",
+            f"memory clock {_nvml_value(self.memory_clock)} MHz",
+            f"power {_nvml_value(self.power)} of {_nvml_value(self.power_limit)} W",
+            f"{_nvml_value(self.temperature)} degrees Celsius",
         ]
         return f"{self.index}: " + ", ".join(parts)
 
 
-def gpus() -> list[Gpu]:
+def node_gpus() -> list[Gpu]:
     """Return the GPUs of this node, by index; none where NVML is missing or does not answer."""
     try:
         import pynvml
@@ -59,7 +59,7 @@ def gpus() -> list[Gpu]:
     except pynvml.NVMLError:
         return []
     try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver = _decoded(pynvml.nvmlSystemGetDriverVersion())
         return [_gpu(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError:
         return []
@@ -80,7 +80,7 @@ def _gpu(nvml: Any, index: int, driver: str) -> Gpu:
     power, limit = told(nvml.nvmlDeviceGetPowerUsage), told(nvml.nvmlDeviceGetEnforcedPowerLimit)  # milliwatts
     return Gpu(
         index=index,
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        name=_decoded(nvml.nvmlDeviceGetName(handle)),
         driver=driver,
         memory_used=None if memory is None else memory.used,
         memory_total=None if memory is None else memory.total,
@@ -93,10 +93,10 @@ def _gpu(nvml: Any, index: int, driver: str) -> Gpu:
     )
 
 
-def _text(value: Any) -> str:
+def _decoded(value: Any) -> str:
     """Older versions of the package give bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _of(value: float | None, unit: int = 1) -> str:
+def _nvml_value(value: float | None, unit: int = 1) -> str:
     return "?" if value is None else f"{value / unit:.0f}"

@@ -22,16 +22,16 @@ from typing import Literal
 
 from relayrun.control.rundir.records import Heartbeat
 from relayrun.files import write_json
-from relayrun.train.reporting.sections import Sections
+from relayrun.train.reporting.sections import SectionReporter
 from relayrun.train.reporting.timings import Timings
 
 log = logging.getLogger(__name__)
 
 Phase = Literal["start", "step", "save", "evaluation"]
 
-SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Between two beats of one phase."""
-RARE_SECONDS = 60.0
+RARE_HEARTBEAT_SECONDS = 60.0
 """Between two beats where the agent of the node looks for hangs; whoever reads them waits for so much longer."""
 
 
@@ -40,7 +40,7 @@ def node_name(environment: Mapping[str, str]) -> str:
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-class Pulse:
+class HeartbeatWriter:
     """Writes the heartbeat of this node; does nothing where `active` is False.
 
     `rare`: the agent of this node sees how far its ranks are without it.
@@ -59,7 +59,7 @@ class Pulse:
         self._last: float | None = None
         """When it was last written, by the monotonic clock."""
         self._failing = False
-        self.sections: Sections | None = None
+        self.sections: SectionReporter | None = None
         """What the agent of this node is told besides, on every rank, once the config is known."""
 
     @property
@@ -82,7 +82,7 @@ class Pulse:
             self.sections.touch()
         now = time.monotonic()
         if not self._active or (
-            self._last is not None and now - self._last < (RARE_SECONDS if self._rare else SECONDS)
+            self._last is not None and now - self._last < (RARE_HEARTBEAT_SECONDS if self._rare else HEARTBEAT_SECONDS)
         ):
             return
         self._last = now
@@ -93,7 +93,7 @@ class Pulse:
             time=time.time(),
             step_p95=self._timings.step_p95,
             save_p95=self._timings.save_p95,
-            interval=RARE_SECONDS if self._rare else 0.0,
+            interval=RARE_HEARTBEAT_SECONDS if self._rare else 0.0,
         )
         try:
             self._folder.mkdir(exist_ok=True)

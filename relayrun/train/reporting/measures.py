@@ -18,22 +18,22 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.train import timers
-from relayrun.train.model.gpt import Model
+from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer import gradients
-from relayrun.train.optimizer.optimizer import Optimizer, ShardedDistributedOptimizer
-from relayrun.train.optimizer.parameter_names import names
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer, ShardedDistributedOptimizer
+from relayrun.train.optimizer.parameter_names import parameter_names
 from relayrun.train.parallel import Ranks
 
 
-class Measures:
+class IntervalMetrics:
     """The measurements of one attempt on one rank. All ranks call the same methods at the same iterations."""
 
-    def __init__(self, config: RunConfig, model: Model, optimizer: Optimizer, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, model: ModelStage, optimizer: ScheduledOptimizer, ranks: Ranks) -> None:
         settings = self._settings = config.tracking
         self._divided = config.parallel.use_distributed_optimizer
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._weights = settings.log_params_norm or settings.log_params_norm_per_param
-        self._parameters = dict(_named(model)) if self._weights else {}
+        self._parameters = dict(_named_parameters(model)) if self._weights else {}
         self._names: list[str] = []
         if self._weights:
             self._names = sorted({name for names in ranks.gather(list(self._parameters)) for name in names})
@@ -52,7 +52,7 @@ class Measures:
     def of_gradients(self, iteration: int) -> None:
         """Measure what is to be known of the prepared gradients, before they are clipped."""
         if self._settings.log_num_zeros_in_grad and self.due(iteration):
-            self._zeros = gradients.zeros(self._optimizer.inner, self._model.device)
+            self._zeros = gradients.count_zero_gradients(self._optimizer.inner, self._model.device)
 
     def of_weights(self, iteration: int) -> None:
         """Measure the updated weights, and have everything copied to the host. The device is not waited for."""
@@ -75,7 +75,7 @@ class Measures:
         if settings.log_num_zeros_in_grad:
             found["num_zeros_in_grad"] = int(self._read[-1])
         if clock.level:
-            found["timers"] = timers.over_ranks(self._ranks.gather(clock.take()))
+            found["timers"] = timers.range_over_ranks(self._ranks.gather(clock.take()))
         return found
 
     @torch.no_grad()
@@ -84,8 +84,8 @@ class Measures:
         found = torch.zeros(len(self._names), device=self._model.device)
         if not self._names:
             return found
-        held = _held(self._optimizer) if self._divided else None
-        own = [_part(parameter, held) for parameter in self._parameters.values()]
+        held = _held_elements(self._optimizer) if self._divided else None
+        own = [_norm_share(parameter, held) for parameter in self._parameters.values()]
         if own:
             norms = torch._foreach_norm(own, dtype=torch.float32)
             found.index_copy_(0, self._places, torch.stack(norms).square())
@@ -93,14 +93,14 @@ class Measures:
         return found
 
 
-def _named(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _named_parameters(model: ModelStage) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This rank's parameters by names that do not depend on the layout; none that another rank has, too."""
-    for parameter, name in names(model.chunks):
+    for parameter, name in parameter_names(model.chunks):
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
             yield name, parameter
 
 
-def _held(optimizer: Optimizer) -> dict[torch.Tensor, range]:
+def _held_elements(optimizer: ScheduledOptimizer) -> dict[torch.Tensor, range]:
     """The elements that this rank has of the parameters that are divided among the data-parallel ranks."""
     found: dict[torch.Tensor, range] = {}
     for inner in optimizer.inner.chained_optimizers:
@@ -109,7 +109,7 @@ def _held(optimizer: Optimizer) -> dict[torch.Tensor, range]:
     return found
 
 
-def _part(parameter: torch.nn.Parameter, held: dict[torch.Tensor, range] | None) -> torch.Tensor:
+def _norm_share(parameter: torch.nn.Parameter, held: dict[torch.Tensor, range] | None) -> torch.Tensor:
     """What this rank adds of a parameter to the sum over all ranks: of the optimizer's own weights, if it has some.
 
     `held`: the elements that this rank has of divided parameters; None: they are not divided.

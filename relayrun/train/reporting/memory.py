@@ -11,25 +11,25 @@ import threading
 import time
 from pathlib import Path
 
-from relayrun.train.reporting.gpus import gpus
+from relayrun.train.reporting.gpus import node_gpus
 
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
 
-def sample() -> str:
+def memory_sample() -> str:
     """Return the memory in use now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each
     GPU."""
     import psutil
 
     memory = psutil.virtual_memory()
-    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB", *_gpus()]
+    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB", *_gpu_memory()]
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {', '.join(used)}"
 
 
-def _gpus() -> list[str]:
-    return [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in gpus()]
+def _gpu_memory() -> list[str]:
+    return [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in node_gpus()]
 
 
 def _gib(size: int | None) -> str:
@@ -37,16 +37,16 @@ def _gib(size: int | None) -> str:
     return "?" if size is None else f"{size / GIB:.1f}"
 
 
-def start(path: Path, *, interval: float) -> None:
+def start_memory_log(path: Path, *, interval: float) -> None:
     """Append a line to `path` now and every `interval` seconds, until this process ends."""
-    threading.Thread(target=_write, args=(path, interval), name="memory", daemon=True).start()
+    threading.Thread(target=_write_memory_log, args=(path, interval), name="memory", daemon=True).start()
 
 
-def _write(path: Path, interval: float) -> None:
+def _write_memory_log(path: Path, interval: float) -> None:
     try:
         while True:
             with path.open("a", encoding="utf-8") as file:
-                file.write(sample() + "\n")
+                file.write(memory_sample() + "\n")
             time.sleep(interval)
     except OSError as error:
         log.warning("memory is no longer logged: %s", error)

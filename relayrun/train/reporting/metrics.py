@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.records import Commit
-from relayrun.control.rundir.rewinds import Rewind
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.rewinds import Rollback
 from relayrun.files import append_line, sync_data
-from relayrun.train.hooks import Evaluated, Hook, Step
+from relayrun.train.hooks import Hook, Step, ValidationResult
 
 if TYPE_CHECKING:  # it imports torch
     from relayrun.train.parallel import Ranks
 
-ALWAYS = ("mfu", "skipped")
+FIELDS_ALWAYS_WRITTEN = ("mfu", "skipped")
 """Fields that every line has, null where there is no value; others are left out then."""
 
-LARGEST = 20.0
+LARGEST_PERPLEXITY_LOSS = 20.0
 """Losses above it, in nats, have the perplexity of this one, as Megatron-LM shows it."""
 
-EVERY = 10
+CONSOLE_INTERVAL = 10
 """Iterations between lines on the console."""
 
 
@@ -49,27 +49,29 @@ class Metrics(Hook):
     def after_step(self, step: Step) -> None:
         if not self._active:
             return
-        record = {name: value for name, value in asdict(step).items() if value is not None or name in ALWAYS}
+        record = {
+            name: value for name, value in asdict(step).items() if value is not None or name in FIELDS_ALWAYS_WRITTEN
+        }
         self._write(self._attempt.metrics, record)
         self._steps += 1
-        if self._steps == 1 or step.iteration % EVERY == 0 or step.iteration == self._total_steps:
+        if self._steps == 1 or step.iteration % CONSOLE_INTERVAL == 0 or step.iteration == self._total_steps:
             self.say(
                 f"iteration {step.iteration:>7}/{self._total_steps} | loss {step.loss:.4f} | "
                 f"grad norm {step.grad_norm:.3f} | lr {step.lr:.3e} | {step.tokens_per_second:,.0f} tokens/s"
             )
 
-    def at_rewind(self, rewind: Rewind) -> None:
+    def at_rewind(self, rewind: Rollback) -> None:
         """Lines before this one, of iterations above its own, count no more."""
         if self._active:
             self._write(self._attempt.metrics, {"iteration": rewind.base_iteration, "rewind": asdict(rewind)})
 
-    def at_evaluation(self, result: Evaluated) -> None:
+    def at_evaluation(self, result: ValidationResult) -> None:
         if not self._active:
             return
         record = {
             "iteration": result.iteration,
             "validation": dict(result.losses),
-            "perplexity": {name: math.exp(min(LARGEST, loss)) for name, loss in result.losses.items()},
+            "perplexity": {name: math.exp(min(LARGEST_PERPLEXITY_LOSS, loss)) for name, loss in result.losses.items()},
             "evaluation_seconds": result.seconds,
             "time": time.time(),
         }
@@ -77,7 +79,7 @@ class Metrics(Hook):
         losses = ", ".join(f"{name} {loss:.4f}" for name, loss in result.losses.items())
         self.say(f"iteration {result.iteration:>7} | validation: {losses}")
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         self.say(f"saved iteration {commit.iteration} in {commit.seconds:.1f} s: {commit.path}")
 
     def after_failed_save(self, iteration: int, error: str) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir import views
+from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import Stream
+from relayrun.control.rundir.tracker_runs import TrackerRun
 
-SPEED = frozenset(
+SPEED_METRICS = frozenset(
     [
         "tokens_per_second",
         "step_seconds",
@@ -33,7 +33,7 @@ SPEED = frozenset(
 )
 """Fields that say how fast it goes, and not what is learned."""
 
-GROUPS = {
+METRIC_GROUPS = {
     "validation": "validation",
     "perplexity": "perplexity",
     "params_norm_per_param": "params_norm",
@@ -43,7 +43,7 @@ GROUPS = {
 
 
 @dataclass
-class Point:
+class MetricPoint:
     """What is known of one iteration: its step and, where there was one, its evaluation."""
 
     iteration: int
@@ -55,17 +55,17 @@ class Point:
     def add(self, line: dict[str, Any]) -> None:
         """Take in a line of metrics.jsonl."""
         for name, value in line.items():
-            if name in GROUPS:
-                self.values |= {f"{GROUPS[name]}/{part}": number for part, number in value.items()}
+            if name in METRIC_GROUPS:
+                self.values |= {f"{METRIC_GROUPS[name]}/{part}": number for part, number in value.items()}
             elif name == "timers":
                 self.values |= {f"timers/{part}": times["max"] for part, times in value.items()}
             elif name == "time":
                 self.time = self.time or value
             elif name != "iteration" and isinstance(value, (int, float)) and not isinstance(value, bool):
-                self.values[f"{'speed' if name in SPEED else 'train'}/{name}"] = value
+                self.values[f"{'speed' if name in SPEED_METRICS else 'train'}/{name}"] = value
 
 
-class Rewound(Exception):
+class StreamRolledBack(Exception):
     """Raised where the attempt went back to a checkpoint: what follows is another stream's."""
 
 
@@ -85,24 +85,24 @@ class PointReader:
         """Rewinds in the file that still lie before this stream's lines."""
         self._offset = 0
         self._mark = mark
-        self._held: Point | None = None
+        self._held: MetricPoint | None = None
 
     @classmethod
-    def of_attempt(cls, run: Run, begin: AttemptStart, stream: Stream, *, mark: int) -> PointReader:
+    def of_attempt(cls, run: Run, begin: AttemptStart, stream: TrackerRun, *, mark: int) -> PointReader:
         """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
         rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
         base = stream.fork_iteration if rewinds else begin.base_iteration
-        before = views.lines_that_count(run, above=mark, before=(begin.attempt, rewinds))
+        before = merged_metrics.valid_lines(run, above=mark, before=(begin.attempt, rewinds))
         earlier = (line for line in before if line["iteration"] <= base)
         return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rewinds=rewinds)
 
     @classmethod
-    def of_stream(cls, run: Run, streams: Sequence[Stream], number: int, *, mark: int) -> PointReader:
+    def of_stream(cls, run: Run, streams: Sequence[TrackerRun], number: int, *, mark: int) -> PointReader:
         """Read all of `streams[number]` that is there now."""
         end = streams[number + 1].start if number + 1 < len(streams) else None
-        return cls(views.lines_that_count(run, above=mark, before=end), mark=mark)
+        return cls(merged_metrics.valid_lines(run, above=mark, before=end), mark=mark)
 
-    def poll(self, *, complete: bool = False) -> Iterator[Point]:
+    def poll(self, *, complete: bool = False) -> Iterator[MetricPoint]:
         """Yield the points since the last call; `complete`: no line will be added, so the last one is whole.
 
         Raises Rewound behind the last point of the stream.
@@ -111,24 +111,24 @@ class PointReader:
             for line in lines:
                 if "rewind" in line:
                     yield from self._rest()
-                    raise Rewound
+                    raise StreamRolledBack
                 yield from self._take(line)
         if complete:
             yield from self._rest()
 
-    def _rest(self) -> Iterator[Point]:
+    def _rest(self) -> Iterator[MetricPoint]:
         if self._held is not None:
             yield self._held
             self._mark, self._held = self._held.iteration, None
 
-    def _take(self, line: dict[str, Any]) -> Iterator[Point]:
+    def _take(self, line: dict[str, Any]) -> Iterator[MetricPoint]:
         if "round" in line:  # what follows was told before, and is computed again to the same bits
             return
         iteration = line.get("iteration", 0)
         if self._held is not None and iteration > self._held.iteration:
             yield from self._rest()
         if iteration > self._mark:
-            self._held = self._held or Point(iteration)
+            self._held = self._held or MetricPoint(iteration)
             if iteration == self._held.iteration:
                 self._held.add(line)
 

@@ -14,12 +14,12 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from relayrun.control.rundir.records import Commit
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.train.hooks import Hook
 
 log = logging.getLogger(__name__)
 
-TIME = "%Y-%m-%d %H:%M:%S"
+PROGRESS_TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog(Hook):
@@ -41,7 +41,7 @@ class ProgressLog(Hook):
         self._first_start, self._flops_at_first_start = self._first_in_a_row()
         self._append("Starting job")
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         consumed_samples = commit.consumed_samples
         now, flops = time.time(), self._flops(consumed_samples)
         job = (flops - self._flops_at_start) / max(now - self._began, 1e-9) / self._ranks / 1e12
@@ -72,7 +72,7 @@ class ProgressLog(Hook):
                 elif not same:
                     first = None
                 elif first is None:
-                    first = datetime.strptime(fields[0], TIME).timestamp(), done
+                    first = datetime.strptime(fields[0], PROGRESS_TIME_FORMAT).timestamp(), done
             except (IndexError, ValueError):  # a torn line
                 continue
         return first or (self._began, self._flops_at_start)
@@ -80,6 +80,8 @@ class ProgressLog(Hook):
     def _append(self, text: str) -> None:
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{datetime.fromtimestamp(time.time()).strftime(TIME)}\t{self._head}\t{text}\n")
+                file.write(
+                    f"{datetime.fromtimestamp(time.time()).strftime(PROGRESS_TIME_FORMAT)}\t{self._head}\t{text}\n"
+                )
         except OSError as error:
             log.warning("%s not written: %s", self._path.name, error)

@@ -20,24 +20,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from relayrun.control.agent.sections import Page
+from relayrun.control.agent.sections import ActivityPage
 from relayrun.train.reporting.timings import Timings
 
 log = logging.getLogger(__name__)
 
-STEP_SECONDS = 60.0
-OTHER_SECONDS = 120.0
-USUAL = 10
-STEPS = 20
+SHORTEST_STEP_LIMIT = 60.0
+SHORTEST_OTHER_LIMIT = 120.0
+LIMIT_FACTOR = 10
+MEASURED_STEPS = 20
 """Steps that must be measured; the limits follow after so many more."""
-OF_A_STEP = ("forward", "optimizer")
+STEP_SECTIONS = ("forward", "optimizer")
 
 
-class Sections:
+class SectionReporter:
     """This rank's sections; nothing is written where no agent has a folder for them."""
 
     def __init__(self, folder: Path | None, rank: int, *, timings: Timings, hang_timeout: float) -> None:
-        self._page: Page | None = None
+        self._page: ActivityPage | None = None
         self._timings, self._hang_timeout = timings, hang_timeout
         self._measured_at = 0
         self._limits: dict[str, float] = {}
@@ -45,7 +45,7 @@ class Sections:
         self._iteration = 0
         if folder is not None:
             try:
-                self._page = Page(folder, rank)
+                self._page = ActivityPage(folder, rank)
             except OSError as error:  # the supervisor looks for hangs, too
                 log.warning("the agent does not learn where this rank stands: %s", error)
 
@@ -74,7 +74,7 @@ class Sections:
 
     def limit(self, section: str) -> float:
         """Seconds without coming further after which a rank hangs in this section."""
-        if self._timings.steps_done - self._measured_at >= STEPS:
+        if self._timings.steps_done - self._measured_at >= MEASURED_STEPS:
             self._measured_at = self._timings.steps_done
             self._limits.clear()
         if section not in self._limits:
@@ -87,5 +87,5 @@ class Sections:
             return math.inf
         if section == "hooks" or not self._measured_at or usual is None:
             return self._hang_timeout
-        least = STEP_SECONDS if section in OF_A_STEP else OTHER_SECONDS
-        return max(min(least, self._hang_timeout), USUAL * usual)
+        least = SHORTEST_STEP_LIMIT if section in STEP_SECTIONS else SHORTEST_OTHER_LIMIT
+        return max(min(least, self._hang_timeout), LIMIT_FACTOR * usual)

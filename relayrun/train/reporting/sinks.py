@@ -8,19 +8,19 @@ from typing import Any, Protocol
 
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import Stream
-from relayrun.control.trainers.wandb import Mode
+from relayrun.control.rundir.tracker_runs import TrackerRun
+from relayrun.control.trainers.wandb import WandbMode
 from relayrun.train.reporting import wandb_files
-from relayrun.train.reporting.points import Point
+from relayrun.train.reporting.points import MetricPoint
 
 
-class Sink(Protocol):
+class TrackerSink(Protocol):
     """Takes points whose iterations rise. Anything may raise: the feed starts over with a new one."""
 
     mark: int
     """The highest iteration that it holds; 0 where it holds none."""
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         """Take a point above the mark."""
 
     def flush(self) -> None:
@@ -30,17 +30,17 @@ class Sink(Protocol):
         """Hand on all that was taken, and take no more."""
 
 
-class TensorBoard(Sink):
+class TensorBoard(TrackerSink):
     """Event files in tensorboard/<id>/, a new one per attempt; all values of an iteration are one event."""
 
-    def __init__(self, run: Run, stream: Stream) -> None:
+    def __init__(self, run: Run, stream: TrackerRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = run.tensorboard / stream.id
-        self.mark = highest_event(folder)
+        self.mark = highest_tensorboard_step(folder)
         self._writer = EventFileWriter(str(folder))
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -55,7 +55,7 @@ class TensorBoard(Sink):
         self._writer.close()
 
 
-def highest_event(folder: Path) -> int:
+def highest_tensorboard_step(folder: Path) -> int:
     """The highest step in a folder of event files; 0 where there is none."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
@@ -67,7 +67,7 @@ def highest_event(folder: Path) -> int:
     return 0
 
 
-def client_settings() -> Any:
+def wandb_client_settings() -> Any:
     """W&B's client without console, code, git state, metadata of the machine and system metrics."""
     import wandb
 
@@ -84,14 +84,14 @@ def client_settings() -> Any:
     )
 
 
-class WandB(Sink):
+class WandB(TrackerSink):
     """One W&B run over all attempts, by its id. Step is the iteration.
 
     The client takes no console, code, git state, metadata of the machine or system metrics: they would be those of one
     node, and nothing of the environment shall reach a file.
     """
 
-    def __init__(self, run: Run, stream: Stream, config: CommonConfig, mode: Mode) -> None:
+    def __init__(self, run: Run, stream: TrackerRun, config: CommonConfig, mode: WandbMode) -> None:
         import wandb
 
         for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # homes may be full or not there
@@ -106,14 +106,14 @@ class WandB(Sink):
             mode=mode,
             dir=str(run.path),
             config=_shown(config, stream),
-            settings=client_settings(),
+            settings=wandb_client_settings(),
         )
         if mode == "online":  # the service knows best
             self.mark = max(0, self._run.starting_step - 1)
         else:
-            self.mark = wandb_files.highest_step(run.path / "wandb", stream.id)
+            self.mark = wandb_files.highest_wandb_step(run.path / "wandb", stream.id)
 
-    def write(self, point: Point) -> None:
+    def write(self, point: MetricPoint) -> None:
         self._run.log(point.values | {"_timestamp": point.time}, step=point.iteration)
         self.mark = point.iteration
 
@@ -127,7 +127,7 @@ class WandB(Sink):
         wandb.teardown()  # waits until the client has written the end of its file
 
 
-def _shown(config: CommonConfig, stream: Stream) -> dict[str, Any]:
+def _shown(config: CommonConfig, stream: TrackerRun) -> dict[str, Any]:
     """The config as W&B shows it, without the variables that a site sets."""
     values = config.model_dump(mode="json")
     del values["cluster"]["environment"]

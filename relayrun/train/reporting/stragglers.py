@@ -18,31 +18,37 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from relayrun.control.rundir.stragglers import RATIO, SECTIONS, WINDOW, Straggler, slowest
-from relayrun.train.model.gpt import Model
-from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.control.rundir.stragglers import (
+    STRAGGLER_RATIO,
+    STRAGGLER_SECTIONS,
+    STRAGGLER_WINDOW,
+    Straggler,
+    slowest_rank,
+)
+from relayrun.train.model.gpt import ModelStage
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer
 from relayrun.train.parallel import Ranks
-from relayrun.train.timers import Mark, Marks
+from relayrun.train.timers import DeviceTimestamps, Timestamp
 
 
 class Stragglers:
     """The comparison, on this rank. All ranks call the same methods at the same iterations."""
 
     def __init__(
-        self, model: Model, optimizer: Optimizer, ranks: Ranks, *, node: str, say: Callable[[str], None]
+        self, model: ModelStage, optimizer: ScheduledOptimizer, ranks: Ranks, *, node: str, say: Callable[[str], None]
     ) -> None:
         self._ranks, self._node, self._say = ranks, node, say
-        self._marks = Marks(ranks.device)
-        self._begun: Mark | None = None
-        self._pairs: dict[str, list[tuple[Mark, Mark]]] = {"forward": [], "optimizer": []}
-        self._seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._marks = DeviceTimestamps(ranks.device)
+        self._begun: Timestamp | None = None
+        self._pairs: dict[str, list[tuple[Timestamp, Timestamp]]] = {"forward": [], "optimizer": []}
+        self._seconds = dict.fromkeys(STRAGGLER_SECTIONS, 0.0)
         self._steps = 0
         self._found: dict[str, Any] = {}
         """The straggler of the newest comparison; nothing where there is none."""
         self._watch_passes(model)
         self._watch_update(optimizer)
 
-    def _watch_passes(self, model: Model) -> None:
+    def _watch_passes(self, model: ModelStage) -> None:
         """Have the moment noted at which gradients are there and are to be reduced."""
         transformer = get_model_config(model.chunks[0])
         reduce = transformer.finalize_model_grads_func
@@ -53,7 +59,7 @@ class Stragglers:
 
         transformer.finalize_model_grads_func = arrived
 
-    def _watch_update(self, optimizer: Optimizer) -> None:
+    def _watch_update(self, optimizer: ScheduledOptimizer) -> None:
         for part in optimizer.inner.chained_optimizers:
             inner = getattr(part, "optimizer", None)
             if isinstance(inner, torch.optim.Optimizer):
@@ -83,15 +89,15 @@ class Stragglers:
             pairs.clear()
         self._seconds["save"] += save_seconds
         self._steps += 1
-        if self._steps < WINDOW or self._ranks.world_size == 1:
+        if self._steps < STRAGGLER_WINDOW or self._ranks.world_size == 1:
             return self._found
-        own = torch.tensor([self._seconds[name] / self._steps for name in SECTIONS], dtype=torch.float64)
+        own = torch.tensor([self._seconds[name] / self._steps for name in STRAGGLER_SECTIONS], dtype=torch.float64)
         every = [torch.empty_like(own) for _ in range(self._ranks.world_size)]
         dist.all_gather(every, own, group=self._ranks.cpu_group)
-        self._steps, self._seconds = 0, dict.fromkeys(SECTIONS, 0.0)
-        rank, ratio, section, more = slowest([one.tolist() for one in every])
+        self._steps, self._seconds = 0, dict.fromkeys(STRAGGLER_SECTIONS, 0.0)
+        rank, ratio, section, more = slowest_rank([one.tolist() for one in every])
         before, self._found = self._found, {}
-        if ratio < RATIO:
+        if ratio < STRAGGLER_RATIO:
             return {"slowest_rank_ratio": ratio}
         node = self._ranks.gather(self._node)[rank]
         found = Straggler(rank=rank, node=node, section=section, ratio=ratio, seconds=more)

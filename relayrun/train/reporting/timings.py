@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from relayrun.control.rundir.lead import SAVES, STEPS, lead_of, percentile
-from relayrun.control.rundir.records import AttemptStart, Commit
-from relayrun.train.hooks import Evaluated, Hook, Step
+from relayrun.control.rundir.lead import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
+from relayrun.control.rundir.records import AttemptStart, CheckpointCommit
+from relayrun.train.hooks import Hook, Step, ValidationResult
 
 
 class Timings(Hook):
@@ -18,29 +18,29 @@ class Timings(Hook):
 
     def __init__(self, begin: AttemptStart) -> None:
         self._begin = begin
-        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
         self.steps_done = 0
         """Steps that were measured since this rank started."""
         self._samples = 0
-        self._saves: deque[float] = deque(maxlen=SAVES)
+        self._saves: deque[float] = deque(maxlen=GRACE_SAVES)
         known = [] if begin.evaluation_seconds is None else [begin.evaluation_seconds]
-        self._evaluations: deque[float] = deque(known, maxlen=SAVES)
+        self._evaluations: deque[float] = deque(known, maxlen=GRACE_SAVES)
         self._evaluated_samples = 0
 
     def after_step(self, step: Step) -> None:
         self.step(step.step_seconds + (step.hooks_seconds or 0.0), step.global_batch_size)
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         self.save(commit.seconds)
 
-    def at_evaluation(self, result: Evaluated) -> None:
+    def at_evaluation(self, result: ValidationResult) -> None:
         self.evaluation(result.seconds)
 
     def step(self, seconds: float, samples: int) -> None:
         """A step with this global batch size; the steps of smaller ones before it count as if they had had this one."""
         if samples > self._samples:
             if self._samples:
-                self._steps = deque((old * samples / self._samples for old in self._steps), maxlen=STEPS)
+                self._steps = deque((old * samples / self._samples for old in self._steps), maxlen=GRACE_STEPS)
             self._samples = samples
         self._steps.append(seconds)
         self.steps_done += 1
@@ -85,7 +85,7 @@ class Timings(Hook):
         `under_way`: seconds since the start of a save that is not over.
         """
         estimate = self._estimated_evaluation() if self.estimates_evaluation else 0.0
-        return lead_of(
+        return current_grace_period(
             self._begin,
             self._steps,
             self._saves,

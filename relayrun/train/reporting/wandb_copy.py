@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from relayrun.errors import InputError
-from relayrun.train.reporting.sinks import client_settings
+from relayrun.train.reporting.sinks import wandb_client_settings
 
 log = logging.getLogger(__name__)
 
-ROWS = 1000
+HISTORY_ROWS = 1000
 """Rows of the history that are asked for at a time."""
 SYSTEM_ROWS = 100_000
 """Rows of system metrics of a run at most: W&B hands them out as one sample, whole up to this many."""
@@ -55,7 +55,7 @@ class SourceRun(Protocol):
     def files(self) -> Iterable[SourceFile]: ...
 
 
-class Api(Protocol):
+class WandbApi(Protocol):
     """What is asked of a `wandb.Api`."""
 
     def run(self, path: str) -> SourceRun: ...
@@ -64,7 +64,7 @@ class Api(Protocol):
 
 
 @dataclass(frozen=True)
-class Project:
+class WandbProject:
     """A project by entity (user or team) and name."""
 
     entity: str
@@ -75,7 +75,7 @@ class Project:
 
 
 def copy_project(
-    api: Api, source: Project, target: Project, *, run_ids: Sequence[str], names: Sequence[str] = ()
+    api: WandbApi, source: WandbProject, target: WandbProject, *, run_ids: Sequence[str], names: Sequence[str] = ()
 ) -> Iterator[str]:
     """Copy these runs, or all; yield a line for each. `names`: of the copies, one a run. Raises InputError."""
     if source == target:
@@ -94,7 +94,7 @@ def copy_project(
         yield copy_run(api, run, target, names[number] if names else run.name)
 
 
-def copy_run(api: Api, source: SourceRun, target: Project, name: str) -> str:
+def copy_run(api: WandbApi, source: SourceRun, target: WandbProject, name: str) -> str:
     """Write one run, or what is missing of it; return what was done, in words."""
     import wandb
 
@@ -111,10 +111,10 @@ def copy_run(api: Api, source: SourceRun, target: Project, name: str) -> str:
             group=source.group or None,
             resume="allow",
             mode="online",
-            settings=client_settings(),
+            settings=wandb_client_settings(),
         )
         first, rows, left_out = made.starting_step, 0, set()
-        for row in source.scan_history(page_size=ROWS, min_step=first, use_cache=False):
+        for row in source.scan_history(page_size=HISTORY_ROWS, min_step=first, use_cache=False):
             step = int(row["_step"])
             if step < first:
                 continue
@@ -141,7 +141,7 @@ def copy_run(api: Api, source: SourceRun, target: Project, name: str) -> str:
     return f"{source.id} ({name}): {rows:,} rows{since}{with_files} to {target}"
 
 
-def _newest_system(api: Api, target: Project, run_id: str) -> float | None:
+def _newest_system(api: WandbApi, target: WandbProject, run_id: str) -> float | None:
     """Time of the newest system metrics that a copy has, in seconds since 1970; None where it has none."""
     there = api.run(f"{target}/{run_id}").history(samples=SYSTEM_ROWS, stream="system", pandas=False)
     return max((float(row["_timestamp"]) for row in there), default=None)

@@ -11,16 +11,18 @@ import fcntl
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.streams import read_streams
-from relayrun.control.trainers.wandb import Mode
+from relayrun.control.rundir.tracker_runs import read_tracker_runs
+from relayrun.control.trainers.wandb import WandbMode
 from relayrun.train.reporting import wandb_files
-from relayrun.train.reporting.sinks import client_settings
+from relayrun.train.reporting.sinks import wandb_client_settings
 
 
-def tell(run: Run, config: CommonConfig, mode: Mode) -> None:
+def send_evaluations(run: Run, config: CommonConfig, mode: WandbMode) -> None:
     """Send what W&B lacks of the results. Raises whatever the client raises."""
-    streams = read_streams(run)
-    results = sorted((r for r in evaluations.results(run) if r.status == "done"), key=lambda result: result.time)
+    streams = read_tracker_runs(run)
+    results = sorted(
+        (r for r in evaluations.evaluation_results(run) if r.status == "done"), key=lambda result: result.time
+    )
     if not streams or not results:
         return
     import wandb
@@ -38,9 +40,11 @@ def tell(run: Run, config: CommonConfig, mode: Mode) -> None:
             resume="allow" if mode == "online" else None,
             mode=mode,
             dir=str(run.path),
-            settings=client_settings(),
+            settings=wandb_client_settings(),
         )
-        known = client.starting_step - 1 if mode == "online" else wandb_files.highest_step(run.path / "wandb", name)
+        known = (
+            client.starting_step - 1 if mode == "online" else wandb_files.highest_wandb_step(run.path / "wandb", name)
+        )
         client.define_metric("evaluation/*", step_metric="iteration")
         for number, result in enumerate(results, 1):
             if number > known:

@@ -6,25 +6,25 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
-from relayrun.watch.goodput.book import NEEDED, Booked, Counts, Work, book
-from relayrun.watch.goodput.facts import RunFacts, Stay, gather
-from relayrun.watch.goodput.ledger import SECOND, Round, Sink, microseconds
-from relayrun.watch.goodput.metrics import Block, read_blocks
-from relayrun.watch.goodput.parts import LOST, NAMES, START
+from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, CountedWork, Mask, attribute_time
+from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, RestartTime, to_microseconds
+from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
+from relayrun.watch.goodput.parts import LOST_PARTS, PART_NAMES, START_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
-class StayAccount:
+class AllocationAccount:
     """What the nodes of one allocation did. Parts are microseconds of all its nodes; times seconds since 1970."""
 
-    stay: Stay
+    stay: NodeAllocation
     start: float
     end: float
     parts: dict[str, int]
-    work: Work
-    rounds: Sequence[Round]
+    work: CountedWork
+    rounds: Sequence[RestartTime]
     """The same by round of its ranks, oldest first; one where they were not started again."""
     stepped: int
     """Microseconds in which steps were computed that count, on however many nodes."""
@@ -40,7 +40,7 @@ class StayAccount:
         return self.stay.nodes
 
     @property
-    def failed_rounds(self) -> Sequence[FailedRound]:
+    def failed_rounds(self) -> Sequence[FailedRestart]:
         """Why ranks were started again, in the order of `rounds`, or were not."""
         return [] if self.stay.facts is None else self.stay.facts.rounds
 
@@ -77,7 +77,7 @@ class StayAccount:
 
 
 @dataclass(kw_only=True)
-class Loss:
+class LostTime:
     """What one cause of ends cost. Node time in microseconds of all nodes."""
 
     cause: str
@@ -93,18 +93,18 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class NodeTimeAccount:
     """A run's node time. Parts are microseconds of all nodes."""
 
     run: Run
     name: str
-    stays: Sequence[StayAccount]
+    stays: Sequence[AllocationAccount]
     parts: dict[str, int]
     """By name, in the order of `parts.PARTS`; those that are 0 are there, too."""
-    work: Work
+    work: CountedWork
     waited: dict[str, int]
     """Microseconds without nodes, not times nodes."""
-    losses: Sequence[Loss]
+    losses: Sequence[LostTime]
     evaluated_outside: bool
 
     @property
@@ -117,7 +117,7 @@ class Account:
         """Microseconds from the first submission to the newest that is known."""
         first = self.stays[0]
         begin = first.start if first.stay.submit is None else min(first.stay.submit, first.start)
-        return microseconds(max(each.end for each in self.stays)) - microseconds(begin)
+        return to_microseconds(max(each.end for each in self.stays)) - to_microseconds(begin)
 
     @property
     def goodput(self) -> float:
@@ -131,7 +131,7 @@ class Account:
 
     @property
     def node_hours(self) -> float:
-        return self.allocated / SECOND / 3600
+        return self.allocated / MICROSECONDS_PER_SECOND / 3600
 
     @property
     def tokens_per_node_hour(self) -> float | None:
@@ -149,94 +149,96 @@ class Account:
         return self._of_allocated(self.work.tflop_seconds)
 
     def _of_allocated(self, total: float) -> float | None:
-        return total / (self.allocated / SECOND) if total and self.allocated else None
+        return total / (self.allocated / MICROSECONDS_PER_SECOND) if total and self.allocated else None
 
 
-def account(
+def account_for_run(
     run: Run,
     *,
     now: float | None = None,
     facts: RunFacts | None = None,
-    sink: Callable[[Stay], Sink] | None = None,
-    seen: Callable[[Stay], Callable[[Block, Counts], None]] | None = None,
+    sink: Callable[[NodeAllocation], BookedPartSink] | None = None,
+    seen: Callable[[NodeAllocation], Callable[[MetricsBlock, Mask], None]] | None = None,
     also: Sequence[str] = (),
-    grain: int = 60 * SECOND,
-) -> Account:
+    grain: int = 60 * MICROSECONDS_PER_SECOND,
+) -> NodeTimeAccount:
     """Read a run and book its node time. Raises RunDirError where no attempt has begun, or a record is damaged.
 
     `sink` and `seen` give, for a stay, what is told of parts and of lines, which then have the columns in `also`; see
     `book`.
     """
-    facts = facts or gather(run, now=now)
-    names = tuple(dict.fromkeys([*NEEDED, *also]))
-    found: list[StayAccount] = []
+    facts = facts or read_run_facts(run, now=now)
+    names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
+    found: list[AllocationAccount] = []
     for stay in facts.stays:
-        blocks = read_blocks(stay.facts.attempt.metrics, names) if stay.facts is not None else ()
+        blocks = read_metrics_blocks(stay.facts.attempt.metrics, names) if stay.facts is not None else ()
         told = None if sink is None else sink(stay)
-        booked = book(stay, blocks, sink=told, seen=None if seen is None else seen(stay), grain=grain)
-        found.append(_account(stay, booked, found))
-    return Account(
+        booked = attribute_time(stay, blocks, sink=told, seen=None if seen is None else seen(stay), grain=grain)
+        found.append(_allocation_account(stay, booked, found))
+    return NodeTimeAccount(
         run=run,
         name=facts.plan.run,
         stays=found,
-        parts={name: sum(each.parts.get(name, 0) for each in found) for name in NAMES},
-        work=_sum([each.work for each in found]),
-        waited={name: sum(each.waited[name] for each in found) for name in WAITS},
-        losses=losses(found),
+        parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
+        work=_sum_work([each.work for each in found]),
+        waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
+        losses=lost_time_by_cause(found),
         evaluated_outside=facts.evaluated_outside,
     )
 
 
-WAITS = ("queued", "back-off", "stopped")
+WAIT_KINDS = ("queued", "back-off", "stopped")
 """What a run does without nodes: it waits in the queue, waits after a failure, or nobody has asked for anything."""
 
 
-def _account(stay: Stay, booked: Booked, before: Sequence[StayAccount]) -> StayAccount:
-    return StayAccount(
+def _allocation_account(
+    stay: NodeAllocation, booked: AttributedTime, before: Sequence[AllocationAccount]
+) -> AllocationAccount:
+    return AllocationAccount(
         stay=stay,
-        start=booked.start / SECOND,
-        end=booked.end / SECOND,
+        start=booked.start / MICROSECONDS_PER_SECOND,
+        end=booked.end / MICROSECONDS_PER_SECOND,
         parts=booked.parts,
         rounds=booked.rounds,
         stepped=booked.stepped,
         work=booked.work,
-        waited=waits(stay, before[-1].stay if before else None),
+        waited=divide_wait(stay, before[-1].stay if before else None),
     )
 
 
-def waits(stay: Stay, previous: Stay | None) -> dict[str, int]:
+def divide_wait(stay: NodeAllocation, previous: NodeAllocation | None) -> dict[str, int]:
     """Divide the time without nodes before a stay, in microseconds."""
-    start = microseconds(stay.start)
-    submit = start if stay.submit is None else min(start, microseconds(stay.submit))
+    start = to_microseconds(stay.start)
+    submit = start if stay.submit is None else min(start, to_microseconds(stay.submit))
     if previous is None:
         return {"queued": start - submit, "back-off": 0, "stopped": 0}
-    gap = max(0, start - microseconds(previous.end))
-    stopped = min(gap, max(0, submit - microseconds(previous.end)))
+    gap = max(0, start - to_microseconds(previous.end))
+    stopped = min(gap, max(0, submit - to_microseconds(previous.end)))
     end = None if previous.facts is None else previous.facts.end
-    delay = 0 if end is None else end.delay * SECOND
+    delay = 0 if end is None else end.delay * MICROSECONDS_PER_SECOND
     back_off = min(gap - stopped, delay)
     return {"queued": gap - stopped - back_off, "back-off": back_off, "stopped": stopped}
 
 
-def losses(stays: Sequence[StayAccount]) -> list[Loss]:
+def lost_time_by_cause(stays: Sequence[AllocationAccount]) -> list[LostTime]:
     """What each cause of ends cost, the dearest first; ends that were planned cost the next start alone."""
-    found: dict[str, Loss] = {}
+    found: dict[str, LostTime] = {}
     for number, each in enumerate(stays):
         if each.cause == "running":
             continue
-        loss = found.setdefault(each.cause, Loss(cause=each.cause))
+        loss = found.setdefault(each.cause, LostTime(cause=each.cause))
         loss.times += 1
-        loss.lost += sum(amount for part, amount in each.parts.items() if part in LOST)
+        loss.lost += sum(amount for part, amount in each.parts.items() if part in LOST_PARTS)
         loss.nodes.update(each.blamed)
         if number + 1 < len(stays):
             following = stays[number + 1]
-            loss.starts += sum(amount for part, amount in following.parts.items() if part in START)
+            loss.starts += sum(amount for part, amount in following.parts.items() if part in START_PARTS)
             loss.waited += following.waited["queued"] + following.waited["back-off"]
     return sorted(found.values(), key=lambda loss: (-(loss.lost + loss.starts), loss.cause))
 
 
-def _sum(works: Sequence[Work]) -> Work:
-    total = Work()
+def _sum_work(works: Sequence[CountedWork]) -> CountedWork:
+    total = CountedWork()
     for work in works:
         for name, value in vars(work).items():
             setattr(total, name, getattr(total, name) + value)

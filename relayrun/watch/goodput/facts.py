@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relayrun.control import chain_decide
-from relayrun.control.chain import evidence
-from relayrun.control.chain.nodes import read_strikes
+from relayrun.control.chain import failure_reason
+from relayrun.control.chain.nodes import read_node_failures
 from relayrun.control.rundir import rounds
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.evaluations import Policy
+from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
-from relayrun.control.rundir.rounds import FailedRound
+from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, CheckpointCommit, Hang, StartTimes
+from relayrun.control.rundir.rounds import FailedRestart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.ways_back import went_back
+from relayrun.control.rundir.ways_back import iteration_resets
 from relayrun.control.scheduler.allocations import Allocation, allocations
 from relayrun.errors import RunDirError
 from relayrun.files import read_lines
 
-CLOCKS = 5.0
+CLOCK_TOLERANCE_SECONDS = 5.0
 """Seconds by which clocks of nodes and of the scheduler may differ: an attempt lies in its allocation all the same."""
 
 
@@ -32,28 +32,28 @@ class AttemptFacts:
 
     attempt: Attempt
     begin: AttemptStart
-    started: Started | None
-    end: End | None
-    outcome: Outcome | None
+    started: StartTimes | None
+    end: AttemptEnd | None
+    outcome: AttemptOutcome | None
     hang: Hang | None
     failure_time: float | None
     """When the first rank that could say so failed. None here, too, where rank 0 left on purpose, or nothing moved."""
     last_sign: float
     """The newest sign of life that is no line of the metrics; when it began, where rank 0 left on purpose."""
-    commits: Sequence[Commit]
+    commits: Sequence[CheckpointCommit]
     limit: float
     """The last iteration that counts: what lies beyond it was computed again, or lost."""
     went_back: Sequence[int]
     """Iterations of the checkpoints that training went back to inside the attempt, oldest first."""
     blamed: Sequence[str]
     """Nodes that got a strike for its end."""
-    rounds: Sequence[FailedRound] = ()
+    rounds: Sequence[FailedRestart] = ()
     """Rounds of its ranks that failed, oldest first."""
     hangs: Mapping[int, Hang] = field(default_factory=dict)
     """What was written down of those that stood still, by round."""
 
     @property
-    def first_start(self) -> Started | None:
+    def first_start(self) -> StartTimes | None:
         """How far the start of its first round was; None where that failed, and `started` is a later one's."""
         failed = self.started is not None and bool(self.rounds) and self.rounds[0].time < self.started.loaded
         return None if failed else self.started
@@ -61,11 +61,11 @@ class AttemptFacts:
     @property
     def end_seen(self) -> bool:
         """Whether its own job wrote down how it ended."""
-        return self.end is not None and self.end.exit_code != chain_decide.UNKNOWN
+        return self.end is not None and self.end.exit_code != chain_decide.UNKNOWN_EXIT_CODE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stay:
+class NodeAllocation:
     """One time that a job of the run had nodes, and the attempt that began in it. Times are seconds since 1970."""
 
     job_id: str
@@ -95,15 +95,15 @@ class RunFacts:
 
     run: Run
     plan: Plan
-    stays: Sequence[Stay]
+    stays: Sequence[NodeAllocation]
     evaluated_outside: bool
     """Whether evaluations have jobs of their own, whose nodes are not in these accounts."""
 
 
-def gather(run: Run, *, now: float | None = None) -> RunFacts:
+def read_run_facts(run: Run, *, now: float | None = None) -> RunFacts:
     """Read the records of a run and ask its scheduler. Raises RunDirError where no attempt has begun."""
     plan = Plan.load(run)
-    found = _attempts(run)
+    found = _begun_attempts(run)
     if not found:
         hint = f"relayrun status {run.path} says what it waits for"
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=hint)
@@ -112,8 +112,8 @@ def gather(run: Run, *, now: float | None = None) -> RunFacts:
     return RunFacts(
         run=run,
         plan=plan,
-        stays=stays(found, known, plan=plan, now=time.time() if now is None else now),
-        evaluated_outside=Policy.read(run.evaluation_policy) is not None,
+        stays=join_allocations(found, known, plan=plan, now=time.time() if now is None else now),
+        evaluated_outside=EvaluationPolicy.read(run.evaluation_policy) is not None,
     )
 
 
@@ -128,7 +128,9 @@ def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
     return min(times)
 
 
-def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float) -> list[Stay]:
+def join_allocations(
+    found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float
+) -> list[NodeAllocation]:
     """Join attempts with the scheduler's allocations; where it has forgotten one, say what the chain knows itself.
 
     They do not overlap: one job of a chain runs at a time.
@@ -140,9 +142,9 @@ def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: P
         at = _allocation_of(each, known, taken)
         if at is not None:
             taken.add(at)
-        result.append(_stay(each, None if at is None else known[at], following, plan=plan, now=now))
+        result.append(_node_allocation(each, None if at is None else known[at], following, plan=plan, now=now))
     result += [
-        Stay(
+        NodeAllocation(
             job_id=entry.job_id,
             nodes=entry.nodes,
             submit=entry.submit,
@@ -162,9 +164,9 @@ def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: P
     return sorted(result, key=lambda stay: stay.start)
 
 
-def _stay(
+def _node_allocation(
     each: AttemptFacts, entry: Allocation | None, following: AttemptStart | None, *, plan: Plan, now: float
-) -> Stay:
+) -> NodeAllocation:
     begin = each.begin
     start = begin.job_start_time if entry is None else entry.start
     end = None if entry is None else entry.end
@@ -185,7 +187,7 @@ def _stay(
     nodes = asked if entry is None else entry.nodes
     if plan.outlives_nodes:  # without accounting Slurm tells of the nodes that such a job has left
         nodes = max(nodes, asked)
-    return Stay(
+    return NodeAllocation(
         job_id=begin.job_id,
         nodes=nodes,
         submit=begin.job_submit_time if entry is None or entry.submit is None else entry.submit,
@@ -207,17 +209,19 @@ def _allocation_of(each: AttemptFacts, known: Sequence[Allocation], taken: set[i
     own = [
         at
         for at, entry in enumerate(known)
-        if entry.job_id == each.begin.job_id and at not in taken and (entry.end is None or began <= entry.end + CLOCKS)
+        if entry.job_id == each.begin.job_id
+        and at not in taken
+        and (entry.end is None or began <= entry.end + CLOCK_TOLERANCE_SECONDS)
     ]
     before = [at for at in own if known[at].start <= began]
     if before:
         return before[-1]
-    return next((at for at in own if known[at].start - CLOCKS <= began), None)
+    return next((at for at in own if known[at].start - CLOCK_TOLERANCE_SECONDS <= began), None)
 
 
-def _attempts(run: Run) -> list[AttemptFacts]:
+def _begun_attempts(run: Run) -> list[AttemptFacts]:
     """The attempts that have begun, oldest first."""
-    strikes = read_strikes(run)
+    strikes = read_node_failures(run)
     attempts = [run.attempt(number) for number in run.attempt_numbers()]
     begun = [(attempt, begin) for attempt in attempts if (begin := attempt.read_begin()) is not None]
     limit = float("inf")
@@ -227,27 +231,30 @@ def _attempts(run: Run) -> list[AttemptFacts]:
         if not found and end is not None:  # nobody went on from what it had not saved
             limit = end.durable_iteration
         blamed = [strike.node for strike in strikes if strike.attempt == attempt.number]
-        found.append(_facts(attempt, begin, end, limit=limit, blamed=blamed))
+        found.append(_attempt_facts(attempt, begin, end, limit=limit, blamed=blamed))
         limit = min(limit, begin.base_iteration)
     return found[::-1]
 
 
-def _facts(attempt: Attempt, begin: AttemptStart, end: End | None, *, limit: float, blamed: list[str]) -> AttemptFacts:
+def _attempt_facts(
+    attempt: Attempt, begin: AttemptStart, end: AttemptEnd | None, *, limit: float, blamed: list[str]
+) -> AttemptFacts:
     commits = attempt.read_commits()
-    outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
+    outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
     failure_time, signs = None, [begin.start_time]
     if outcome is None and hang is None:  # of the others nobody asks, and there may be a file for each node and rank
-        failure_time = min((failure.time for failure in evidence.failures(attempt)), default=None)
+        failure_time = min((failure.time for failure in failure_reason.read_failures(attempt)), default=None)
         signs += [beat.time for beat in attempt.read_heartbeats()]
         signs += [commit.time for commit in commits]
-    failed = rounds.read(attempt)
+    failed = rounds.read_failed_restarts(attempt)
     hangs = {
-        each.round: Hang.read(rounds.set_aside(attempt.failures, each.round) / attempt.hang.name) for each in failed
+        each.round: Hang.read(rounds.failed_restart_folder(attempt.failures, each.round) / attempt.hang.name)
+        for each in failed
     }
     return AttemptFacts(
         attempt=attempt,
         begin=begin,
-        started=Started.read(attempt.started),
+        started=StartTimes.read(attempt.started),
         end=end,
         outcome=outcome,
         hang=hang,
@@ -255,7 +262,9 @@ def _facts(attempt: Attempt, begin: AttemptStart, end: End | None, *, limit: flo
         last_sign=max(signs),
         commits=commits,
         limit=limit,
-        went_back=went_back(attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rewinds)]),
+        went_back=iteration_resets(
+            attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rewinds)]
+        ),
         blamed=blamed,
         rounds=failed,
         hangs={number: found for number, found in hangs.items() if found is not None},

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from relayrun.control.rundir.rounds import FailedRound
-from relayrun.watch.goodput.facts import Stay
-from relayrun.watch.goodput.parts import ALL_NODES
+from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.watch.goodput.facts import NodeAllocation
+from relayrun.watch.goodput.parts import WHOLE_ALLOCATION_PARTS
 
-SECOND = 1_000_000
+MICROSECONDS_PER_SECOND = 1_000_000
 """Microseconds."""
 
-Sink = Callable[[str, int, int, int], None]
+BookedPartSink = Callable[[str, int, int, int], None]
 """Is told of a part, its microseconds of all nodes, and between which two times (microseconds since 1970) they lie."""
 
 
-def microseconds(seconds: float) -> int:
+def to_microseconds(seconds: float) -> int:
     """Seconds as whole microseconds."""
-    return round(seconds * SECOND)
+    return round(seconds * MICROSECONDS_PER_SECOND)
 
 
 @dataclass(kw_only=True)
-class Round:
+class RestartTime:
     """What the nodes of a stay did in one round of its ranks; see `Booked`."""
 
     parts: dict[str, int] = field(default_factory=dict)
@@ -38,13 +38,13 @@ class Ledger:
     them. Slurm takes a lost one from the job when it has noticed the loss too, and books it no more from then on.
     """
 
-    def __init__(self, stay: Stay, sink: Sink | None = None) -> None:
-        self.start = self.cursor = microseconds(stay.start)
-        self.end = max(self.start, microseconds(stay.end))
-        self.rounds = [Round()]
+    def __init__(self, stay: NodeAllocation, sink: BookedPartSink | None = None) -> None:
+        self.start = self.cursor = to_microseconds(stay.start)
+        self.end = max(self.start, to_microseconds(stay.end))
+        self.rounds = [RestartTime()]
         self.stepped = 0
         """Microseconds in which steps were computed that count."""
-        self.resized = [microseconds(time) for time, _ in stay.resized]
+        self.resized = [to_microseconds(time) for time, _ in stay.resized]
         """When the job had another number of nodes, rising."""
         self._nodes = stay.nodes
         self._left = [nodes for _, nodes in stay.resized]
@@ -56,9 +56,9 @@ class Ledger:
         """How many nodes train; fewer than the round began with, where Slurm has noticed a loss first."""
         return min(self._training, self._nodes)
 
-    def next_round(self, failed: FailedRound) -> None:
+    def next_round(self, failed: FailedRestart) -> None:
         """What follows is of the next round, without the nodes that were lost."""
-        self.rounds.append(Round())
+        self.rounds.append(RestartTime())
         alive = max(0, self._training + self._spare - len(failed.lost))
         self._training = min(failed.nodes or self._training, alive)
         self._spare = alive - self._training
@@ -89,7 +89,7 @@ class Ledger:
         spare = min(self._spare, self._nodes - training)
         idle = 0
         for part, amount in amounts.items():
-            if part in ALL_NODES:
+            if part in WHOLE_ALLOCATION_PARTS:
                 self._put(part, amount * self._nodes, time)
             else:
                 self._put(part, amount * training, time)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from relayrun.watch.report.markup import Markup, join, tag
-from relayrun.watch.report.series import Series, short, ticks
+from relayrun.watch.report.markup import Markup, join_markup, tag
+from relayrun.watch.report.series import Series, axis_ticks, short_number
 
 WIDTH, HEIGHT = 1000.0, 100.0
 """The size of a chart in the SVG's own units."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ChartLine:
     """One line of a chart."""
 
     name: str
@@ -24,7 +24,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ChartMark:
     """Something that happened at a place of the x axis."""
 
     x: float
@@ -32,14 +32,14 @@ class Mark:
     kind: str = "attempt"
 
 
-def lines(
+def line_chart(
     title: str,
-    drawn: Sequence[Line],
+    drawn: Sequence[ChartLine],
     *,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[ChartMark] = (),
     unit: str = "",
     x_name: str = "iteration",
-    x_words: Callable[[float], str] = short,
+    x_words: Callable[[float], str] = short_number,
     from_zero: bool = False,
 ) -> Markup:
     """Return a chart of lines over a common x axis; a word where none of them has a point."""
@@ -61,29 +61,30 @@ def lines(
         return HEIGHT - (y - low) / (high - low) * HEIGHT
 
     shapes: list[Markup] = [
-        tag("line", x1=0, x2=WIDTH, y1=_n(up(y)), y2=_n(up(y)), class_="grid") for y in ticks(low, high, 4)
+        tag("line", x1=0, x2=WIDTH, y1=_coordinate(up(y)), y2=_coordinate(up(y)), class_="grid")
+        for y in axis_ticks(low, high, 4)
     ]
     for mark in marks:
         if left <= mark.x <= right:
-            place = _n(at(mark.x))
+            place = _coordinate(at(mark.x))
             shapes.append(tag("line", tag("title", mark.words), x1=place, x2=place, y1=0, y2=HEIGHT, class_=mark.kind))
     for line in there:
         points = list(zip(line.series.x.tolist(), line.series.y.tolist(), strict=True))
         colour = f"c{line.colour % 8}"
         if not line.dots or len(points) > 1:
-            text = " ".join(f"{_n(at(x))},{_n(up(y))}" for x, y in points)
+            text = " ".join(f"{_coordinate(at(x))},{_coordinate(up(y))}" for x, y in points)
             shapes.append(tag("path", d=f"M{text}", class_=f"line {colour}"))
         if line.dots or len(points) == 1:
             # of no length, with round ends: a circle would be stretched
-            text = "".join(f"M{_n(at(x))},{_n(up(y))}h0" for x, y in points)
+            text = "".join(f"M{_coordinate(at(x))},{_coordinate(up(y))}h0" for x, y in points)
             shapes.append(tag("path", d=text, class_=f"dots {colour}"))
-    y_labels = [(1 - up(y) / HEIGHT, short(y)) for y in ticks(low, high, 4)]
-    x_labels = [(at(x) / WIDTH, x_words(x)) for x in ticks(left, right, 4, whole=x_name == "iteration")]
+    y_labels = [(1 - up(y) / HEIGHT, short_number(y)) for y in axis_ticks(low, high, 4)]
+    x_labels = [(at(x) / WIDTH, x_words(x)) for x in axis_ticks(left, right, 4, whole=x_name == "iteration")]
     named = [(line.name, f"c{line.colour % 8}") for line in there] if len(there) > 1 else []
     return _figure(title, unit, shapes, x_labels, y_labels, x_name=x_name, named=named)
 
 
-def band(
+def band_chart(
     title: str,
     columns: Sequence[Mapping[str, float]],
     names: Sequence[tuple[str, str]],
@@ -103,7 +104,9 @@ def band(
         for name, _ in names:
             high = column.get(name, 0.0) * HEIGHT
             if high > 0.02:
-                paths[name].append(f"M{_n(number * width)},{_n(low)}v{_n(-high)}h{_n(width)}v{_n(high)}z")
+                paths[name].append(
+                    f"M{_coordinate(number * width)},{_coordinate(low)}v{_coordinate(-high)}h{_coordinate(width)}v{_coordinate(high)}z"
+                )
                 low -= high
     shapes = [tag("path", tag("title", name), d="".join(paths[name]), class_=css) for name, css in names if paths[name]]
     y_labels = [(share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)]
@@ -111,7 +114,7 @@ def band(
     return _figure(title, "share of the nodes' time", shapes, labels, y_labels, x_name="time", named=named)
 
 
-def bar(parts: Sequence[tuple[str, str, float]]) -> Markup:
+def bar_chart(parts: Sequence[tuple[str, str, float]]) -> Markup:
     """Return one bar of parts: name, class, and share."""
     at = 0.0
     shapes = []
@@ -119,7 +122,9 @@ def bar(parts: Sequence[tuple[str, str, float]]) -> Markup:
         width = share * WIDTH
         if width > 0:
             words = tag("title", f"{name}: {share:.1%}")
-            shapes.append(tag("rect", words, x=_n(at), y=0, width=_n(width), height=HEIGHT, class_=css))
+            shapes.append(
+                tag("rect", words, x=_coordinate(at), y=0, width=_coordinate(width), height=HEIGHT, class_=css)
+            )
         at += width
     label = ", ".join(f"{name} {share:.1%}" for name, _, share in parts if share)
     return tag("div", _svg(shapes), class_="bar", role="img", aria_label=label)
@@ -137,7 +142,7 @@ def _figure(
 ) -> Markup:
     caption = tag("figcaption", tag("b", title), f", {unit}" if unit else None)
     y_axis = [tag("span", text, style=f"bottom:{share:.2%}") for share, text in y_labels]
-    x_axis = [tag("span", text, style=f"left:{share:.2%}", class_=_side(share)) for share, text in x_labels]
+    x_axis = [tag("span", text, style=f"left:{share:.2%}", class_=_label_side(share)) for share, text in x_labels]
     key = [tag("span", tag("i", class_=css), name) for name, css in named]
     return tag(
         "figure",
@@ -153,15 +158,15 @@ def _figure(
     )
 
 
-def _side(share: float) -> str | None:
+def _label_side(share: float) -> str | None:
     """The class of a label that would stand out beyond the end of its axis."""
     return "first" if share < 0.08 else "last" if share > 0.92 else None
 
 
 def _svg(shapes: Sequence[Markup]) -> Markup:
-    return tag("svg", join(shapes), viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}", preserveAspectRatio="none")
+    return tag("svg", join_markup(shapes), viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}", preserveAspectRatio="none")
 
 
-def _n(value: float) -> str:
+def _coordinate(value: float) -> str:
     """A coordinate: a hundredth of a unit is far below a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import relayrun
-from relayrun.watch.goodput import view
+from relayrun.watch.goodput import tables
 from relayrun.watch.report import sections
-from relayrun.watch.report.chart import Line
-from relayrun.watch.report.gather import RunPage
+from relayrun.watch.report.chart import ChartLine
 from relayrun.watch.report.markup import Markup, tag
-from relayrun.watch.report.series import EMPTY, Series
-from relayrun.watch.report.shell import html
-from relayrun.watch.report.table import moment, table
+from relayrun.watch.report.report_data import RunReportData
+from relayrun.watch.report.series import EMPTY_SERIES, Series
+from relayrun.watch.report.shell import html_page
+from relayrun.watch.report.table import format_time, html_table
 
 
-def document(pages: Sequence[RunPage], *, now: float, home: str | None = None, refresh: int | None = None) -> str:
+def report_page(
+    pages: Sequence[RunReportData], *, now: float, home: str | None = None, refresh: int | None = None
+) -> str:
     """Return the HTML of a page about these runs.
 
     Args:
@@ -26,15 +28,15 @@ def document(pages: Sequence[RunPage], *, now: float, home: str | None = None, r
         refresh: after so many seconds a browser asks for it again.
     """
     names = ", ".join(page.name for page in pages)
-    made = f"As it was at {moment(now)}; relayrun {relayrun.__version__}."
+    made = f"As it was at {format_time(now)}; relayrun {relayrun.__version__}."
     above = tag("nav", tag("a", "all runs", href=home)) if home else None
     if len(pages) == 1:
-        return html(names, above, _run(pages[0], made), refresh=refresh)
+        return html_page(names, above, _run_sections(pages[0], made), refresh=refresh)
     top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
-    return html(names, above, *top, *(_run(page, None) for page in pages), refresh=refresh)
+    return html_page(names, above, *top, *(_run_sections(page, None) for page in pages), refresh=refresh)
 
 
-def _run(page: RunPage, made: str | None) -> Markup:
+def _run_sections(page: RunReportData, made: str | None) -> Markup:
     state = f"The chain has ended: {page.stop.partition(chr(10))[0]}" if page.stop else "The chain has not ended."
     return tag(
         "main",
@@ -42,12 +44,12 @@ def _run(page: RunPage, made: str | None) -> Markup:
         tag("p", str(page.run.path), class_="soft"),
         tag("p", state),
         tag("p", made, class_="soft") if made else None,
-        sections.facts(page),
+        sections.facts_section(page),
         *(part(page) for part in sections.SECTIONS),
     )
 
 
-def _side_by_side(pages: Sequence[RunPage]) -> Markup:
+def _side_by_side(pages: Sequence[RunReportData]) -> Markup:
     rows = [
         (
             page.name,
@@ -55,7 +57,7 @@ def _side_by_side(pages: Sequence[RunPage]) -> Markup:
             f"{page.last['loss']:.4f}" if "loss" in page.last else "",
             ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),
             f"{page.account.goodput:.1%}",
-            view.node_time(page.account.allocated),
+            tables.format_node_time(page.account.allocated),
             f"{rate:,.0f}" if (rate := page.account.tokens_per_node_hour) is not None else "",
             str(len(page.account.stays)),
         )
@@ -72,21 +74,22 @@ def _side_by_side(pages: Sequence[RunPage]) -> Markup:
         "jobs|n",
     )
     drawn = [
-        Line(name=page.name, series=page.series.get("loss", EMPTY), colour=number) for number, page in enumerate(pages)
+        ChartLine(name=page.name, series=page.series.get("loss", EMPTY_SERIES), colour=number)
+        for number, page in enumerate(pages)
     ]
-    return sections.section("Side by side", table(names, rows), sections.losses("training loss", drawn))
+    return sections.section("Side by side", html_table(names, rows), sections.loss_charts("training loss", drawn))
 
 
-def as_json(page: RunPage) -> dict[str, Any]:
+def report_as_json(page: RunReportData) -> dict[str, Any]:
     """Return what a page shows as plain values; of many points the least and the greatest of each pixel."""
     return {
         "run": page.name,
         "path": str(page.run.path),
         "stopped": page.stop,
         "last": page.last,
-        "goodput": view.as_json(page.account),
-        "series": {name: _points(series) for name, series in page.series.items() if series.size},
-        "validation": {name: _points(series) for name, series in page.validation.items()},
+        "goodput": tables.account_as_json(page.account),
+        "series": {name: _series_points(series) for name, series in page.series.items() if series.size},
+        "validation": {name: _series_points(series) for name, series in page.validation.items()},
         "band": {"start_time": page.band_start, "column_seconds": page.band_seconds, "shares": list(page.band)},
         "attempts": [
             {
@@ -117,5 +120,5 @@ def as_json(page: RunPage) -> dict[str, Any]:
     }
 
 
-def _points(series: Series) -> list[list[float]]:
+def _series_points(series: Series) -> list[list[float]]:
     return [list(point) for point in zip(series.x.tolist(), series.y.tolist(), strict=True)]

@@ -12,7 +12,7 @@ class Markup(str):
     __slots__ = ()
 
 
-VOID = frozenset({"meta", "line", "path", "rect", "br"})
+VOID_ELEMENTS = frozenset({"meta", "line", "path", "rect", "br"})
 """Elements without content."""
 
 
@@ -23,11 +23,11 @@ def tag(name: str, /, *children: str | None, **attributes: str | float | None) -
         for key, value in attributes.items()
         if value is not None
     )
-    if name in VOID and not children:
+    if name in VOID_ELEMENTS and not children:
         return Markup(f"<{name}{given}>" if name in ("meta", "br") else f"<{name}{given}/>")
-    return Markup(f"<{name}{given}>{join(children)}</{name}>")
+    return Markup(f"<{name}{given}>{join_markup(children)}</{name}>")
 
 
-def join(parts: Iterable[str | None]) -> Markup:
+def join_markup(parts: Iterable[str | None]) -> Markup:
     """Return the parts one behind the other, with text escaped; None is nothing."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts if part is not None))

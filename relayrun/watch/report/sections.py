@@ -8,27 +8,34 @@ from dataclasses import replace
 import numpy as np
 
 from relayrun.control.rundir import rounds
-from relayrun.control.rundir.rounds import FailedRound
-from relayrun.watch.goodput.account import WAITS, StayAccount
+from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
 from relayrun.watch.goodput.parts import PARTS
-from relayrun.watch.goodput.view import COLUMNS, ROUND_COLUMNS, duration, node_time, round_rows, share
+from relayrun.watch.goodput.tables import (
+    PART_COLUMNS,
+    RESTART_COLUMNS,
+    format_duration,
+    format_node_time,
+    format_share,
+    restart_rows,
+)
 from relayrun.watch.report import chart
-from relayrun.watch.report.chart import Line, Mark
-from relayrun.watch.report.gather import RunPage
+from relayrun.watch.report.chart import ChartLine, ChartMark
 from relayrun.watch.report.markup import Markup, tag
-from relayrun.watch.report.series import EMPTY, ticks
-from relayrun.watch.report.table import ROWS, moment, table
-from relayrun.watch.status.standing import PLANNED
+from relayrun.watch.report.report_data import RunReportData
+from relayrun.watch.report.series import EMPTY_SERIES, axis_ticks
+from relayrun.watch.report.table import MAX_TABLE_ROWS, format_time, html_table
+from relayrun.watch.status.standing import PLANNED_CAUSES
 
-GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
-    (name, parts, f"g{number}") for number, (name, parts) in enumerate(COLUMNS)
+PART_GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
+    (name, parts, f"g{number}") for number, (name, parts) in enumerate(PART_COLUMNS)
 )
 """Parts of the node time that have one colour, and its class."""
 
-UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 """Units of a time axis, in seconds."""
 
-CHARTS = (
+METRIC_CHARTS = (
     ("lr", "learning rate", ""),
     ("tokens_per_second", "throughput", "tokens/s"),
     ("memory_bytes", "memory", "bytes, peak of rank 0"),
@@ -36,7 +43,7 @@ CHARTS = (
 )
 
 
-def facts(page: RunPage) -> Markup:
+def facts_section(page: RunReportData) -> Markup:
     """Return the figures that people ask for first."""
     account, last = page.account, page.last
     steps = page.plan.end_iteration
@@ -47,8 +54,8 @@ def facts(page: RunPage) -> Markup:
         ("durable", f"{durable:,}"),
         ("goodput", f"{account.goodput:.1%}"),
         ("effective training time", f"{account.effective_training_time:.1%}"),
-        ("allocated", node_time(account.allocated)),
-        ("since the first submission", duration(account.elapsed)),
+        ("allocated", format_node_time(account.allocated)),
+        ("since the first submission", format_duration(account.elapsed)),
         ("tokens a node hour", None if (rate := account.tokens_per_node_hour) is None else f"{rate:,.0f}"),
         ("MFU, all allocated time", None if account.mfu is None else f"{account.mfu:.1%}"),
     ]
@@ -60,20 +67,20 @@ def facts(page: RunPage) -> Markup:
     )
 
 
-def training(page: RunPage) -> Markup:
+def training_section(page: RunReportData) -> Markup:
     """Return the charts of what was trained, with the attempts marked."""
     marks = attempt_marks(page)
-    loss = [Line(name="training", series=page.series.get("loss", EMPTY))]
+    loss = [ChartLine(name="training", series=page.series.get("loss", EMPTY_SERIES))]
     loss += [
-        Line(name=name, series=series, colour=number, dots=True)
+        ChartLine(name=name, series=series, colour=number, dots=True)
         for number, (name, series) in enumerate(page.validation.items(), start=1)
     ]
-    wide = losses("loss", loss, marks=marks)
+    wide = loss_charts("loss", loss, marks=marks)
     smaller = []
-    for name, title, unit in CHARTS:
-        drawn = [Line(name=title, series=page.series.get(name, EMPTY))]
-        smaller.append(chart.lines(title, drawn, marks=marks, unit=unit, from_zero=True))
-    left_out = page.series.get("loss", EMPTY).left_out
+    for name, title, unit in METRIC_CHARTS:
+        drawn = [ChartLine(name=title, series=page.series.get(name, EMPTY_SERIES))]
+        smaller.append(chart.line_chart(title, drawn, marks=marks, unit=unit, from_zero=True))
+    left_out = page.series.get("loss", EMPTY_SERIES).left_out
     words = (
         tag("p", f"{left_out:,} iterations have no finite loss, and are not drawn.", class_="bad") if left_out else None
     )
@@ -87,64 +94,76 @@ def training(page: RunPage) -> Markup:
     return section("Training", wide, words, others, hint if marks else None)
 
 
-def losses(title: str, drawn: Sequence[Line], *, marks: Sequence[Mark] = ()) -> Markup:
+def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = ()) -> Markup:
     """Return a chart of losses, and beside it one of the last three quarters, whose changes the fall before hides."""
-    charts = [chart.lines(title, drawn, marks=marks, unit="nats per token")]
+    charts = [chart.line_chart(title, drawn, marks=marks, unit="nats per token")]
     long = [line.series.x for line in drawn if line.series.size >= 100]
     if long:
         first, last = min(float(x[0]) for x in long), max(float(x[-1]) for x in long)
         begin = round(first + (last - first) / 4)
         later = [replace(line, series=line.series.after(begin)) for line in drawn]
-        charts.append(chart.lines(f"{title} from iteration {begin:,} on", later, marks=marks, unit="nats per token"))
+        charts.append(
+            chart.line_chart(f"{title} from iteration {begin:,} on", later, marks=marks, unit="nats per token")
+        )
     return tag("div", *filter(None, charts), class_="wide charts")
 
 
-def attempt_marks(page: RunPage) -> list[Mark]:
+def attempt_marks(page: RunReportData) -> list[ChartMark]:
     """Return where attempts began, but for the first, and where ranks were started again; the newest of them."""
     marks = []
-    before: StayAccount | None = None
+    before: AllocationAccount | None = None
     for stay, trained in zip(page.account.stays, page.trained, strict=True):
         if trained is not None and before is not None:
-            kind = "attempt" if before.cause in PLANNED else "failed"
+            kind = "attempt" if before.cause in PLANNED_CAUSES else "failed"
             words = f"attempt {stay.attempt} from iteration {trained.first}; the one before: {before.cause}"
-            marks.append(Mark(x=trained.first, words=words, kind=kind))
+            marks.append(ChartMark(x=trained.first, words=words, kind=kind))
         marks += [
-            Mark(x=each.next_iteration, words=each.told, kind="round") for each in failed_rounds(stay) if each.again
+            ChartMark(x=each.next_iteration, words=each.told, kind="round")
+            for each in failed_restarts(stay)
+            if each.again
         ]
-        if trained is not None or stay.cause not in (*PLANNED, "running"):
+        if trained is not None or stay.cause not in (*PLANNED_CAUSES, "running"):
             before = stay
-    return marks[-ROWS:]
+    return marks[-MAX_TABLE_ROWS:]
 
 
-def goodput(page: RunPage) -> Markup:
+def goodput_section(page: RunReportData) -> Markup:
     """Return where the node time went: as a sum, over time, by part, by attempt, by cause of loss."""
     account = page.account
-    sums = [(name, css, sum(account.parts[part] for part in parts)) for name, parts, css in GROUPS]
+    sums = [(name, css, sum(account.parts[part] for part in parts)) for name, parts, css in PART_GROUPS]
     total = max(1, account.allocated)
-    waits = ", ".join(f"{name} {duration(account.waited[name])}" for name in WAITS if account.waited[name])
-    parts = table(
+    waits = ", ".join(f"{name} {format_duration(account.waited[name])}" for name in WAIT_KINDS if account.waited[name])
+    parts = html_table(
         ("part", "node time|n", "share|n", "what the nodes did"),
         [
-            (part.name, node_time(amount), share(amount, total), part.words)
+            (part.name, format_node_time(amount), format_share(amount, total), part.words)
             for part in PARTS
             if (amount := account.parts[part.name]) or part.name == "unknown"
         ],
     )
-    attempts = table(
-        ("attempt|n", "job", "nodes|n", "ended", "queued|n", "node time|n", *(f"{name}|n" for name, _, _ in GROUPS)),
-        [_stay_row(each) for each in account.stays],
+    attempts = html_table(
+        (
+            "attempt|n",
+            "job",
+            "nodes|n",
+            "ended",
+            "queued|n",
+            "node time|n",
+            *(f"{name}|n" for name, _, _ in PART_GROUPS),
+        ),
+        [_allocation_row(each) for each in account.stays],
     )
-    again = round_rows(account)
-    rounds_again = [tag("h3", "By round"), _rounds_table(again)] if again else []
-    losses = table(
+    again = restart_rows(account)
+    rounds_again = [tag("h3", "By round"), _restarts_table(again)] if again else []
+    losses = html_table(
         ("ended", "times|n", "lost|n", "next starts|n", "waited|n", "nodes blamed"),
         [
             (
                 loss.cause,
                 str(loss.times),
-                node_time(loss.lost),
-                node_time(loss.starts),
-                duration(loss.waited),
+                format_node_time(loss.lost),
+                format_node_time(loss.starts),
+                format_duration(loss.waited),
                 ", ".join(f"{node} ({count})" for node, count in loss.nodes.most_common(20)),
             )
             for loss in account.losses
@@ -152,13 +171,13 @@ def goodput(page: RunPage) -> Markup:
     )
     return section(
         "Goodput",
-        chart.bar([(name, css, amount / total) for name, css, amount in sums]),
-        tag("div", *(_key(name, css, amount / total) for name, css, amount in sums if amount), class_="key"),
+        chart.bar_chart([(name, css, amount / total) for name, css, amount in sums]),
+        tag("div", *(_part_key(name, css, amount / total) for name, css, amount in sums if amount), class_="key"),
         tag("p", f"Without nodes: {waits}.") if waits else None,
         tag("p", "Evaluations have jobs of their own, which are not in these figures.", class_="soft")
         if account.evaluated_outside
         else None,
-        tag("div", _band(page), class_="wide"),
+        tag("div", _part_band(page), class_="wide"),
         parts,
         tag("h3", "By attempt"),
         attempts,
@@ -168,39 +187,43 @@ def goodput(page: RunPage) -> Markup:
     )
 
 
-def _rounds_table(rows: Sequence[Sequence[str]]) -> Markup:
-    heads = [name if name == "failed" else f"{name}|n" for name in (*ROUND_COLUMNS, *(name for name, _, _ in GROUPS))]
-    return table(tuple(heads), [tuple(row) for row in rows])
+def _restarts_table(rows: Sequence[Sequence[str]]) -> Markup:
+    heads = [
+        name if name == "failed" else f"{name}|n" for name in (*RESTART_COLUMNS, *(name for name, _, _ in PART_GROUPS))
+    ]
+    return html_table(tuple(heads), [tuple(row) for row in rows])
 
 
-def _key(name: str, css: str, part: float) -> Markup:
+def _part_key(name: str, css: str, part: float) -> Markup:
     return tag("span", tag("i", class_=css), f"{name} {part:.1%}")
 
 
-def _band(page: RunPage) -> Markup:
+def _part_band(page: RunReportData) -> Markup:
     columns = [
-        {name: sum(shares.get(part, 0.0) for part in parts) for name, parts, _ in GROUPS} for shares in page.band
+        {name: sum(shares.get(part, 0.0) for part in parts) for name, parts, _ in PART_GROUPS} for shares in page.band
     ]
     length = len(columns) * page.band_seconds
-    unit, seconds = next((each for each in UNITS if length >= 3 * each[1]), UNITS[-1])
-    labels = [(at * seconds / length, f"{at:g} {unit}") for at in ticks(0.0, length / seconds, 5)] if length else []
-    return chart.band("over time", columns, [(name, css) for name, _, css in GROUPS], labels)
+    unit, seconds = next((each for each in TIME_UNITS if length >= 3 * each[1]), TIME_UNITS[-1])
+    labels = (
+        [(at * seconds / length, f"{at:g} {unit}") for at in axis_ticks(0.0, length / seconds, 5)] if length else []
+    )
+    return chart.band_chart("over time", columns, [(name, css) for name, _, css in PART_GROUPS], labels)
 
 
-def _stay_row(each: StayAccount) -> tuple[str, ...]:
-    sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts, _ in GROUPS]
+def _allocation_row(each: AllocationAccount) -> tuple[str, ...]:
+    sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts, _ in PART_GROUPS]
     return (
         "–" if each.attempt is None else str(each.attempt),
         each.stay.job_id,
         str(each.nodes),
         each.cause,
-        duration(each.waited["queued"]),
-        node_time(each.allocated),
-        *(share(amount, each.allocated) for amount in sums),
+        format_duration(each.waited["queued"]),
+        format_node_time(each.allocated),
+        *(format_share(amount, each.allocated) for amount in sums),
     )
 
 
-def attempts(page: RunPage) -> Markup:
+def attempts_section(page: RunReportData) -> Markup:
     """Return a table of the attempts: when, where from, how far, and how each ended."""
     rows = []
     for stay, trained in zip(page.account.stays, page.trained, strict=True):
@@ -209,8 +232,8 @@ def attempts(page: RunPage) -> Markup:
         rows.append(
             (
                 "–" if stay.attempt is None else str(stay.attempt),
-                moment(stay.start),
-                duration(round((stay.end - stay.start) * 1e6)),
+                format_time(stay.start),
+                format_duration(round((stay.end - stay.start) * 1e6)),
                 "" if found is None else found.begin.nodes,
                 "none" if trained is None else f"{trained.first:,}–{trained.last:,}",
                 "" if end is None else f"{end.durable_iteration:,}",
@@ -219,42 +242,42 @@ def attempts(page: RunPage) -> Markup:
             )
         )
     names = ("attempt|n", "began", "had nodes for|n", "nodes", "iterations that count|n", "durable|n", "ended", "why")
-    return section("Attempts", table(names, rows))
+    return section("Attempts", html_table(names, rows))
 
 
-def failed_rounds(stay: StayAccount) -> list[FailedRound]:
+def failed_restarts(stay: AllocationAccount) -> list[FailedRestart]:
     """Return the rounds of an allocation's attempt that failed."""
     found = stay.stay.facts
-    return [] if found is None else rounds.read(found.attempt)
+    return [] if found is None else rounds.read_failed_restarts(found.attempt)
 
 
-def failures(page: RunPage) -> Markup:
+def failures_section(page: RunReportData) -> Markup:
     """Return a table of the ends that nobody planned, of attempts and of rounds, with the nodes that were blamed."""
     rows = []
     for stay in page.account.stays:
         rows += [
-            (str(stay.attempt), moment(each.time), "ranks started again", each.node, each.told)
-            for each in failed_rounds(stay)
+            (str(stay.attempt), format_time(each.time), "ranks started again", each.node, each.told)
+            for each in failed_restarts(stay)
             if each.again
         ]
-        if stay.cause in (*PLANNED, "running"):
+        if stay.cause in (*PLANNED_CAUSES, "running"):
             continue
         found = stay.stay.facts
         at = stay.end if found is None else found.failure_time or (found.hang.time if found.hang else stay.end)
         rows.append(
             (
                 "–" if stay.attempt is None else str(stay.attempt),
-                moment(at),
+                format_time(at),
                 stay.cause,
                 ", ".join(stay.blamed),
                 stay.reason,
             )
         )
     names = ("attempt|n", "when", "cause", "nodes blamed", "in words")
-    return section("Failures", table(names, rows) if rows else tag("p", "There was none."))
+    return section("Failures", html_table(names, rows) if rows else tag("p", "There was none."))
 
 
-def data(page: RunPage) -> Markup:
+def data_section(page: RunReportData) -> Markup:
     """Return what was read of each data set, up to the durable checkpoint."""
     if page.data_missing:
         return section("Data", tag("p", f"Not known: {page.data_missing}", class_="soft"))
@@ -267,10 +290,10 @@ def data(page: RunPage) -> Markup:
         )
         for row in page.data
     ]
-    return section("Data", table(("data set", "weight|n", "samples read|n", "epochs|n"), rows))
+    return section("Data", html_table(("data set", "weight|n", "samples read|n", "epochs|n"), rows))
 
 
-def evaluated(page: RunPage) -> Markup:
+def evaluations_section(page: RunReportData) -> Markup:
     """Return the results of evaluation jobs; losses on held-out text inside training stand in the chart."""
     rows = []
     for result in page.evaluations:
@@ -281,11 +304,11 @@ def evaluated(page: RunPage) -> Markup:
     inside = tag("p", "Newest loss on held-out text: " + ", ".join(f"{name} {loss}" for name, loss in last) + ".")
     if not rows and not last:
         return section("Evaluations", tag("p", "There is none."))
-    found = table(("iteration|n", "status", "results"), rows) if rows else None
+    found = html_table(("iteration|n", "status", "results"), rows) if rows else None
     return section("Evaluations", inside if last else None, found)
 
 
-def checkpoints(page: RunPage) -> Markup:
+def checkpoints_section(page: RunReportData) -> Markup:
     """Return the checkpoints that count, the newest ones in a table."""
     found = page.checkpoints
     if not found:
@@ -297,7 +320,7 @@ def checkpoints(page: RunPage) -> Markup:
     rows = [
         (
             f"{commit.iteration:,}",
-            moment(commit.time),
+            format_time(commit.time),
             f"{commit.seconds:.1f} s",
             f"{sum(commit.files.values()) / 1e9:,.3f} GB" if commit.files else "",
             commit.path,
@@ -305,16 +328,18 @@ def checkpoints(page: RunPage) -> Markup:
         for commit in found[-10:]
     ]
     return section(
-        "Checkpoints", tag("p", f"{words}."), table(("iteration|n", "when", "took|n", "size|n", "folder"), rows)
+        "Checkpoints", tag("p", f"{words}."), html_table(("iteration|n", "when", "took|n", "size|n", "folder"), rows)
     )
 
 
-def configuration(page: RunPage) -> Markup:
+def configuration_section(page: RunReportData) -> Markup:
     """Return what each submit changed of the settings, and all of the newest ones."""
     rows = [(str(change.revision), line) for change in page.changes for line in change.lines]
     return section(
         "Configuration",
-        table(("revision|n", "what changed"), rows) if rows else tag("p", "It was submitted with one set of settings."),
+        html_table(("revision|n", "what changed"), rows)
+        if rows
+        else tag("p", "It was submitted with one set of settings."),
         tag("h3", "All settings of the newest revision"),
         tag("pre", page.config),
     )
@@ -325,14 +350,14 @@ def section(title: str, *children: str | None) -> Markup:
     return tag("section", tag("h2", title), *children)
 
 
-SECTIONS: tuple[Callable[[RunPage], Markup], ...] = (
-    training,
-    goodput,
-    failures,
-    attempts,
-    data,
-    evaluated,
-    checkpoints,
-    configuration,
+SECTIONS: tuple[Callable[[RunReportData], Markup], ...] = (
+    training_section,
+    goodput_section,
+    failures_section,
+    attempts_section,
+    data_section,
+    evaluations_section,
+    checkpoints_section,
+    configuration_section,
 )
 """In the order in which they stand."""

@@ -33,10 +33,10 @@ class Series:
         return Series(x=self.x[there], y=self.y[there])
 
 
-EMPTY = Series(x=np.zeros(0), y=np.zeros(0))
+EMPTY_SERIES = Series(x=np.zeros(0), y=np.zeros(0))
 
 
-def reduced(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
+def reduce_points(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
     """Return the points, or where there are more than two a pixel, the least and the greatest of each pixel.
 
     The first and the last point stay, so that charts of one run have one axis. `x` rises. Values that are
@@ -55,7 +55,7 @@ def reduced(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
     return Series(x=x[places], y=y[places], left_out=left_out)
 
 
-def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
+def axis_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
     """Return round numbers between two values, at most about so many; `whole`: integers alone."""
     if not high > low:
         return [low]
@@ -69,7 +69,7 @@ def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> lis
     return [number * step for number in range(first, last + 1)]
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """A number for an axis: `1.2M`, `350`, `0.03`, `3e-05`."""
     size = abs(value)
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):

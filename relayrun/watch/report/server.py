@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote
 
-from relayrun.control.rundir.find import runs_below
+from relayrun.control.rundir.find_runs import find_runs_below
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RelayrunError
 from relayrun.watch.report import overview
-from relayrun.watch.report.shell import POLICY
-from relayrun.watch.report.worker import Worker
-from relayrun.watch.status.standing import Damaged, Standing
-from relayrun.watch.status.watcher import Watcher
+from relayrun.watch.report.shell import CONTENT_POLICY
+from relayrun.watch.report.worker import ReportWorker
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.standing import DamagedRun, RunSummary
 
 if TYPE_CHECKING:
     from relayrun.watch.status.run_status import RunStatus
@@ -45,23 +45,23 @@ S = TypeVar("S", bound="Standing | Damaged")
 
 log = logging.getLogger(__name__)
 
-ADDRESS = "127.0.0.1"
-HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
+LOOPBACK = "127.0.0.1"
+HOST_HEADER = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
 """Names under which loopback is asked for; the port may be another one, that of a tunnel."""
-DEPTH = 4
+FOLDER_DEPTH = 4
 """Runs lie at most so many folders below the one that is shown."""
-LOOK_SECONDS = 5.0
+SUMMARY_SECONDS = 5.0
 """So long an answer holds for all who ask."""
-LIVING_SECONDS = 300.0
+REPORT_SECONDS = 300.0
 """So long the goodput of a run that goes on holds."""
-ROWS = 100
+RUNS_PER_PAGE = 100
 """Runs on one page of the list: only these are looked at."""
-PATIENCE = 300.0
+WORKER_SECONDS = 300.0
 """Seconds until a report that is not made is given up."""
 REPORT_REFRESH_SECONDS = 120
 """After so long a browser asks again for the report of a run that goes on."""
-HEADERS = {
-    "Content-Security-Policy": f"{POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+RESPONSE_HEADERS = {
+    "Content-Security-Policy": f"{CONTENT_POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -70,7 +70,7 @@ HEADERS = {
 
 
 @dataclass
-class _Kept:
+class _CachedPage:
     """Something that was made of a run, or is being made."""
 
     of: tuple[object, ...]
@@ -90,7 +90,7 @@ class _Kept:
         return self.made.done() and self.made.exception() is not None
 
 
-class Gallery:
+class ReportGallery:
     """The runs of a folder: where they stand, their goodput and their reports.
 
     Args:
@@ -99,16 +99,16 @@ class Gallery:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._watcher = Watcher()
+        self._watcher = RunsWatcher()
         self._lock = threading.Lock()
         self._scanned = 0.0
         self._runs: dict[str, Run] = {}
-        self._glances: dict[str, tuple[float, Standing | Damaged]] = {}
-        self._looks: dict[str, tuple[float, RunStatus | Damaged]] = {}
-        self._goodput: dict[str, _Kept] = {}
-        self._reports: dict[str, _Kept] = {}
-        self._reporter = Worker(_alone)
-        self._reckoner = Worker(_in_the_background)
+        self._glances: dict[str, tuple[float, RunSummary | DamagedRun]] = {}
+        self._looks: dict[str, tuple[float, RunStatus | DamagedRun]] = {}
+        self._goodput: dict[str, _CachedPage] = {}
+        self._reports: dict[str, _CachedPage] = {}
+        self._reporter = ReportWorker(_alone)
+        self._reckoner = ReportWorker(_in_the_background)
 
     def close(self) -> None:
         """End the processes."""
@@ -123,10 +123,12 @@ class Gallery:
         with self._lock:
             now = time.time()
             runs = self._scan(now)
-            pages = max(1, -(-len(runs) // ROWS))
+            pages = max(1, -(-len(runs) // RUNS_PER_PAGE))
             if not 1 <= page <= pages:
                 return None
-            names = sorted(runs, key=lambda name: _changed(runs[name]), reverse=True)[(page - 1) * ROWS : page * ROWS]
+            names = sorted(runs, key=lambda name: _changed(runs[name]), reverse=True)[
+                (page - 1) * RUNS_PER_PAGE : page * RUNS_PER_PAGE
+            ]
             found = self._fresh(self._glances, self._watcher.glance, names, now)
             goodput = {
                 name: kept.now() if (kept := self._goodput.get(name)) is not None else "…"
@@ -134,7 +136,7 @@ class Gallery:
                 if _has_begun(entry)
             }
         rows = list(found.items())
-        text = overview.overview(str(self._folder), rows, goodput, now=now, page=page, pages=pages, of=len(runs))
+        text = overview.overview_page(str(self._folder), rows, goodput, now=now, page=page, pages=pages, of=len(runs))
         return text, names
 
     def reckon(self, names: Sequence[str]) -> None:
@@ -145,10 +147,10 @@ class Gallery:
                 run, kept = self._runs.get(name), self._goodput.get(name)
                 if run is None or not _has_begun(entry):
                     continue
-                if kept is None or (kept.made.done() and not _holds(kept, entry, now, LIVING_SECONDS)):
+                if kept is None or (kept.made.done() and not _is_valid(kept, entry, now, REPORT_SECONDS)):
                     made = self._reckoner.begin(_goodput_of, str(run.path))
                     before = "…" if kept is None else kept.now()
-                    self._goodput[name] = _Kept(_told(entry), now, made, before=before)
+                    self._goodput[name] = _CachedPage(_cache_key(entry), now, made, before=before)
 
     def report(self, name: str) -> str | None:
         """Return the report of the run with this path below the folder; None where the list has no such run.
@@ -162,20 +164,22 @@ class Gallery:
                 return None
             entry = self._fresh(self._looks, self._watcher.look, [name], now)[name]
             kept = self._reports.get(name)
-            if kept is None or not _holds(kept, entry, now, LOOK_SECONDS):
-                living = not isinstance(entry, Damaged) and entry.state in ("running", "queued", "unknown")
+            if kept is None or not _is_valid(kept, entry, now, SUMMARY_SECONDS):
+                living = not isinstance(entry, DamagedRun) and entry.state in ("running", "queued", "unknown")
                 home = "../" * (name.count("/") + 1)
                 refresh = REPORT_REFRESH_SECONDS if living else None
-                kept = _Kept(_told(entry), now, self._reporter.begin(_report_of, str(run.path), home, refresh))
+                kept = _CachedPage(
+                    _cache_key(entry), now, self._reporter.begin(_report_of, str(run.path), home, refresh)
+                )
                 self._reports.pop(name, None)
                 self._reports[name] = kept
                 self._forget_old_reports()
         try:
-            return kept.made.result(PATIENCE)
+            return kept.made.result(WORKER_SECONDS)
         except TimeoutError:
             if kept.made.done():
                 raise
-            raise RelayrunError(f"it is not made after {PATIENCE:.0f} s", hint="ask again later") from None
+            raise RelayrunError(f"it is not made after {WORKER_SECONDS:.0f} s", hint="ask again later") from None
 
     def _forget_old_reports(self) -> None:
         """Keep the reports that were asked for last."""
@@ -184,8 +188,8 @@ class Gallery:
 
     def _scan(self, now: float) -> dict[str, Run]:
         """The runs, by their paths below the folder."""
-        if now - self._scanned > LOOK_SECONDS:
-            found = runs_below(self._folder, depth=DEPTH)
+        if now - self._scanned > SUMMARY_SECONDS:
+            found = find_runs_below(self._folder, depth=FOLDER_DEPTH)
             above = os.path.join(self._folder, "")
             own = self._folder.name  # of the folder where it is a run itself
             self._runs = {str(run.path).removeprefix(above) if run.path != self._folder else own: run for run in found}
@@ -196,15 +200,15 @@ class Gallery:
         self, known: dict[str, tuple[float, S]], watch: Callable[..., Sequence[S]], names: Sequence[str], now: float
     ) -> dict[str, S]:
         """Where these runs stand; what is known since a moment ago is not looked at again."""
-        old = [name for name in names if name not in known or now - known[name][0] > LOOK_SECONDS]
+        old = [name for name in names if name not in known or now - known[name][0] > SUMMARY_SECONDS]
         paths = {str(self._runs[name].path): name for name in old}
         for entry in watch([self._runs[name] for name in old], now=now):
             known[paths[entry.path]] = now, entry
         return {name: known[name][1] for name in names}
 
 
-def _has_begun(entry: Standing | Damaged) -> bool:
-    return isinstance(entry, Standing) and entry.attempt is not None
+def _has_begun(entry: RunSummary | DamagedRun) -> bool:
+    return isinstance(entry, RunSummary) and entry.attempt is not None
 
 
 def _changed(run: Run) -> float:
@@ -216,16 +220,16 @@ def _changed(run: Run) -> float:
     return max(times, default=0.0)
 
 
-def _holds(kept: _Kept, entry: Standing | Damaged, now: float, seconds: float) -> bool:
+def _is_valid(kept: _CachedPage, entry: RunSummary | DamagedRun, now: float, seconds: float) -> bool:
     """Whether nothing was seen since that could make another one of it, or it is not so old yet."""
     if kept.failed:  # what it met may have passed
-        return now - kept.since < LOOK_SECONDS
-    return kept.of == _told(entry) or now - kept.since < seconds
+        return now - kept.since < SUMMARY_SECONDS
+    return kept.of == _cache_key(entry) or now - kept.since < seconds
 
 
-def _told(entry: Standing | Damaged) -> tuple[object, ...]:
+def _cache_key(entry: RunSummary | DamagedRun) -> tuple[object, ...]:
     """What is another when a run's report is another, or its goodput, to which evaluations of their own add nothing."""
-    if isinstance(entry, Damaged):
+    if isinstance(entry, DamagedRun):
         return (entry.error,)
     evaluated = len(getattr(entry, "evaluations", ()))
     return entry.state, entry.stop, entry.attempt, entry.iteration, entry.updated, entry.durable_iteration, evaluated
@@ -245,20 +249,20 @@ def _in_the_background() -> None:
 
 def _goodput_of(path: str) -> str:
     """The goodput of a run in words; nothing where it is not known. Raises OSError, which may pass."""
-    from relayrun.watch.goodput.account import account
+    from relayrun.watch.goodput.account import account_for_run
 
     try:
-        return f"{account(Run(Path(path))).goodput:.1%}"
+        return f"{account_for_run(Run(Path(path))).goodput:.1%}"
     except (RelayrunError, ValueError, KeyError, TypeError):  # its report says why
         return ""
 
 
 def _report_of(path: str, home: str, refresh: int | None) -> str:
-    from relayrun.watch.report.document import document
-    from relayrun.watch.report.gather import read_page
+    from relayrun.watch.report.document import report_page
+    from relayrun.watch.report.report_data import read_report_data
 
     try:
-        return document([read_page(Run(Path(path)))], now=time.time(), home=home, refresh=refresh)
+        return report_page([read_report_data(Run(Path(path)))], now=time.time(), home=home, refresh=refresh)
     except RelayrunError as error:  # its other parts do not travel
         raise RelayrunError(str(error)) from None
 
@@ -283,12 +287,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _page(self) -> tuple[int, str]:
         hosts = self.headers.get_all("Host") or []
-        if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
-            return 403, overview.message("Refused", "Ask for it as 127.0.0.1 or localhost.")
+        if len(hosts) != 1 or not HOST_HEADER.fullmatch(hosts[0]):
+            return 403, overview.message_page("Refused", "Ask for it as 127.0.0.1 or localhost.")
         path, _, query = self.path.partition("?")
         key, slash, rest = path.removeprefix("/").partition("/")
         if not hmac.compare_digest(key.encode(), self.server.key.encode()):
-            return 404, overview.message("Not here", "The address that was printed has a key in it.")
+            return 404, overview.message_page("Not here", "The address that was printed has a key in it.")
         try:
             page = None
             if slash and not rest:
@@ -300,16 +304,16 @@ class _Handler(BaseHTTPRequestHandler):
             if page is not None:
                 return 200, page
         except (RelayrunError, OSError) as error:
-            return 500, overview.message("No page", str(error))
+            return 500, overview.message_page("No page", str(error))
         except Exception as error:  # a defect with one run must not end the others' pages
             log.exception("a page could not be made")
-            return 500, overview.message("No page", f"{type(error).__name__}: {error}")
-        return 404, overview.message("Not here", "There is no such run in this folder.")
+            return 500, overview.message_page("No page", f"{type(error).__name__}: {error}")
+        return 404, overview.message_page("Not here", "There is no such run in this folder.")
 
     def _answer(self, status: int, page: str) -> None:
         data = page.encode("utf-8", errors="replace")
         self.send_response(status)
-        for name, value in HEADERS.items():
+        for name, value in RESPONSE_HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
@@ -326,33 +330,33 @@ class _Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int, gallery: Gallery) -> None:
+    def __init__(self, port: int, gallery: ReportGallery) -> None:
         self.gallery = gallery
         self.key = secrets.token_urlsafe(16)
-        super().__init__((ADDRESS, port), _Handler)
+        super().__init__((LOOPBACK, port), _Handler)
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, port: int) -> Iterator[tuple[str, _Server]]:
+def serve_reports(folder: Path, *, port: int) -> Iterator[tuple[str, _Server]]:
     """Yield the address of a list of the runs in a folder, and its server, which has yet to be run.
 
     `port`: 0: any free one. Raises InputError where the folder cannot be read, or the port is taken.
     """
     if not folder.is_dir():
         raise InputError("there is no such folder", where=folder, hint="give the folder that your runs lie in")
-    gallery = Gallery(folder)
+    gallery = ReportGallery(folder)
     try:
         with _listen(port, gallery) as server:
-            yield f"http://{ADDRESS}:{server.server_address[1]}/{server.key}/", server
+            yield f"http://{LOOPBACK}:{server.server_address[1]}/{server.key}/", server
     finally:
         gallery.close()
 
 
-def _listen(port: int, gallery: Gallery) -> _Server:
+def _listen(port: int, gallery: ReportGallery) -> _Server:
     try:
         return _Server(port, gallery)
     except (OSError, OverflowError) as error:
         raise InputError(
-            f"port {port} of {ADDRESS} cannot be listened on: {getattr(error, 'strerror', None) or error}",
+            f"port {port} of {LOOPBACK} cannot be listened on: {getattr(error, 'strerror', None) or error}",
             hint="give another one with --port, or --port 0 for any free one",
         ) from None

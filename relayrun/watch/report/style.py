@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-LIGHT = """
+LIGHT_COLOURS = """
 --ink:#1b1f24;--soft:#57606a;--paper:#ffffff;--panel:#f6f8fa;--rule:#d0d7de;--bad:#b42318;--good:#15703a;
 --c0:#0b66c3;--c1:#c2410c;--c2:#15803d;--c3:#7e22ce;--c4:#b45309;--c5:#0e7490;--c6:#be185d;--c7:#4d7c0f;
 --g0:#2563a8;--g1:#e0a11b;--g2:#7cc4d8;--g3:#8a63b8;--g4:#59a14f;--g5:#d1495b;--g6:#8f1d2c;--g7:#a3acb8;--g8:#24292f;
 """
 
-DARK = """
+DARK_COLOURS = """
 --ink:#e6edf3;--soft:#9da7b3;--paper:#0d1117;--panel:#161b22;--rule:#3d444d;--bad:#ff8a7a;--good:#6bd68a;
 --c0:#6cb6ff;--c1:#ff9b5e;--c2:#6bd68a;--c3:#d2a8ff;--c4:#f2c063;--c5:#67d5e8;--c6:#ff8fc0;--c7:#b5d66b;
 --g0:#4a90d9;--g1:#e8b84a;--g2:#7fd0e4;--g3:#b08ee0;--g4:#77c26b;--g5:#f07182;--g6:#c23b4c;--g7:#69727d;--g8:#f0f6fc;
 """
 
-STYLE = f"""
-:root{{color-scheme:light dark;{LIGHT}}}
-@media (prefers-color-scheme:dark){{:root{{{DARK}}}}}
-@media print{{:root{{color-scheme:light;{LIGHT}}} figure,table,.facts{{break-inside:avoid}}
+STYLE_SHEET = f"""
+:root{{color-scheme:light dark;{LIGHT_COLOURS}}}
+@media (prefers-color-scheme:dark){{:root{{{DARK_COLOURS}}}}}
+@media print{{:root{{color-scheme:light;{LIGHT_COLOURS}}} figure,table,.facts{{break-inside:avoid}}
  *{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}
 *{{box-sizing:border-box}}
 body{{margin:0 auto;padding:1rem;max-width:90rem;background:var(--paper);color:var(--ink);

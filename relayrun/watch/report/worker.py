@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 
 from relayrun.errors import RelayrunError
 
-Work = tuple["Future[str]", Callable[..., str], tuple[object, ...]]
+WorkItem = tuple["Future[str]", Callable[..., str], tuple[object, ...]]
 
 
-class Worker:
+class ReportWorker:
     """Makes one thing after the other in a process of its own, which begins with the first.
 
     Args:
@@ -28,7 +28,7 @@ class Worker:
         self._lock = threading.RLock()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._link: Connection | None = None
-        self._waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[WorkItem | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
 
@@ -92,7 +92,7 @@ class Worker:
             if self._link is None or self._process is None or not self._process.is_alive():
                 context = multiprocessing.get_context("spawn")
                 self._link, other = context.Pipe()
-                self._process = context.Process(target=_work, args=(other, self._prepare), daemon=True)
+                self._process = context.Process(target=_run_worker, args=(other, self._prepare), daemon=True)
                 self._process.start()
                 other.close()
             return self._link
@@ -106,7 +106,7 @@ class Worker:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _work(link: Connection, prepare: Callable[[], None]) -> None:
+def _run_worker(link: Connection, prepare: Callable[[], None]) -> None:
     prepare()
     while True:
         try:

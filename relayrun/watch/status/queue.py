@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from relayrun.control import signs
 from relayrun.control.chain import fallback
 from relayrun.control.rundir import evaluations
-from relayrun.control.rundir.evaluations import Submitted
+from relayrun.control.rundir.evaluations import SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import history
 from relayrun.control.scheduler.base import Job, Scheduler
-from relayrun.control.scheduler.choose import for_plan
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.history import JobEnd
 from relayrun.errors import SchedulerError, user_name
 
-PATIENCE = 5.0
+RETRY_SECONDS = 5.0
 """Seconds for which a controller that does not answer is asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
+class QueueStatus:
     """What the scheduler answered about the jobs of a run."""
 
     jobs: list[Job] = field(default_factory=list)
@@ -41,12 +41,12 @@ class Queue:
     """Ids of queued jobs that nobody will start."""
 
 
-def scheduler(run: Run) -> Scheduler:
+def run_scheduler(run: Run) -> Scheduler:
     """Return the run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
-    return for_plan(Plan.load(run), run, patience=PATIENCE)
+    return scheduler_for_plan(Plan.load(run), run, patience=RETRY_SECONDS)
 
 
-def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
+def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> QueueStatus:
     """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others.
 
     `plan`: the run's, where it was read already. `brief`: evaluations are left out. Raises RunDirError where
@@ -56,16 +56,16 @@ def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
     if plan.scheduler == "local":
         return _ask_local(run, plan, brief=brief)
     try:
-        asked = for_plan(plan, run, patience=PATIENCE)
+        asked = scheduler_for_plan(plan, run, patience=RETRY_SECONDS)
         states = {} if brief else _evaluations(run, asked)
         jobs = asked.jobs(plan, anyone=True)
         waiting_jobs = [job for job in jobs if job.waits]
-        hidden = not jobs and plan.owner is not None and signs.is_anothers(plan)
-        if hidden and history.others_are_hidden():
+        hidden = not jobs and plan.owner is not None and signs.is_owned_by_another_user(plan)
+        if hidden and history.other_jobs_are_hidden():
             name = user_name(plan.owner or 0)
-            return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
-        fallback_jobs = fallback.live(plan, asked, anyone=True)
-        return Queue(
+            return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        fallback_jobs = fallback.live_fallback_jobs(plan, asked, anyone=True)
+        return QueueStatus(
             jobs=jobs,
             fallback_jobs=fallback_jobs,
             evaluations=states,
@@ -73,10 +73,10 @@ def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
             last_job=history.last_job(plan, since=_asked_since(run)) if _nothing_runs(jobs) else None,
         )
     except SchedulerError as error:
-        return Queue(error=error.message)
+        return QueueStatus(error=error.message)
 
 
-def _ask_local(run: Run, plan: Plan, *, brief: bool) -> Queue:
+def _ask_local(run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
     """The same of the local queue, which is read once."""
     from relayrun.control.scheduler.local import LocalScheduler  # not paid for on a cluster
 
@@ -84,14 +84,14 @@ def _ask_local(run: Run, plan: Plan, *, brief: bool) -> Queue:
     try:
         every = asked.every_job()
         jobs = asked.live(every)
-        return Queue(
+        return QueueStatus(
             jobs=jobs,
             evaluations={} if brief else _evaluations(run, asked),
-            last_job=history.last_of(every) if _nothing_runs(jobs) else None,
-            abandoned=history.abandoned(plan, run) if any(job.state == "PENDING" for job in jobs) else [],
+            last_job=history.last_local_job(every) if _nothing_runs(jobs) else None,
+            abandoned=history.abandoned_local_jobs(plan, run) if any(job.state == "PENDING" for job in jobs) else [],
         )
     except SchedulerError as error:
-        return Queue(error=error.message)
+        return QueueStatus(error=error.message)
 
 
 def _nothing_runs(jobs: list[Job]) -> bool:
@@ -113,6 +113,6 @@ def waiting_evaluations(run: Run) -> list[tuple[int, str]]:
     """(iteration, job id) of the evaluations that were submitted and have no result."""
     return [
         (folder.iteration, submitted.job_id)
-        for folder in evaluations.every(run)
-        if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))
+        for folder in evaluations.all_evaluations(run)
+        if not folder.result.exists() and (submitted := SubmittedEvaluation.read(folder.submitted))
     ]

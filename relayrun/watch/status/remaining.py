@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LAST = 5
+PACE_ATTEMPTS = 5
 """Attempts whose pace counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
+class AttemptPace:
     """What one attempt did. Times are seconds since 1970."""
 
     base_iteration: int
@@ -30,7 +30,7 @@ class Past:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remaining:
+class RemainingWork:
     """What is left to do."""
 
     iterations: int
@@ -45,14 +45,14 @@ class Remaining:
     """What the last jobs waited behind the end of the one before, on average; None where there was no such pair."""
 
 
-def remaining(
-    past: Sequence[Past], *, iteration: int, total: int, nodes: int, running: bool, now: float
-) -> Remaining | None:
+def remaining_work(
+    past: Sequence[AttemptPace], *, iteration: int, total: int, nodes: int, running: bool, now: float
+) -> RemainingWork | None:
     """Return what a run at `iteration` still needs of `nodes` nodes; None before anything is durable.
 
     `past`: its attempts, the oldest first. `running`: whether a job trains now.
     """
-    last = past[-LAST:]
+    last = past[-PACE_ATTEMPTS:]
     seconds = sum(max(0.0, each.until - each.start_time) for each in last)
     gained = sum(max(0, each.durable_iteration - each.base_iteration) for each in last)
     if not gained or not seconds:
@@ -64,7 +64,7 @@ def remaining(
         for before, after in itertools.pairwise(last)
         if before.end_time is not None
     ]
-    return Remaining(
+    return RemainingWork(
         iterations=left,
         seconds=needed,
         node_hours=needed * nodes / 3600,

@@ -1,7 +1,7 @@
 """All that is known of a run: its chain and queue, how far it is, what is durable, why the last attempt ended.
 
 `gather` makes facts of the records and of what the scheduler answered; it asks neither clock nor scheduler.
-`relayrun.watch.status.run_status_view` turns them into text.
+`relayrun.watch.status.run_status_text` turns them into text.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.control.chain import nodes
-from relayrun.control.chain.quota import of_file_system
-from relayrun.control.failed_attempts import failed_attempts
+from relayrun.control.chain.quota import file_system_limit
+from relayrun.control.failed_attempts import count_failed_attempts
 from relayrun.control.rundir import evaluations, mirror, node_health, purge, quarantine, quota, rounds, triggers
-from relayrun.control.rundir.evaluations import Result
-from relayrun.control.rundir.lineage import Durable, Lineage
-from relayrun.control.rundir.mirror import LastPass
+from relayrun.control.rundir.evaluations import EvaluationResult
+from relayrun.control.rundir.lineage import Lineage, ResumePoint
+from relayrun.control.rundir.mirror import MirrorPass
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import Purge
-from relayrun.control.rundir.quarantine import LeftBehind
-from relayrun.control.rundir.quota import Foreseen
+from relayrun.control.rundir.purge import PurgeForecast
+from relayrun.control.rundir.quarantine import BrokenCheckpoint
+from relayrun.control.rundir.quota import QuotaForecast
 from relayrun.control.rundir.records import AttemptStart
-from relayrun.control.rundir.run import Run, data_of_checkpoint
+from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.control.rundir.stragglers import Straggler
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.control.scheduler.base import RESERVATION_GONE, Job
 from relayrun.control.scheduler.history import JobEnd
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines
-from relayrun.tokens.streams.cursor import BY_FAULT, LaneCursor, left_out
-from relayrun.watch import unsent
-from relayrun.watch.status.queue import Queue, waiting_evaluations
-from relayrun.watch.status.sentinel import Asked
-from relayrun.watch.status.standing import Look, Standing, readable
+from relayrun.tokens.streams.lane_cursor import FAULT_REASONS, LaneCursor, skipped_rows
+from relayrun.watch import unsent_notices
+from relayrun.watch.status.cron_check_record import FolderCache
+from relayrun.watch.status.queue import QueueStatus, waiting_evaluations
+from relayrun.watch.status.standing import RunRecords, RunSummary, damaged_records_as_error
 
-FULL_BYTES = 1 << 16
+MIN_FREE_BYTES = 1 << 16
 """A disk with less room for this user is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStatus(Standing):
+class RunStatus(RunSummary):
     """A run at one moment. Times are seconds since 1970, ages and leads seconds."""
 
     mode: str
@@ -63,11 +63,11 @@ class RunStatus(Standing):
     """When a running attempt saves and leaves, as reckoned when it began."""
     job_end_time: float | None
     """When the time limit of a running attempt is reached."""
-    left_behind: list[LeftBehind]
+    left_behind: list[BrokenCheckpoint]
     """Checkpoints of later iterations that are not whole, the newest first."""
-    in_quarantine: list[LeftBehind]
+    in_quarantine: list[BrokenCheckpoint]
     """Every checkpoint in quarantine, also those whose iterations have been computed again."""
-    evaluations: list[Result]
+    evaluations: list[EvaluationResult]
     """Results of the evaluations, by iteration."""
     waiting_evaluations: dict[int, str]
     """Iterations whose evaluation has no result yet, and its job with its state as far as it is known."""
@@ -99,13 +99,13 @@ class RunStatus(Standing):
     """Notices that somebody should have been told of by now."""
     unsent_reason: str = ""
     """Why they were not sent."""
-    mirror: LastPass | None = None
+    mirror: MirrorPass | None = None
     """How the last pass of copying checkpoints to a second place ended; None where there was none."""
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     """Files and rows that streams could not read and left out, by data set and reason, up to the newest record."""
-    purges: list[Purge] = field(default_factory=list)
+    purges: list[PurgeForecast] = field(default_factory=list)
     """When the newest checkpoint, and data of a chain that goes on, would be purged by the site."""
-    quotas: list[Foreseen] = field(default_factory=list)
+    quotas: list[QuotaForecast] = field(default_factory=list)
     """How full the quotas of a chain that goes on are, and its file system, and when they will be."""
     quota_complaint: str | None = None
     """Why a quota is not known."""
@@ -115,32 +115,34 @@ class RunStatus(Standing):
     """File systems of the run on which nothing can be written any more, each in words."""
 
 
-def gather(run: Run, queue: Queue, *, now: float, plan: Plan | None = None, asked: Asked | None = None) -> RunStatus:
+def read_run_status(
+    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
+) -> RunStatus:
     """Return the status of a run. `plan`: the run's, where it was read already. `asked`: see `last_look`.
 
     Raises RunDirError, with one clear message, where the directory is no run or damaged.
     """
-    with readable(run):
-        return _gather(Look(run, Plan.load(run) if plan is None else plan, queue, now=now), asked)
+    with damaged_records_as_error(run):
+        return _read_run_status(RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now), asked)
 
 
-def _gather(look: Look, asked: Asked | None) -> RunStatus:
+def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
     run, plan, queue, now = look.run, look.plan, look.queue, look.now
     begin, durable, line = look.begin, look.durable, look.line
-    strikes = nodes.read_strikes(run)
+    strikes = nodes.read_node_failures(run)
     counts: dict[str, int] = {}
     for strike in strikes:
-        if now - strike.time < nodes.EXPIRE_SECONDS:
+        if now - strike.time < nodes.FAILURE_EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
     newest = None if look.number is None else run.attempt(look.number)
     failures = [line for number in run.attempt_numbers() for line in read_lines(run.attempt(number).failed_saves)]
-    failed_rounds = rounds.read(newest) if newest is not None else []
+    failed_rounds = rounds.read_failed_restarts(newest) if newest is not None else []
     beats = newest.read_heartbeats() if look.running and newest is not None else []
     end_time = begin.job_end_time if begin is not None and look.running else None
     living = look.state != "stopped"
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
-    excluded = nodes.excluded(strikes, nodes=plan.nodes, now=now)
-    late, why_late = unsent.not_sent(run, now=now)
+    excluded = nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
+    late, why_late = unsent_notices.count_unsent(run, now=now)
     stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # it has to be cancelled first
     return RunStatus(
         **vars(look.standing(asked)),
@@ -155,61 +157,61 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
         job_end_time=end_time,
-        left_behind=quarantine.left_behind(run, line, durable) if durable else [],
-        in_quarantine=quarantine.in_quarantine(run),
-        evaluations=evaluations.results(run),
+        left_behind=quarantine.newer_broken_checkpoints(run, line, durable) if durable else [],
+        in_quarantine=quarantine.quarantined_checkpoints(run),
+        evaluations=evaluations.evaluation_results(run),
         waiting_evaluations={
             iteration: f"job {job_id}" + (f", {queue.evaluations[job_id]}" if job_id in queue.evaluations else "")
             for iteration, job_id in waiting_evaluations(run)
         },
-        unqueued_evaluations=evaluations.not_queued(run),
+        unqueued_evaluations=evaluations.unqueued_iterations(run),
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
-        sick_nodes=[] if newest is None else [found.told for found in node_health.read(newest)],
+        sick_nodes=[] if newest is None else [found.told for found in node_health.read_findings(newest)],
         straggler=Straggler.of(look.step["straggler"]).words if look.step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
-        failed_attempts=failed_attempts(run, plan) - (1 if look.running else 0),
+        failed_attempts=count_failed_attempts(run, plan) - (1 if look.running else 0),
         max_failed_attempts=plan.max_failed_attempts,
         strikes=counts,
         excluded=excluded,
         used_again=_used_again(excluded, strikes, begin),
-        triggers=_pending(run),
-        left_out=_left_out(run, line),
+        triggers=_pending_triggers(run),
+        left_out=_skipped_documents(run, line),
         purges=_purges(run, plan, durable, living=living),
         quotas=quotas,
         quota_complaint=quota_complaint,
-        disk=_full(run),
+        disk=_full_file_systems(run),
         unsent_notices=late,
         unsent_reason=why_late,
-        mirror=_last_pass(run, durable=durable is not None and durable.path is not None),
+        mirror=_last_mirror_pass(run, durable=durable is not None and durable.path is not None),
     )
 
 
-def _used_again(excluded: list[str], strikes: list[nodes.Strike], begin: AttemptStart | None) -> list[str]:
+def _used_again(excluded: list[str], strikes: list[nodes.NodeFailureRecord], begin: AttemptStart | None) -> list[str]:
     if begin is None or not excluded:
         return []
     struck = {strike.node for strike in strikes if strike.attempt >= begin.attempt}  # in this attempt
-    return [node for node in excluded if node in nodes.expand(begin.nodes) and node not in struck]
+    return [node for node in excluded if node in nodes.expand_nodelist(begin.nodes) and node not in struck]
 
 
-def _purges(run: Run, plan: Plan, durable: Durable | None, *, living: bool) -> list[Purge]:
+def _purges(run: Run, plan: Plan, durable: ResumePoint | None, *, living: bool) -> list[PurgeForecast]:
     if not plan.purge_days:
         return []
-    found = [purge.of_checkpoint(durable.iteration, durable.path, plan.purge_days)] if durable else []
-    found += [purge.of_data(run, plan.purge_days)] if living else []
+    found = [purge.checkpoint_purge(durable.iteration, durable.path, plan.purge_days)] if durable else []
+    found += [purge.data_purge(run, plan.purge_days)] if living else []
     return [each for each in found if each is not None]
 
 
-def _quotas(run: Run, now: float) -> tuple[list[Foreseen], str | None]:
+def _quotas(run: Run, now: float) -> tuple[list[QuotaForecast], str | None]:
     try:
-        measures = quota.read(run)
-        return quota.foreseen(measures, now=now), measures.complaint
+        measures = quota.read_usage(run)
+        return quota.quota_forecasts(measures, now=now), measures.complaint
     except RunDirError as error:  # it must not hide where the run stands
         return [], error.message
 
 
-def _full(run: Run) -> list[str]:
+def _full_file_systems(run: Run) -> list[str]:
     """Which file systems of a run have no room for another file, or no number for it, as `df` tells; nothing is tried.
 
     What is left is less than a block of the largest file systems: too little for a record.
@@ -217,9 +219,9 @@ def _full(run: Run) -> list[str]:
     found = {}
     for place in (run.path, run.checkpoints):
         with contextlib.suppress(OSError):
-            free = {each.kind: each.limit - each.used for each in of_file_system(place)}
-            kind: quota.Kind = "files" if free.get("files", 1) <= 0 else "bytes"
-            if free.get(kind, FULL_BYTES) < (FULL_BYTES if kind == "bytes" else 1):
+            free = {each.kind: each.limit - each.used for each in file_system_limit(place)}
+            kind: quota.QuotaKind = "files" if free.get("files", 1) <= 0 else "bytes"
+            if free.get(kind, MIN_FREE_BYTES) < (MIN_FREE_BYTES if kind == "bytes" else 1):
                 left = f"{max(0, free[kind]):,} {kind} left"
                 found[place.stat().st_dev] = (
                     f"full: {left} below {place}; no job can record anything until some is freed"
@@ -227,39 +229,39 @@ def _full(run: Run) -> list[str]:
     return list(found.values())
 
 
-def _last_pass(run: Run, *, durable: bool) -> LastPass | None:
+def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:
     """How the copies stood; where checkpoints wait for their first pass, that there was none."""
     try:
-        last = mirror.read_last(run)
-        if last is not None or mirror.read_policy(run) is None or not durable:
+        last = mirror.read_last_pass(run)
+        if last is not None or mirror.read_mirror_policy(run) is None or not durable:
             return last
-        since = mirror.policy_path(run).stat().st_mtime
-        words = f"no pass has ended since the submit; {mirror.folder(run)}/log may say why"
-        return LastPass(time=since, iteration=None, behind=0, complaint=words, seen=False)
+        since = mirror.mirror_policy_path(run).stat().st_mtime
+        words = f"no pass has ended since the submit; {mirror.mirror_folder(run)}/log may say why"
+        return MirrorPass(time=since, iteration=None, behind=0, complaint=words, seen=False)
     except RunDirError as error:  # it must not hide where the run stands
-        return LastPass(time=0.0, iteration=None, behind=0, complaint=error.message)
+        return MirrorPass(time=0.0, iteration=None, behind=0, complaint=error.message)
 
 
-def _left_out(run: Run, line: Lineage) -> dict[str, dict[str, int]]:
+def _skipped_documents(run: Run, line: Lineage) -> dict[str, dict[str, int]]:
     """What streams could not read and left out, from the newest checkpoint that says where their lanes stood."""
     commit = next((counted.commit for counted in line.backwards()), None)
-    path = None if commit is None else data_of_checkpoint(Path(commit.path))
+    path = None if commit is None else stream_positions_path(Path(commit.path))
     if path is None or not path.is_file():
         return {}
     found: dict[str, dict[str, int]] = {}
     for name, standing in read_json(path).get("streams", {}).items():
         lanes = [LaneCursor(*cursor) for cursor in standing["cursors"]]
-        counts = {"files": sum(lane.files for lane in lanes)} | left_out(lanes)
+        counts = {"files": sum(lane.files for lane in lanes)} | skipped_rows(lanes)
         faults = {
-            reason: count for reason, count in counts.items() if count and reason in ("files", *BY_FAULT.values())
+            reason: count for reason, count in counts.items() if count and reason in ("files", *FAULT_REASONS.values())
         }
         found |= {name: faults} if faults else {}
     return found
 
 
-def _pending(run: Run) -> list[Trigger]:
+def _pending_triggers(run: Run) -> list[Trigger]:
     """Triggers that wait; none for who may not look into the folder."""
     try:
-        return [trigger for name in triggers.NAMES if (trigger := triggers.look(run, name))]
+        return [trigger for name in triggers.TRIGGER_NAMES if (trigger := triggers.read_trigger(run, name))]
     except PermissionError:
         return []

@@ -16,39 +16,39 @@ from typing import Any, Literal
 
 from relayrun.control import signs
 from relayrun.control.rundir import campaign
-from relayrun.control.rundir.lineage import Durable, Lineage, begun_backwards
+from relayrun.control.rundir.lineage import Lineage, ResumePoint, started_attempts_backwards
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.read_once import ReadOnce
-from relayrun.control.rundir.records import AttemptStart, End
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.stop import stop_reason
-from relayrun.control.rundir.ways_back import goes_back
+from relayrun.control.rundir.ways_back import resets_iteration
 from relayrun.control.scheduler import history
 from relayrun.control.scheduler.base import RESERVATION_GONE
 from relayrun.errors import RunDirError
-from relayrun.watch.status.broken import why_broken
-from relayrun.watch.status.queue import Queue
-from relayrun.watch.status.remaining import LAST, Past, Remaining, remaining
-from relayrun.watch.status.sentinel import Asked, LastLook, last_look
+from relayrun.watch.status.broken import explain_broken_chain
+from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
+from relayrun.watch.status.queue import QueueStatus
+from relayrun.watch.status.remaining import PACE_ATTEMPTS, AttemptPace, RemainingWork, remaining_work
 
-State = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
+ChainState = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
 """State of a chain. `waiting`: its sweep, or the stage before it, begins it later. `broken`: it has not ended, and
 nothing that would go on with it is queued or runs. `idle`: a chain of one job (`auto_requeue: false`) ended as planned,
 or a submit is under way. `unknown`: the scheduler did not answer, or hides another user's jobs, and STOP is not
 there."""
 
-PLANNED = ("done", "saved", "exit")
+PLANNED_CAUSES = ("done", "saved", "exit")
 """Causes of an end that was meant: a chain of one job has done what it was asked for, and nothing is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RunSummary:
     """Where a run stands at one moment. Times are seconds since 1970, ages seconds."""
 
     run: str
     """Name of the run, as project/name."""
     path: str
-    state: State
+    state: ChainState
     stop: str | None
     """Why the chain ended; None while it has not."""
     broken: str | None
@@ -70,12 +70,12 @@ class Standing:
     durable_path: str | None
     durable_age: float | None
     durable_fault: str | None
-    remaining: Remaining | None
+    remaining: RemainingWork | None
     """What is left to do at the pace of the last attempts; None before anything is durable."""
     last_end: str | None
     """Cause and reason of the newest attempt that has ended."""
     last_end_attempt: int | None
-    sentinel: LastLook | None
+    sentinel: LastCronCheck | None
     """When the sentinel that looks after the run has last looked; None where none was set up."""
 
     @property
@@ -85,14 +85,14 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Damaged:
+class DamagedRun:
     """A directory where a run should be, and what is wrong with it."""
 
     path: str
     error: str
 
 
-def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End | None) -> State:
+def _chain_state(run: Run, plan: Plan, queue: QueueStatus, stop: str | None, last_end: AttemptEnd | None) -> ChainState:
     """`last_end`: of the newest attempt, where that has ended."""
     at_work = [job for job in queue.jobs if not job.waits]
     if plan.mode == "singleton" and last_end is not None:  # the batch script of a job that is COMPLETING has gone
@@ -105,13 +105,13 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
         return "unknown"
     if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
         return "queued"
-    if any(not history.for_ever(queue.reasons.get(job.id)) for job in queue.fallback_jobs):  # it waits for room
+    if any(not history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs):  # it waits for room
         return "queued"
-    planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
+    planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
     if (planned and newest) or _submit_under_way(run):
         return "idle"
-    return "waiting" if campaign.waits(run) else "broken"
+    return "waiting" if campaign.waits_for_campaign(run) else "broken"
 
 
 def _submit_under_way(run: Run) -> bool:
@@ -130,7 +130,7 @@ def _submit_under_way(run: Run) -> bool:
     return False
 
 
-def _durable(line: Lineage) -> tuple[Durable | None, str | None]:
+def _newest_checkpoint(line: Lineage) -> tuple[ResumePoint | None, str | None]:
     try:
         return line.durable(), None
     except RunDirError as error:
@@ -138,7 +138,7 @@ def _durable(line: Lineage) -> tuple[Durable | None, str | None]:
 
 
 @contextlib.contextmanager
-def readable(run: Run) -> Iterator[None]:
+def damaged_records_as_error(run: Run) -> Iterator[None]:
     """Raise RunDirError, with one clear message, where records of a run were edited, or torn by a disk."""
     try:
         yield
@@ -150,21 +150,23 @@ def readable(run: Run) -> Iterator[None]:
         ) from None
 
 
-def stand(run: Run, queue: Queue, *, now: float, plan: Plan | None = None, asked: Asked | None = None) -> Standing:
+def summarize_run(
+    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
+) -> RunSummary:
     """Return where a run stands. `plan`: the run's, where it was read already. `asked`: see `last_look`.
 
     Raises RunDirError, with one clear message, where the directory is no run or damaged.
     """
-    with readable(run):
-        return Look(run, Plan.load(run) if plan is None else plan, queue, now=now).standing(asked)
+    with damaged_records_as_error(run):
+        return RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now).standing(asked)
 
 
-class Look:
+class RunRecords:
     """What is read of a run for one look. Raises RunDirError, and what records raise that were edited."""
 
-    def __init__(self, run: Run, plan: Plan, queue: Queue, *, now: float) -> None:
+    def __init__(self, run: Run, plan: Plan, queue: QueueStatus, *, now: float) -> None:
         self.run, self.plan, self.queue, self.now = run, plan, queue, now
-        self._begun = ReadOnce(begun_backwards(run))
+        self._begun = ReadOnce(started_attempts_backwards(run))
         """The attempts that have begun, the newest first, each read once and as far as asked for."""
         self.line = Lineage(run, begun=self._begun)
         newest = next(iter(self._begun), None)
@@ -176,24 +178,24 @@ class Look:
         self.last_end = self.ended[1] if self.ended and not open_ else None
         """How the newest attempt has ended; None while it has not."""
         self.stop = stop_reason(run)
-        self.state = _state(run, plan, queue, self.stop, self.last_end)
+        self.state = _chain_state(run, plan, queue, self.stop, self.last_end)
         if queue.hidden and self.stop is None:
-            self.state = "running" if signs.of_life(run, plan, now=now) else "unknown"
+            self.state = "running" if signs.newest_life_sign(run, plan, now=now) else "unknown"
         self.running = open_ and self.state in ("running", "unknown")
-        self.step = _last_step(run, self._begun)
-        self.durable, self.durable_fault = _durable(self.line)
+        self.step = _newest_step(run, self._begun)
+        self.durable, self.durable_fault = _newest_checkpoint(self.line)
 
-    def standing(self, asked: Asked | None) -> Standing:
+    def standing(self, asked: FolderCache | None) -> RunSummary:
         """Return it as a table of many runs tells it. `asked`: see `last_look`."""
         durable, begin = self.durable, self.begin
         saved = next((c.commit for c in self.line.backwards() if durable and c.commit.path == durable.path), None)
         broken = self.state == "broken"
-        return Standing(
+        return RunSummary(
             run=self.plan.run,
             path=str(self.run.path),
             state=self.state,
             stop=self.stop,
-            broken=why_broken(self.run, self.plan, self.queue, begin, self.last_end) if broken else None,
+            broken=explain_broken_chain(self.run, self.plan, self.queue, begin, self.last_end) if broken else None,
             attempt=self.number,
             job_id=begin.job_id if begin else None,
             nodes=begin.nodes if begin else None,
@@ -210,18 +212,18 @@ class Look:
             remaining=self._remaining(durable) if durable else None,
             last_end=f"{self.ended[1].cause}: {self.ended[1].reason}" if self.ended else None,
             last_end_attempt=self.ended[0] if self.ended else None,
-            sentinel=last_look(self.run, self.plan.owner, now=self.now, asked=asked),
+            sentinel=last_cron_check(self.run, self.plan.owner, now=self.now, asked=asked),
         )
 
-    def _remaining(self, durable: Durable) -> Remaining | None:
+    def _remaining(self, durable: ResumePoint) -> RemainingWork | None:
         total, nodes = self.plan.end_iteration, self.plan.nodes_of_job
         if total is None:
             return None
-        past = list(islice(filter(None, starmap(self._past, self._begun)), LAST))[::-1]
+        past = list(islice(filter(None, starmap(self._past, self._begun)), PACE_ATTEMPTS))[::-1]
         iteration = max(durable.iteration, self.step.get("iteration", 0) if self.running else 0)
-        return remaining(past, iteration=iteration, total=total, nodes=nodes, running=self.running, now=self.now)
+        return remaining_work(past, iteration=iteration, total=total, nodes=nodes, running=self.running, now=self.now)
 
-    def _past(self, number: int, begin: AttemptStart) -> Past | None:
+    def _past(self, number: int, begin: AttemptStart) -> AttemptPace | None:
         """What an attempt did; None where nobody wrote down when it ended."""
         end = self.run.attempt(number).read_end()
         if end is not None:
@@ -233,7 +235,7 @@ class Look:
             until = newest.time if newest else begin.start_time
         else:
             return None
-        return Past(
+        return AttemptPace(
             base_iteration=begin.base_iteration,
             durable_iteration=reached,
             start_time=begin.start_time,
@@ -242,7 +244,7 @@ class Look:
         )
 
 
-def _last_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:
+def _newest_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:
     """The newest metrics line that counts: an attempt's lines beyond the base of the next do not.
 
     `begun`: the attempts that have begun, the newest first.
@@ -251,7 +253,7 @@ def _last_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str,
     for number, begin in begun:
         line: dict[str, Any]
         for line in run.attempt(number).metrics_backwards():
-            if goes_back(line):
+            if resets_iteration(line):
                 limit = min(limit, line["iteration"])
             elif begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:
                 return line

@@ -11,84 +11,84 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
-from relayrun.watch.status.sentinel import LastLook
-from relayrun.watch.status.standing import Damaged, Standing
+from relayrun.watch.status.cron_check_record import LastCronCheck
+from relayrun.watch.status.standing import DamagedRun, RunSummary
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
+RUN_COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
 """Columns of the table of many runs."""
-RIGHT = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
+NUMBER_COLUMNS = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
 """Those that hold numbers."""
-FOLDED = 200
+MAX_FOLDED_ROWS = 200
 """A terminal gets a table of at most so many runs folded to its width: of a thousand that takes a second."""
 
 
-def show_many(found: Sequence[Standing | Damaged]) -> None:
+def print_runs(found: Sequence[RunSummary | DamagedRun]) -> None:
     """Print a line a run."""
-    if sys.stdout.isatty() and len(found) <= FOLDED:
-        from relayrun.watch.status.terminal import show
+    if sys.stdout.isatty() and len(found) <= MAX_FOLDED_ROWS:
+        from relayrun.watch.status.terminal import print_table
 
-        show(many(found))
+        print_table(runs_table(found))
         return
-    rows = [list(COLUMNS), *map(_cells, found)]
+    rows = [list(RUN_COLUMNS), *map(_run_cells, found)]
     widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
-    print("\n".join("  ".join(map(_padded, row, widths, COLUMNS)).rstrip() for row in rows))
+    print("\n".join("  ".join(map(_padded, row, widths, RUN_COLUMNS)).rstrip() for row in rows))
 
 
 def _padded(text: str, width: int, column: str) -> str:
     space = " " * (width - cell_len(text))
-    return space + text if column in RIGHT else text + space
+    return space + text if column in NUMBER_COLUMNS else text + space
 
 
-def many(found: Sequence[Standing | Damaged]) -> Table:
+def runs_table(found: Sequence[RunSummary | DamagedRun]) -> Table:
     """Return a table with one line a run; of a damaged one its error."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in RIGHT else "left")
+    for name in RUN_COLUMNS:
+        table.add_column(name, justify="right" if name in NUMBER_COLUMNS else "left")
     for entry in found:
-        table.add_row(*map(escape, _cells(entry)))
+        table.add_row(*map(escape, _run_cells(entry)))
     return table
 
 
-def _cells(entry: Standing | Damaged) -> list[str]:
-    if isinstance(entry, Damaged):
+def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
+    if isinstance(entry, DamagedRun):
         return ["/".join(entry.path.split("/")[-2:]), "damaged", *[""] * 7, " ".join(entry.error.split())]
     return [
         entry.run,
         entry.state,
         str(entry.attempt or ""),
         f"{entry.iteration}/{entry.total_steps or '?'}",
-        short_remaining(entry),
-        loss(entry.loss),
-        speed(entry.tokens_per_second),
+        format_remaining(entry),
+        format_loss(entry.loss),
+        format_speed(entry.tokens_per_second),
         "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
-        duration(entry.durable_age),
+        format_seconds(entry.durable_age),
         (entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
     ]
 
 
-def line(entry: Standing | Damaged) -> str:
+def run_line(entry: RunSummary | DamagedRun) -> str:
     """Return a run in one line for a log."""
-    if isinstance(entry, Damaged):
+    if isinstance(entry, DamagedRun):
         return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"
     parts = [
         f"{entry.run}: {entry.state}",
         f"attempt {entry.attempt}" if entry.attempt is not None else "",
         f"iteration {entry.iteration}" + (f" of {entry.total_steps}" if entry.total_steps else ""),
-        f"loss {loss(entry.loss)}" if entry.loss is not None else "",
+        f"loss {format_loss(entry.loss)}" if entry.loss is not None else "",
         f"durable {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
-        f"left {left}" if (left := short_remaining(entry)) else "",
+        f"left {left}" if (left := format_remaining(entry)) else "",
         (entry.stop or entry.broken or "").partition("\n")[0],
     ]
     return ", ".join(filter(None, parts))
 
 
-def duration(seconds: float | None) -> str:
+def format_seconds(seconds: float | None) -> str:
     """Return a number of seconds for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
     if seconds is None:
         return ""
@@ -99,36 +99,38 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
-def sentinel(look: LastLook, *, now: float) -> str:
+def cron_check_line(look: LastCronCheck, *, now: float) -> str:
     """Return when a sentinel has last looked, and what that means where it is late."""
     if look.time is None:
         return f"nobody knows when it last looked: its record in {look.folder} cannot be read"
     whose = f"{look.folder}, by {look.user} on {look.host}"
-    words = f"looked {duration(now - look.time)} ago ({whose})"
+    words = f"looked {format_seconds(now - look.time)} ago ({whose})"
     if not look.late:
         return words
-    every = f" and every {duration(look.period)} before" if look.period else ""
+    every = f" and every {format_seconds(look.period)} before" if look.period else ""
     return f"dead or late: {words}{every}; nobody looks: see `crontab -l` there"
 
 
-def sentinels(found: Sequence[Standing | Damaged], *, now: float) -> list[str]:
+def cron_check_lines(found: Sequence[RunSummary | DamagedRun], *, now: float) -> list[str]:
     """Return a line for each sentinel that looks after some of these runs."""
-    known = [status.sentinel for status in found if isinstance(status, Standing) and status.sentinel is not None]
+    known = [status.sentinel for status in found if isinstance(status, RunSummary) and status.sentinel is not None]
     looks = {look.folder: look for look in known}
-    return [f"sentinel: {sentinel(look, now=now)}" for look in looks.values()]
+    return [f"sentinel: {cron_check_line(look, now=now)}" for look in looks.values()]
 
 
-def short_remaining(status: Standing) -> str:
+def format_remaining(status: RunSummary) -> str:
     """Return the hours of training and node hours that are left, for a column; empty where they are not known."""
     left = status.remaining
-    return f"{duration(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
+    return (
+        f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
+    )
 
 
-def loss(value: float | None) -> str:
+def format_loss(value: float | None) -> str:
     """Return a loss in nats per token for people; empty where there is none."""
     return "" if value is None else f"{value:.4f}"
 
 
-def speed(value: float | None) -> str:
+def format_speed(value: float | None) -> str:
     """Return tokens per second for people; empty where they are not known."""
     return "" if value is None else f"{value:,.0f}"

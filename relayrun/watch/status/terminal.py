@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def show(table: Table) -> None:
+def print_table(table: Table) -> None:
     """Print a table; into a file or pipe without folding at a terminal's width."""
     from rich.console import Console
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as functional
 from megatron.core.transformer import TransformerConfig
 
-from relayrun.lab.gpucheck.programs.common import Program, seconds_of, wait_for
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, wait_for
 from relayrun.train.model.attention import CausalAttention
-from relayrun.train.model.documents import Documents
+from relayrun.train.model.documents import PackedDocuments
 
-PREFIXES = (
+KERNEL_PREFIXES = (
     "aten::_scaled_dot_product_",
     "aten::_flash_attention",
     "aten::_cudnn_attention",
@@ -27,10 +27,10 @@ PREFIXES = (
 """Operations whose names say which implementation `scaled_dot_product_attention` has chosen."""
 
 
-class Shape:
+class AttentionTensors:
     """Tensors of one attention layer as megatron-core hands them over: [sequence, batch, heads, channels]."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: RankProgram) -> None:
         given = program.setup.sizes.attention
         self.batch, self.sequence, self.channels = given["batch"], given["sequence"], given["channels"]
         self.heads, self.groups = given["heads"], given["groups"]
@@ -55,10 +55,10 @@ class Shape:
             self.tensor(*rows, self.groups, self.channels),
         )
 
-    def documents(self) -> Documents:
+    def documents(self) -> PackedDocuments:
         """As training hands them to the attention."""
         rows = self.lengths.view(self.batch, -1).tolist()
-        return Documents(lengths=rows, device=self.device)
+        return PackedDocuments(lengths=rows, device=self.device)
 
     def mask(self) -> torch.Tensor:
         """[batch, 1, sequence, sequence], true where a token (row) may see another: within its document, before it."""
@@ -84,7 +84,7 @@ class Shape:
         return 3.5 * 2 * 2 * self.channels * self.heads * pairs
 
 
-def module(shape: Shape, window: int | None = None) -> CausalAttention:
+def attention_module(shape: AttentionTensors, window: int | None = None) -> CausalAttention:
     """The attention of a training run's local layers, with a sliding window or without."""
     config = TransformerConfig(
         num_layers=1,
@@ -98,8 +98,12 @@ def module(shape: Shape, window: int | None = None) -> CausalAttention:
     return CausalAttention(config)
 
 
-def measured(
-    shape: Shape, forward: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], flops: float, repeats: int
+def measure_call(
+    shape: AttentionTensors,
+    forward: Callable[[], torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    flops: float,
+    repeats: int,
 ) -> dict[str, Any]:
     """Speed of one way to attend, and what ran."""
     gradient = torch.randn_like(forward())
@@ -109,12 +113,12 @@ def measured(
             part.grad = None  # or it would be summed up, which is no part of attention
         forward().backward(gradient)  # type: ignore[no-untyped-call]
 
-    seconds = seconds_of(both, shape.device, repeats=repeats)
+    seconds = median_seconds(both, shape.device, repeats=repeats)
     found: dict[str, Any] = {"seconds": seconds, "tflops": flops / seconds / 1e12}
-    return found | kernels(both, shape.device)
+    return found | attention_kernels(both, shape.device)
 
 
-def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any]:
+def attention_kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """Operations of torch whose name says which attention ran, and the longest kernels of the GPU with seconds."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -123,7 +127,7 @@ def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any
         action()
         wait_for(device)
     operations = sorted(
-        {event.name for event in profile.events() or () if event.name.startswith((*PREFIXES, "torch_attn::"))}
+        {event.name for event in profile.events() or () if event.name.startswith((*KERNEL_PREFIXES, "torch_attn::"))}
     )
     spent: dict[str, float] = {}
     for event in profile.events() or ():
@@ -133,7 +137,7 @@ def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any
     return {"operations": operations, "kernels": [{"name": name[:120], "seconds": value} for name, value in longest]}
 
 
-def masked(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+def masked_attention(shape: AttentionTensors) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
     """Attend with one mask of [sequence, sequence], as was usual before kernels for documents of any length."""
     query, key, value = inputs = shape.inputs()
     mask, repeat = shape.mask(), shape.heads // shape.groups
@@ -148,14 +152,14 @@ def masked(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor
 
 def main() -> None:
     """Measure one way after the other; one that fails says why."""
-    program = Program.begin()
-    shape, repeats = Shape(program), program.setup.sizes.repeats
-    attend, windowed = module(shape), module(shape, shape.window)
+    program = RankProgram.begin()
+    shape, repeats = AttentionTensors(program), program.setup.sizes.repeats
+    attend, windowed = attention_module(shape), attention_module(shape, shape.window)
     figures: dict[str, Any] = {"shape": dict(program.setup.sizes.attention), "type": str(shape.dtype)}
     whole = torch.full((shape.batch,), shape.sequence)
 
     def through_module(
-        attend: CausalAttention, documents: Documents | None = None
+        attend: CausalAttention, documents: PackedDocuments | None = None
     ) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
         inputs = shape.inputs()
         return lambda: attend(*inputs, packed_seq_params=documents), inputs
@@ -163,13 +167,13 @@ def main() -> None:
     ways: dict[str, tuple[Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]], float]] = {
         "whole": (lambda: through_module(attend), shape.pairs(whole)),
         "packed": (lambda: through_module(attend, shape.documents()), shape.pairs(shape.lengths)),
-        "packed_masked": (lambda: masked(shape), shape.pairs(shape.lengths)),
+        "packed_masked": (lambda: masked_attention(shape), shape.pairs(shape.lengths)),
         "window": (lambda: through_module(windowed), shape.pairs_with_window()),
     }
     for name, (make, pairs) in ways.items():
         try:
             forward, inputs = make()
-            figures[name] = measured(shape, forward, inputs, shape.flops(pairs), repeats)
+            figures[name] = measure_call(shape, forward, inputs, shape.flops(pairs), repeats)
         except Exception as error:  # torch raises whatever it likes; the other ways are measured all the same
             figures[name] = {"not_measured": f"{error}"[:400] or type(error).__name__}
         program.write(figures)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from relayrun.lab.gpucheck.programs.common import Program, seconds_of
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds
 
 
-def main() -> None:
+def measure_all_reduce() -> None:
     """Reduce tensors of several sizes on all ranks; rank 0 writes."""
-    program = Program.begin()
+    program = RankProgram.begin()
     device, sizes = program.device, program.setup.sizes
     size = int(os.environ["WORLD_SIZE"])
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -27,7 +27,7 @@ def main() -> None:
     figures: dict[str, Any] = {"ranks": size, "backend": backend, "all_reduce": []}
     for count in sizes.reduced:
         tensor = torch.randn(count // 4, device=device)
-        seconds = seconds_of(partial(dist.all_reduce, tensor), device, repeats=sizes.repeats)
+        seconds = median_seconds(partial(dist.all_reduce, tensor), device, repeats=sizes.repeats)
         busy = 2 * (size - 1) / size * count / seconds
         figures["all_reduce"].append({"bytes": count, "seconds": seconds, "bus_bytes_per_second": busy})
         program.write(figures)
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure_all_reduce()

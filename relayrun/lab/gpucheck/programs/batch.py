@@ -15,31 +15,31 @@ import numpy as np
 import torch
 
 from relayrun.config.compose import compose
-from relayrun.lab.gpucheck.programs.common import Program, wait_for
-from relayrun.lab.gpucheck.programs.search import Try, is_out_of_memory, search
+from relayrun.lab.gpucheck.programs.common import RankProgram, wait_for
+from relayrun.lab.gpucheck.programs.search import MicroBatchTry, is_out_of_memory, search_micro_batch
 from relayrun.train import parallel
-from relayrun.train.model import device_shim
-from relayrun.train.model.gpt import MicroBatch, Model
-from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.train.model import cpu_patches
+from relayrun.train.model.gpt import MicroBatch, ModelStage
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer
 
-FULL = 0.95
+MAX_MEMORY_SHARE = 0.95
 """Share of a GPU's memory that torch may have reserved: the rest is CUDA's, NCCL's, and what comes and goes."""
 
 
-class Trainer:
+class MicroBatchTrainer:
     """The model of a training run, whose micro-batch may change."""
 
-    def __init__(self, program: Program) -> None:
-        self._config = compose.native(compose.read_resolved(Path(program.options.config)))
-        self._ranks = parallel.start(self._config)
+    def __init__(self, program: RankProgram) -> None:
+        self._config = compose.require_native(compose.read_resolved_config(Path(program.options.config)))
+        self._ranks = parallel.start_process_groups(self._config)
         self._vocabulary = self._config.data.mock_vocabulary_size
-        self._model = Model(self._config, self._ranks, self._vocabulary)
-        self._optimizer = Optimizer(self._config, self._model)
+        self._model = ModelStage(self._config, self._ranks, self._vocabulary)
+        self._optimizer = ScheduledOptimizer(self._config, self._model)
         self._model.train_mode(True)
         self._count = program.setup.sizes.micro_batches
         self._generator = np.random.default_rng(28)
 
-    def attempt(self, micro_batch: int) -> Try:
+    def attempt(self, micro_batch: int) -> MicroBatchTry:
         """Make two iterations with it; memory that is out is no error."""
         device, length = self._ranks.device, self._config.training.seq_length
         on_gpu = device.type == "cuda"
@@ -50,7 +50,7 @@ class Trainer:
             MicroBatch(tokens=self._generator.integers(0, self._vocabulary, shape, dtype=np.int64))
             for _ in range(self._count)
         ]
-        found: Try = {"micro_batch": micro_batch, "fits": False}
+        found: MicroBatchTry = {"micro_batch": micro_batch, "fits": False}
         try:
             for _ in range(2):
                 started = time.perf_counter()
@@ -66,7 +66,9 @@ class Trainer:
         found["peak_bytes"] = parallel.peak_memory(self._ranks)
         if on_gpu:
             found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-            found["fits"] &= found["reserved_bytes"] <= FULL * torch.cuda.get_device_properties(device).total_memory
+            found["fits"] &= (
+                found["reserved_bytes"] <= MAX_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+            )
         self._optimizer.zero_grad()
         gc.collect()
         if on_gpu:
@@ -79,21 +81,21 @@ class Trainer:
         self._optimizer.step(self._optimizer.prepare())
 
 
-def main() -> None:
+def search_largest_batch() -> None:
     """Search, and write every try as soon as it is done."""
-    program = Program.begin("config", "first")
-    device_shim.install()
-    trainer = Trainer(program)
-    tries: list[Try] = []
+    program = RankProgram.begin("config", "first")
+    cpu_patches.patch_for_cpu()
+    trainer = MicroBatchTrainer(program)
+    tries: list[MicroBatchTry] = []
 
-    def attempt(micro_batch: int) -> Try:
+    def attempt(micro_batch: int) -> MicroBatchTry:
         tries.append(trainer.attempt(micro_batch))
         program.write({"tries": tries})
         return tries[-1]
 
-    search(int(program.options.first), program.setup.sizes.largest_batch, attempt)
-    parallel.stop()
+    search_micro_batch(int(program.options.first), program.setup.sizes.largest_batch, attempt)
+    parallel.stop_process_groups()
 
 
 if __name__ == "__main__":
-    main()
+    search_largest_batch()

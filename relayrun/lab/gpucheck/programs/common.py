@@ -15,27 +15,27 @@ from typing import Any
 import torch
 
 from relayrun.files import write_json
-from relayrun.lab.gpucheck.setup import Setup
+from relayrun.lab.gpucheck.setup import CheckSetup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class RankProgram:
     """One rank of a program."""
 
-    setup: Setup
+    setup: CheckSetup
     output: Path
     rank: int
     device: torch.device
     options: argparse.Namespace
 
     @classmethod
-    def begin(cls, *more: str) -> Program:
+    def begin(cls, *more: str) -> RankProgram:
         """Read the arguments, `more` by name, and take this rank's device."""
         parser = argparse.ArgumentParser()
         for name in ("setup", "output", *more):
             parser.add_argument(f"--{name}", required=True)
         options = parser.parse_args()
-        meet(os.environ)
+        set_rendezvous(os.environ)
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
             torch.cuda.set_device(device)
@@ -43,7 +43,7 @@ class Program:
             device = torch.device("cpu")
             torch.set_num_threads(1)
         return cls(
-            setup=Setup.read(Path(options.setup)),
+            setup=CheckSetup.read(Path(options.setup)),
             output=Path(options.output),
             rank=int(os.environ["RANK"]),
             device=device,
@@ -56,7 +56,7 @@ class Program:
             write_json(self.output, figures, durable=False)
 
 
-def meet(environment: MutableMapping[str, str]) -> None:
+def set_rendezvous(environment: MutableMapping[str, str]) -> None:
     """Say where ranks meet that srun has started: on the node of the job's script, where rank 0 is."""
     host, job = environment.get("SLURM_LAUNCH_NODE_IPADDR"), environment.get("SLURM_JOB_ID", "")
     if host and job.isdecimal():
@@ -70,12 +70,12 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def event() -> Any:
+def cuda_event() -> Any:
     """Return a CUDA event that can be timed against another."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def seconds_of(action: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+def median_seconds(action: Callable[[], object], device: torch.device, *, repeats: int) -> float:
     """Median seconds of one call, by CUDA events where there is a GPU; after three calls for warming up."""
     for _ in range(3):
         action()
@@ -87,7 +87,7 @@ def seconds_of(action: Callable[[], object], device: torch.device, *, repeats: i
             action()
             found.append(time.perf_counter() - started)
         return statistics.median(found)
-    marks: list[Any] = [event() for _ in range(repeats + 1)]
+    marks: list[Any] = [cuda_event() for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:
         action()

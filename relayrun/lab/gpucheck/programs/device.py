@@ -10,33 +10,33 @@ from typing import Any
 
 import torch
 
-from relayrun.lab.gpucheck.programs.common import Program, seconds_of
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds
 
-OPTIONAL = {"transformer_engine": "transformer-engine", "apex": "apex", "flash_attn": "flash-attn"}
+OPTIONAL_PACKAGES = {"transformer_engine": "transformer-engine", "apex": "apex", "flash_attn": "flash-attn"}
 """Packages that change which kernels run: by module, the name of the distribution."""
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return versions by name; of an optional package, `absent` where it is not installed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     found["megatron-core"] = _version("megatron-core")
     found["CUDA"] = torch.version.cuda or "none"
-    found["cuDNN"] = cudnn()
-    found["NCCL"] = nccl()
+    found["cuDNN"] = cudnn_version()
+    found["NCCL"] = nccl_version()
     found["triton"] = _version("triton")
-    for module, name in OPTIONAL.items():
+    for module, name in OPTIONAL_PACKAGES.items():
         found[name] = _version(name) if importlib.util.find_spec(module) is not None else "absent"
     return found
 
 
-def cudnn() -> str:
+def cudnn_version() -> str:
     """Return cuDNN's version, `none` where torch has none."""
     if not torch.cuda.is_available():
         return "none"
     return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
 
-def nccl() -> str:
+def nccl_version() -> str:
     """Return NCCL's version, `none` where torch has none."""
     if not torch.cuda.is_available():
         return "none"
@@ -54,7 +54,7 @@ def _version(name: str) -> str:
         return "absent" if name == "triton" else "unknown"
 
 
-def gpus() -> list[dict[str, Any]]:
+def list_gpus() -> list[dict[str, Any]]:
     """Return name, memory in bytes, multiprocessors and compute capability of every GPU."""
     found = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -70,25 +70,25 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
+def measure_device() -> None:
     """Write what is there, then what it can do."""
-    program = Program.begin()
+    program = RankProgram.begin()
     device, sizes = program.device, program.setup.sizes
-    figures: dict[str, Any] = {"gpus": gpus(), "versions": versions()}
+    figures: dict[str, Any] = {"gpus": list_gpus(), "versions": package_versions()}
     program.write(figures)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     rows = sizes.product
     # random: zeros run faster than what training multiplies
     left, right = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
-    seconds = seconds_of(partial(torch.mm, left, right), device, repeats=sizes.repeats)
+    seconds = median_seconds(partial(torch.mm, left, right), device, repeats=sizes.repeats)
     figures["product_tflops"] = 2 * rows**3 / seconds / 1e12
     source = torch.ones((1 << 32) if on_gpu else (1 << 22), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = seconds_of(lambda: target.copy_(source), device, repeats=sizes.repeats)
+    seconds = median_seconds(lambda: target.copy_(source), device, repeats=sizes.repeats)
     figures["copy_bytes_per_second"] = 2 * source.numel() / seconds
     program.write(figures)
 
 
 if __name__ == "__main__":
-    main()
+    measure_device()

@@ -6,21 +6,21 @@ import time
 from pathlib import Path
 
 from relayrun.control.rundir.run import Run
-from relayrun.lab.gpucheck.programs.common import Program
-from relayrun.train.export import huggingface, logits
+from relayrun.lab.gpucheck.programs.common import RankProgram
+from relayrun.train.export import compare_logits, huggingface
 from relayrun.train.export.checkpoint_source import find_checkpoint
 
 
-def main() -> None:
+def export_and_compare() -> None:
     """Export the newest checkpoint of `--run-dir` to `--folder`, and compare logits."""
-    program = Program.begin("run-dir", "folder")
+    program = RankProgram.begin("run-dir", "folder")
     source = find_checkpoint(Run(Path(program.options.run_dir)))
     folder = Path(program.options.folder)
     folder.mkdir(parents=True)
     started = time.perf_counter()
-    made = huggingface.write(source, folder, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
+    made = huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
     exported = time.perf_counter()
-    found = logits.compare(source, folder)
+    found = compare_logits.compare_logits(source, folder)
     program.write(
         {
             "parameters": made.parameters,
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    export_and_compare()

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 import xxhash
 
-from relayrun.control.rundir.records import Commit, Outcome
+from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines
-from relayrun.lab.gpucheck.setup import NOTES
-from relayrun.train.hooks import Context, Gradients, Hook, Step
-from relayrun.train.model.gpt import Model
-from relayrun.train.optimizer.optimizer import Optimizer
+from relayrun.lab.gpucheck.setup import NOTES_FOLDER
+from relayrun.train.hooks import Gradients, Hook, HookContext, Step
+from relayrun.train.model.gpt import ModelStage
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer
 from relayrun.train.reporting import agent_link
 
 
-class Cut(Hook):
+class CutHook(Hook):
     """Ends a start of the ranks by a signal that they send themselves, at an exact place of an iteration.
 
     A signal from outside comes at another place each time, and none of them would be late enough for certain.
@@ -37,13 +37,13 @@ class Cut(Hook):
         rank alone."""
         self._cuts = cuts
 
-    def setup(self, context: Context) -> None:
-        number = context.attempt - 1 + agent_link.round_number() - 1
+    def setup(self, context: HookContext) -> None:
+        number = context.attempt - 1 + agent_link.restart_number() - 1
         cut = self._cuts[number] if number < len(self._cuts) else None
         self._cut = cut if cut is not None and cut.get("rank", context.ranks.rank) == context.ranks.rank else None
         self._saves = 0
 
-    def after_save(self, commit: Commit) -> None:
+    def after_save(self, commit: CheckpointCommit) -> None:
         self._saves += 1
 
     def before_update(self, gradients: Gradients) -> None:
@@ -61,25 +61,25 @@ class Cut(Hook):
             os.kill(os.getpid(), signal.Signals[cut["signal"]])
 
 
-class Digest(Hook):
+class DigestHook(Hook):
     """Notes hashes: of the optimizer's state as it was loaded, and after every iteration; of the weights in the end.
 
     A loss does not show every bit: a wrong one of a moment may be rounded away, iterations later. The weights follow
     from the optimizer's fp32 ones, but where they are gathered beside the next forward pass they are not there yet.
     """
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self._context = context
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:
         if iteration:
-            self._note("loaded", iteration, _optimizer_state(self._context.optimizer))
+            self._note("loaded", iteration, _optimizer_hashes(self._context.optimizer))
 
     def after_step(self, step: Step) -> None:
-        self._note("state", step.iteration, _optimizer_state(self._context.optimizer))
+        self._note("state", step.iteration, _optimizer_hashes(self._context.optimizer))
 
-    def at_end(self, outcome: Outcome) -> None:
-        self._note("weights", outcome.iteration, _weights(self._context.model))
+    def at_end(self, outcome: AttemptOutcome) -> None:
+        self._note("weights", outcome.iteration, _weight_hashes(self._context.model))
 
     def _note(self, kind: str, iteration: int, tensors: Iterator[torch.Tensor]) -> None:
         found = xxhash.xxh3_128()
@@ -88,16 +88,16 @@ class Digest(Hook):
         every = self._context.ranks.gather(found.hexdigest())
         if self._context.ranks.rank == 0:
             record = {"attempt": self._context.attempt, "kind": kind, "iteration": iteration, "ranks": every}
-            note(self._context, "digest", record)
+            write_note(self._context, "digest", record)
 
 
-def _weights(model: Model) -> Iterator[torch.Tensor]:
+def _weight_hashes(model: ModelStage) -> Iterator[torch.Tensor]:
     for chunk in model.chunks:
         for _, parameter in sorted(chunk.named_parameters()):
             yield parameter
 
 
-def _optimizer_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def _optimizer_hashes(optimizer: ScheduledOptimizer) -> Iterator[torch.Tensor]:
     for part in getattr(optimizer.inner, "chained_optimizers", [optimizer.inner]):
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -108,14 +108,14 @@ def _optimizer_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
                 yield from (state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor))
 
 
-class Pace(Hook):
+class SavePaceHook(Hook):
     """Holds training before the next save is due until the one before it is durable, so that no save waits for one."""
 
     def __init__(self, interval: int, seconds: float = 120.0) -> None:
         """`interval`: `checkpoint.interval`. `seconds`: how long it waits at most."""
         self._interval, self._seconds = interval, seconds
 
-    def setup(self, context: Context) -> None:
+    def setup(self, context: HookContext) -> None:
         self._commits = Run(context.run_dir).attempt(context.attempt).commits
         self._due: int | None = None
 
@@ -131,8 +131,8 @@ class Pace(Hook):
         return any(line.get("iteration") == iteration for line in read_lines(self._commits))
 
 
-def note(context: Context, name: str, record: dict[str, Any]) -> None:
+def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:
     """Put a record on a file of the run directory, for `runs.notes_of`."""
-    folder = Path(context.run_dir) / NOTES
+    folder = Path(context.run_dir) / NOTES_FOLDER
     folder.mkdir(exist_ok=True)
     append_line(folder / f"{name}.jsonl", record, durable=False)

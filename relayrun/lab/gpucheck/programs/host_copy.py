@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from relayrun.lab.gpucheck.programs.common import Program, seconds_of
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds
 
 
-def main() -> None:
+def measure_host_copy() -> None:
     """Copy `--bytes` bytes, or as many as the check allows, and write the seconds that one byte more would take."""
-    program = Program.begin("bytes")
+    program = RankProgram.begin("bytes")
     device = program.device
     size = max(1, min(int(program.options.bytes), program.setup.sizes.copied_at_most))
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    seconds = seconds_of(lambda: target.copy_(source, non_blocking=True), device, repeats=program.setup.sizes.repeats)
+    seconds = median_seconds(
+        lambda: target.copy_(source, non_blocking=True), device, repeats=program.setup.sizes.repeats
+    )
     program.write({"bytes": size, "seconds": seconds, "bytes_per_second": size / seconds})
 
 
 if __name__ == "__main__":
-    main()
+    measure_host_copy()

@@ -17,30 +17,30 @@ import torch
 from relayrun.config.compose import compose
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError
-from relayrun.lab.gpucheck.programs.common import Program, wait_for
+from relayrun.lab.gpucheck.programs.common import RankProgram, wait_for
 from relayrun.train import parallel
-from relayrun.train.model import device_shim
-from relayrun.train.model.gpt import MicroBatch, Model
-from relayrun.train.optimizer.optimizer import Optimizer
-from relayrun.train.optimizer.parameter_names import names
+from relayrun.train.model import cpu_patches
+from relayrun.train.model.gpt import MicroBatch, ModelStage
+from relayrun.train.optimizer.optimizer import ScheduledOptimizer
+from relayrun.train.optimizer.parameter_names import parameter_names
 from relayrun.train.parallel import Ranks
 
-STEPS, TIMED = 8, 4
+TRAINED_STEPS, TIMED_STEPS = 8, 4
 """Iterations, and how many of the last ones are timed."""
-END = 0
+END_TOKEN = 0
 """The token that ends a document."""
 
 
-def batch_of(config: RunConfig, vocabulary: int) -> MicroBatch:
+def learnable_batch(config: RunConfig, vocabulary: int) -> MicroBatch:
     """One micro-batch of documents over a skewed vocabulary: there is something to learn."""
     generator = np.random.default_rng(28)
     shape = (config.training.micro_batch_size, config.training.seq_length + 1)
     tokens = np.minimum(generator.geometric(10 / vocabulary, shape), vocabulary - 1)
-    tokens[generator.random(shape) < 4 / config.training.seq_length] = END
+    tokens[generator.random(shape) < 4 / config.training.seq_length] = END_TOKEN
     return MicroBatch(tokens=tokens)
 
 
-def mean_loss(model: Model, batch: MicroBatch) -> float:
+def mean_loss(model: ModelStage, batch: MicroBatch) -> float:
     """The loss without dropout, the same on every rank."""
     model.train_mode(False)
     with torch.no_grad():
@@ -49,24 +49,24 @@ def mean_loss(model: Model, batch: MicroBatch) -> float:
     return found
 
 
-def tried(config: RunConfig, exact: RunConfig | None, ranks: Ranks, vocabulary: int) -> dict[str, Any]:
+def train_variant(config: RunConfig, exact: RunConfig | None, ranks: Ranks, vocabulary: int) -> dict[str, Any]:
     """Train as `config` says; `exact`: the same in fp32."""
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
-    batch = batch_of(config, vocabulary)
-    model = Model(config, ranks, vocabulary, eod=END)
-    optimizer = Optimizer(config, model)
+    batch = learnable_batch(config, vocabulary)
+    model = ModelStage(config, ranks, vocabulary, eod=END_TOKEN)
+    optimizer = ScheduledOptimizer(config, model)
     found: dict[str, Any] = {"first_loss": mean_loss(model, batch)}
     started = 0.0
-    for step in range(STEPS):
-        if step == STEPS - TIMED:
+    for step in range(TRAINED_STEPS):
+        if step == TRAINED_STEPS - TIMED_STEPS:
             wait_for(ranks.device)
             started = time.perf_counter()
         optimizer.zero_grad()
         model.run([batch], train=True)
         optimizer.step(optimizer.prepare())
     wait_for(ranks.device)
-    seconds = (time.perf_counter() - started) / TIMED
+    seconds = (time.perf_counter() - started) / TIMED_STEPS
     tokens = config.training.micro_batch_size * config.training.seq_length * ranks.data_parallel_size
     found |= {
         "last_loss": mean_loss(model, batch),
@@ -74,35 +74,35 @@ def tried(config: RunConfig, exact: RunConfig | None, ranks: Ranks, vocabulary: 
         "peak_bytes": parallel.peak_memory(ranks),
     }
     if exact is not None:
-        found["exact_loss"] = mean_loss(copied(model, Model(exact, ranks, vocabulary, eod=END)), batch)
+        found["exact_loss"] = mean_loss(copy_weights(model, ModelStage(exact, ranks, vocabulary, eod=END_TOKEN)), batch)
     return found
 
 
 @torch.no_grad()
-def copied(model: Model, other: Model) -> Model:
+def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
     """Give `other` the weights of `model`; return it."""
-    weights = {name: parameter for parameter, name in names(model.chunks)}
-    for parameter, name in names(other.chunks):
+    weights = {name: parameter for parameter, name in parameter_names(model.chunks)}
+    for parameter, name in parameter_names(other.chunks):
         parameter.copy_(weights.pop(name))
     assert not weights, sorted(weights)
     return other
 
 
-def main() -> None:
+def try_all_variants() -> None:
     """Try one way after the other, and write each as soon as it is done; what one raises leaves the others."""
-    program = Program.begin("configs")
-    device_shim.install()
+    program = RankProgram.begin("configs")
+    cpu_patches.patch_for_cpu()
     folder = Path(program.options.configs)
     found: dict[str, Any] = {}
     ranks: Ranks | None = None
     for path in sorted(folder.glob("*.yaml")):
         if path.stem.endswith("-exact"):
             continue
-        config, twin = read(path), path.with_name(f"{path.stem}-exact.yaml")
-        ranks = ranks or parallel.start(config)
+        config, twin = read_variant_config(path), path.with_name(f"{path.stem}-exact.yaml")
+        ranks = ranks or parallel.start_process_groups(config)
         try:
-            exact = read(twin) if twin.exists() else None
-            found[path.stem] = tried(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
+            exact = read_variant_config(twin) if twin.exists() else None
+            found[path.stem] = train_variant(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
         except RelayrunError as error:  # it needs what is not here
             found[path.stem] = {"not_measured": error.message}
         except Exception as error:  # torch raises whatever it likes; the other ways are tried all the same
@@ -110,13 +110,13 @@ def main() -> None:
         gc.collect()
         program.write(found)
     if ranks is not None:
-        parallel.stop()
+        parallel.stop_process_groups()
 
 
-def read(path: Path) -> RunConfig:
+def read_variant_config(path: Path) -> RunConfig:
     """Return a config that the part has resolved."""
-    return compose.native(compose.read_resolved(path))
+    return compose.require_native(compose.read_resolved_config(path))
 
 
 if __name__ == "__main__":
-    main()
+    try_all_variants()

@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 
-from relayrun.lab.gpucheck.programs.common import event
-from relayrun.lab.gpucheck.programs.hooks import note
-from relayrun.train.hooks import Context, Gradients, Hook, Step, StepStart
+from relayrun.lab.gpucheck.programs.common import cuda_event
+from relayrun.lab.gpucheck.programs.hooks import write_note
+from relayrun.train.hooks import Gradients, Hook, HookContext, Step, StepStart
 from relayrun.train.parallel import Ranks
 
-PARTS = ("before", "forward", "backward", "gradient_sync", "gradient_norm", "update")
+STEP_PARTS = ("before", "forward", "backward", "gradient_sync", "gradient_norm", "update")
 """What an iteration is made of, in its order. before: the batch is read and gradients are forgotten. forward and
 backward: of all micro-batches, without the sync. gradient_sync: what the last backward pass leaves of it, and the loss
 is summed over the ranks. gradient_norm: gradients are unscaled and their norm is taken. update: clipping, and Adam."""
 
 
-class StepParts(Hook):
+class StepPartsHook(Hook):
     """Notes the seconds of each part of the iterations from `first` to `last`; does nothing in the others."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
 
-    def setup(self, context: Context) -> None:
-        self._context, self._clock = context, _clock(context.ranks)
+    def setup(self, context: HookContext) -> None:
+        self._context, self._clock = context, _clock_for(context.ranks)
         self._marks: list[tuple[str, Any]] | None = None
         for chunk in context.model.chunks:
             chunk.register_forward_pre_hook(lambda *_: self._mark("forward"))
@@ -66,22 +66,22 @@ class StepParts(Hook):
         self._mark("end")
         marks, self._marks = self._marks, None
         self._clock.wait()
-        seconds = dict.fromkeys(PARTS, 0.0)
+        seconds = dict.fromkeys(STEP_PARTS, 0.0)
         for (part, begin), (_, end) in pairwise(marks):
             seconds[part] += self._clock.between(begin, end)
         if self._context.ranks.rank == 0:
             record = {"iteration": step.iteration, "seconds": seconds, "total": sum(seconds.values())}
-            note(self._context, "parts", record)
+            write_note(self._context, "parts", record)
 
 
-class _Events:
+class _GpuClock:
     """The clock of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def now(self) -> Any:
-        mark = event()
+        mark = cuda_event()
         mark.record(torch.cuda.current_stream(self._device))
         return mark
 
@@ -92,7 +92,7 @@ class _Events:
         return float(begin.elapsed_time(end)) / 1000
 
 
-class _Host:
+class _HostClock:
     """The clock of a CPU, which has done what it was told when it answers."""
 
     def now(self) -> Any:
@@ -105,5 +105,5 @@ class _Host:
         return float(end - begin)
 
 
-def _clock(ranks: Ranks) -> _Events | _Host:
-    return _Events(ranks.device) if ranks.device.type == "cuda" else _Host()
+def _clock_for(ranks: Ranks) -> _GpuClock | _HostClock:
+    return _GpuClock(ranks.device) if ranks.device.type == "cuda" else _HostClock()

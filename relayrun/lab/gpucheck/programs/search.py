@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """What errors say where memory is out and torch has no class of its own for it."""
 
-Try = dict[str, Any]
+MicroBatchTry = dict[str, Any]
 
 
-def search(first: int, largest: int, attempt: Callable[[int], Try]) -> list[Try]:
+def search_micro_batch(first: int, largest: int, attempt: Callable[[int], MicroBatchTry]) -> list[MicroBatchTry]:
     """Try `first`, then twice as much as long as it fits and is not above `largest`, or half as much until it fits.
 
     Returns all that was tried, in this order. `attempt(micro_batch)` says whether it `fits`.
@@ -31,5 +31,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of torch, or of a library below it, says that memory is out."""
     kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
     return isinstance(error, kind) or (
-        isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in WORDS)
+        isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in OUT_OF_MEMORY_WORDS)
     )

@@ -13,17 +13,17 @@ import os
 import sys
 from typing import Any, NoReturn
 
-MARK = "relayrun: flags"
+ANSWER_MARK = "relayrun: flags"
 
 
-class Taken(BaseException):
+class ParserTaken(BaseException):
     """The parser, at the moment of its use. No program catches this."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
 
 
-class Refused(Exception):
+class FlagRefused(Exception):
     """What a parser says of a flag."""
 
 
@@ -33,19 +33,19 @@ def main() -> None:
     standard_output = os.dup(1)
     os.dup2(2, 1)  # what is printed at import
     try:
-        found = parse(taken(), words)
+        found = parse_flags_one_by_one(take_parser(), words)
     except Exception as error:
         found = {"unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
     with os.fdopen(standard_output, "w") as output:
-        output.write(f"{MARK}\n{json.dumps(found)}\n")
+        output.write(f"{ANSWER_MARK}\n{json.dumps(found)}\n")
 
 
-def taken() -> argparse.ArgumentParser:
+def take_parser() -> argparse.ArgumentParser:
     """The parser of the checkout on the path. Raises what its import raises."""
     parse_args, parse_known_args = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
 
     def take(self: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
-        raise Taken(self)
+        raise ParserTaken(self)
 
     from megatron.training.arguments import parse_args as parse_arguments
 
@@ -53,7 +53,7 @@ def taken() -> argparse.ArgumentParser:
     argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_known_args = take  # type: ignore[method-assign]
     try:
         parse_arguments()
-    except Taken as error:
+    except ParserTaken as error:
         return error.parser
     finally:
         argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
@@ -61,22 +61,22 @@ def taken() -> argparse.ArgumentParser:
     raise RuntimeError("megatron.training.arguments.parse_args uses no argparse")
 
 
-def parse(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
+def parse_flags_one_by_one(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
     """What the parser says of each flag with its values: the first word that it refuses does not hide the others."""
     flags = sorted({name.removeprefix("--") for name in parser._option_string_actions if name.startswith("--")})
 
     def error(message: str) -> NoReturn:
-        raise Refused(message)
+        raise FlagRefused(message)
 
     parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:
         action.required = False
     unknown: list[str] = []
     errors: list[str] = []
-    for group in grouped(words):
+    for group in group_words(words):
         try:
             _, rest = parser.parse_known_args(group)
-        except (Refused, SystemExit) as refused:
+        except (FlagRefused, SystemExit) as refused:
             errors.append(str(refused))
         except Exception as failed:
             errors.append(f"{group[0]}: {type(failed).__name__}: {failed}")
@@ -85,7 +85,7 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
     return {"flags": flags, "unknown": unknown, "errors": errors}
 
 
-def grouped(words: list[str]) -> list[list[str]]:
+def group_words(words: list[str]) -> list[list[str]]:
     """Each flag with the words behind it."""
     groups: list[list[str]] = []
     for word in words:

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.apart import encode_apart
+from relayrun.tokens.tokenize.encode.apart import encode_pieces
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
 
 
-class AddedApart:
+class AddedTokenEngine:
     """Encodes what stands between added tokens by `engine`.
 
     `tokens` are the text and the id of each, `special` the texts of special ones.
@@ -27,7 +27,7 @@ class AddedApart:
         self.routed = 0
         self._engine = engine
         self._ids = {content.encode(): id_ for content, id_ in tokens}
-        self._pattern = re.compile(longest_of({*self._ids, *(content.encode() for content in special)}))
+        self._pattern = re.compile(longest_match_pattern({*self._ids, *(content.encode() for content in special)}))
 
     def encode(self, texts: Texts) -> Encoded:
         data, documents = texts.used.tobytes(), (texts.offsets - texts.offsets[0]).tolist()
@@ -39,10 +39,10 @@ class AddedApart:
                 if match[0] in self._ids
             ]
         begins, ends, ids = np.array(found, np.int64).reshape(-1, 3).T
-        return encode_apart(self._engine, texts, begins, ends, ids.astype(np.uint32), ())
+        return encode_pieces(self._engine, texts, begins, ends, ids.astype(np.uint32), ())
 
 
-def longest_of(words: Iterable[bytes]) -> bytes:
+def longest_match_pattern(words: Iterable[bytes]) -> bytes:
     """A pattern that matches the longest of `words`, none empty: it decides byte by byte, however many there are."""
     tree: dict[int, set[bytes]] = {}
     for word in words:
@@ -50,6 +50,6 @@ def longest_of(words: Iterable[bytes]) -> bytes:
     parts = []
     for first, rests in sorted(tree.items()):
         tails = {tail for tail in rests if tail}
-        inside = longest_of(tails) if tails else b""
+        inside = longest_match_pattern(tails) if tails else b""
         parts.append(re.escape(bytes([first])) + (inside + b"?" if tails and b"" in rests else inside))
     return b"(?:" + b"|".join(parts) + b")"

@@ -10,11 +10,16 @@ import numpy.typing as npt
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
 
-Places = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 
 
-def encode_apart(
-    engine: Engine, texts: Texts, begins: Places, ends: Places, ids: npt.NDArray[np.uint32], cuts: Sequence[Places]
+def encode_pieces(
+    engine: Engine,
+    texts: Texts,
+    begins: Positions,
+    ends: Positions,
+    ids: npt.NDArray[np.uint32],
+    cuts: Sequence[Positions],
 ) -> Encoded:
     """The ids of all texts, where the bytes from `begins[i]` to `ends[i]` have the one id `ids[i]`.
 
@@ -33,7 +38,7 @@ def encode_apart(
     bounds = np.zeros(len(starts), np.int64)
     np.cumsum(lengths, out=bounds[1:])
 
-    def tokens_before(places: Places) -> Places:
+    def tokens_before(places: Positions) -> Positions:
         return np.asarray(bounds[np.searchsorted(starts, places - before[places])])
 
     out = np.empty(others.size + ids.size, np.uint32)

@@ -12,39 +12,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.errors import InputError, refuse_urls
-from relayrun.files import alone, write_atomic, write_json
+from relayrun.files import exclusive_maker, write_atomic, write_json
 
-SPECIAL = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
+BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
 """Special tokens by what transformers calls them, in the order of their ids."""
 
 
-def byte_tokenizer(output: Path) -> Path:
+def write_byte_tokenizer(output: Path) -> Path:
     """Write the tokenizer as a folder that `transformers.AutoTokenizer.from_pretrained` opens; return `output`.
 
     It puts nothing around a text. Raises InputError if `output` holds a tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    ids = {token: number for number, token in enumerate(SPECIAL.values())}
-    known = {letter: byte for byte, letter in enumerate(letters_of_bytes()) if byte >= len(ids)}
-    tokenizer = Tokenizer(models.BPE(ids | known, [], unk_token=SPECIAL["unk_token"]))
+    ids = {token: number for number, token in enumerate(BYTE_SPECIAL_TOKENS.values())}
+    known = {letter: byte for byte, letter in enumerate(byte_letters()) if byte >= len(ids)}
+    tokenizer = Tokenizer(models.BPE(ids | known, [], unk_token=BYTE_SPECIAL_TOKENS["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*ids])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    with only_tokenizer(output):
+    with hold_tokenizer_folder(output):
         output.mkdir(parents=True, exist_ok=True)
-        write_json(output / "special_tokens_map.json", SPECIAL)
-        write_json(output / "tokenizer_config.json", settings | SPECIAL)
+        write_json(output / "special_tokens_map.json", BYTE_SPECIAL_TOKENS)
+        write_json(output / "tokenizer_config.json", settings | BYTE_SPECIAL_TOKENS)
         write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
     return output
 
 
 @contextlib.contextmanager
-def only_tokenizer(output: Path) -> Iterator[None]:
+def hold_tokenizer_folder(output: Path) -> Iterator[None]:
     """Keep other processes from making a tokenizer in this folder. Raises InputError where it holds or gets one."""
     refuse_urls(output)
-    with alone(Path(os.path.realpath(output))) as held:
+    with exclusive_maker(Path(os.path.realpath(output))) as held:
         if not held:
             raise InputError("another process makes a tokenizer here", where=output, hint="choose another folder")
         if (output / "tokenizer.json").exists():
@@ -52,7 +52,7 @@ def only_tokenizer(output: Path) -> Iterator[None]:
         yield
 
 
-def letters_of_bytes() -> list[str]:
+def byte_letters() -> list[str]:
     """The letter that stands for each byte in a byte-level vocabulary: itself where it can be seen (GPT-2's table)."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

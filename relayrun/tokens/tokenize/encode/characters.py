@@ -13,7 +13,7 @@ from relayrun.tokens.readers.texts import Texts
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class CharacterSet:
     """A set of characters."""
 
     points: npt.NDArray[np.bool_]
@@ -30,7 +30,7 @@ class Table:
         return found
 
 
-def places_of(texts: Texts, table: Table, first_lead: int) -> npt.NDArray[np.int64]:
+def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.int64]:
     """Where the characters of `table` begin, ascending, in `texts.data`.
 
     `first_lead`, not below 0xC2, is the lowest first byte of any of them: no other byte is looked at.
@@ -49,17 +49,17 @@ def places_of(texts: Texts, table: Table, first_lead: int) -> npt.NDArray[np.int
     return places
 
 
-def holding(texts: Texts, table: Table, first_lead: int) -> npt.NDArray[np.bool_]:
+def texts_holding(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.bool_]:
     """Which texts hold a character of `table`, shape [texts]; `first_lead`: see `places_of`."""
     suspect = texts.highest() >= first_lead
     if suspect.all():
-        return texts.any_in(places_of(texts, table, first_lead))
+        return texts.any_in(find_characters(texts, table, first_lead))
     if suspect.any():  # few of an English corpus; this pass costs a tenth of the next one
-        suspect[suspect] = holding(texts.take(suspect), table, first_lead)
+        suspect[suspect] = texts_holding(texts.take(suspect), table, first_lead)
     return suspect
 
 
-def holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray[np.bool_]:
+def texts_holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray[np.bool_]:
     """Which texts hold one of these pieces of UTF-8, shape [texts]. None of them may be empty."""
     found = np.zeros(len(texts), np.bool_)
     highest = texts.used.max(initial=0)
@@ -92,29 +92,29 @@ def unassigned(texts: Texts) -> npt.NDArray[np.bool_]:
 
     Only bytes from 0xCD are looked at, which are leads of code points from U+0340: English costs next to nothing.
     """
-    return holding(texts, unassigned_table(), FIRST_UNASSIGNED_LEAD)
+    return texts_holding(texts, unassigned_table(), FIRST_UNASSIGNED_LEAD)
 
 
 @functools.cache
-def unassigned_table(more: str = "") -> Table:
+def unassigned_table(more: str = "") -> CharacterSet:
     """The code points that this Python's Unicode tables do not know, and those of `more`."""
     table = np.ones(1 << 21, np.bool_)
     for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between hold nothing yet
-        table[begin:end] = categories(begin, end) == b"Cn"
+        table[begin:end] = unicode_categories(begin, end) == b"Cn"
     table[0xF0000:0x110000] = False  # private use
     table[[*map(ord, more)]] = True
-    return Table(table)
+    return CharacterSet(table)
 
 
 @functools.cache
-def numeric_table() -> Table:
+def numeric_table() -> CharacterSet:
     """The characters of the categories Nd, Nl and No: what the pre-tokenizer `Digits` calls a digit."""
     table = np.zeros(1 << 21, np.bool_)
-    table[:0x34000] = np.isin(categories(0, 0x34000), (b"Nd", b"Nl", b"No"))
-    return Table(table)
+    table[:0x34000] = np.isin(unicode_categories(0, 0x34000), (b"Nd", b"Nl", b"No"))
+    return CharacterSet(table)
 
 
 @functools.cache
-def categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
+def unicode_categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
     """The two letters of the Unicode category of these code points, by this Python's tables."""
     return np.frombuffer("".join(map(unicodedata.category, map(chr, range(begin, end)))).encode(), "S2")

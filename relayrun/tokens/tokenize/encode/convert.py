@@ -11,16 +11,25 @@ from relayrun.errors import InputError
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
 """The first line of a tiktoken file: a token in base64, and its rank."""
 
-_SOURCES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+_CONVERTIBLE_FILES = (
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
 """Files that a tokenizer of transformers is made from."""
 
-_SAVE = 'python -c \'from transformers import AutoTokenizer as A; A.from_pretrained("IN").save_pretrained("OUT")\''
+_SAVE_COMMAND = (
+    'python -c \'from transformers import AutoTokenizer as A; A.from_pretrained("IN").save_pretrained("OUT")\''
+)
 
 
 def check_convertible(folder: Path) -> None:
     """Raise InputError, saying what to do, unless transformers can make a tokenizer.json from what `folder` holds."""
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
-        found = [name for name in _SOURCES if (folder / name).is_file()]
+        found = [name for name in _CONVERTIBLE_FILES if (folder / name).is_file()]
         raise InputError(
             "there is no tokenizer.json here"
             + (f"; {', '.join(found)} alone do not say how to split" if found else ""),
@@ -28,10 +37,10 @@ def check_convertible(folder: Path) -> None:
             hint="give the folder with tokenizer_config.json, too: from it transformers converts the tokenizer",
         )
     for file in sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")]):
-        check_is_no_source(file, in_folder=True)
+        refuse_unconvertible(file, in_folder=True)
 
 
-def check_is_no_source(file: Path, *, in_folder: bool = False) -> None:
+def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
     """Raise InputError, saying what to do, for a tiktoken or SentencePiece file that cannot be converted exactly here.
 
     In a folder with its configuration a SentencePiece model can be, where its package is installed.
@@ -56,5 +65,5 @@ def check_is_no_source(file: Path, *, in_folder: bool = False) -> None:
         raise InputError(
             "there is no tokenizer.json, and to convert this model takes the package sentencepiece",
             where=file,
-            hint=f"`pip install sentencepiece`, or convert it where it is installed: {_SAVE}",
+            hint=f"`pip install sentencepiece`, or convert it where it is installed: {_SAVE_COMMAND}",
         )

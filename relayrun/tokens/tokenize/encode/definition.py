@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 _VOCABULARY = '"vocab":{'
 
 
-def without_vocabulary(definition: str) -> dict[str, Any]:
+def parse_without_vocabulary(definition: str) -> dict[str, Any]:
     """A serialized tokenizer; without vocabulary and merges where they can be left out."""
-    return _parsed(definition)[0]
+    return _parse_definition(definition)[0]
 
 
-def entries_of(definition: str) -> tuple[str, str]:
+def vocabulary_and_merges(definition: str) -> tuple[str, str]:
     """The JSON of the vocabulary's entries and of the merges of a BPE, without the brackets around the entries.
 
     In a string of JSON the quotes of both names would be escaped.
@@ -29,24 +29,24 @@ def entries_of(definition: str) -> tuple[str, str]:
     return entries, merges
 
 
-def changed(definition: str, changes: tuple[tuple[str, str], ...]) -> str:
+def change_definition(definition: str, changes: tuple[tuple[str, str], ...]) -> str:
     """The same tokenizer with other parts: `changes` are names of parts and their JSON."""
-    known, rest = _parsed(definition)
+    known, rest = _parse_definition(definition)
     known |= {name: json.loads(value) for name, value in changes}
     known["model"] = known.pop("model")  # at its end
     head = json.dumps(known, ensure_ascii=False, separators=(",", ":"))
     return head if rest is None else head.removesuffix("}}}") + rest
 
 
-def normalizer_of(definition: str) -> Callable[[str], str]:
+def load_normalizer(definition: str) -> Callable[[str], str]:
     """The normalizer of a serialized tokenizer, as `tokenizers` runs it; the vocabulary is not loaded for it."""
     model = {"type": "BPE", "vocab": {}, "merges": []}
-    known = {"version": "1.0", "normalizer": without_vocabulary(definition).get("normalizer"), "model": model}
+    known = {"version": "1.0", "normalizer": parse_without_vocabulary(definition).get("normalizer"), "model": model}
     tokenizer = Tokenizer.from_str(json.dumps(known))
     return lambda text: str(tokenizer.normalizer.normalize_str(text))
 
 
-def _parsed(definition: str) -> tuple[dict[str, Any], str | None]:
+def _parse_definition(definition: str) -> tuple[dict[str, Any], str | None]:
     """Without the vocabulary, and then the text from its first entry; or the whole of it, and None.
 
     In a string of JSON the quotes of the name would be escaped.

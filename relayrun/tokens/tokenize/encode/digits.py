@@ -10,16 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.apart import Places, encode_apart
-from relayrun.tokens.tokenize.encode.characters import numeric_table, places_of
+from relayrun.tokens.tokenize.encode.apart import Positions, encode_pieces
+from relayrun.tokens.tokenize.encode.characters import find_characters, numeric_table
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
 
 _FIRST_NUMERIC_LEAD = 0xC2
 """Lead byte of U+00B2, the first numeric character that is not ASCII."""
-_NONE = np.empty(0, np.int64)
+_NO_POSITIONS = np.empty(0, np.int64)
 
 
-class DigitsApart:
+class DigitEngine:
     """Encodes what stands between digits by `engine`, and the digits one by one, or by runs."""
 
     def __init__(self, engine: Engine, *, each: bool) -> None:
@@ -30,19 +30,19 @@ class DigitsApart:
 
     def encode(self, texts: Texts) -> Encoded:
         ascii_digits = (texts.used - np.uint8(0x30)) < 10
-        others, ends = _numeric(texts)
+        others, ends = _other_digits(texts)
         if self._each:
             taken = np.flatnonzero(ascii_digits)
             ids = self._ids[texts.used[taken] - 0x30]
-            return encode_apart(self._engine, texts, taken, taken + 1, ids, (others, ends))
+            return encode_pieces(self._engine, texts, taken, taken + 1, ids, (others, ends))
         for step in range(4):  # the bytes of a character
             ascii_digits[(others + step)[others + step < ends]] = True
         borders = np.flatnonzero(ascii_digits[1:] != ascii_digits[:-1]) + 1
-        return encode_apart(self._engine, texts, _NONE, _NONE, np.empty(0, np.uint32), (borders,))
+        return encode_pieces(self._engine, texts, _NO_POSITIONS, _NO_POSITIONS, np.empty(0, np.uint32), (borders,))
 
 
-def _numeric(texts: Texts) -> tuple[Places, Places]:
+def _other_digits(texts: Texts) -> tuple[Positions, Positions]:
     """Where numeric characters that are not ASCII begin and end, in the bytes used."""
-    begins = places_of(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
+    begins = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
     lead = texts.used[begins]
     return begins, begins + 2 + (lead >= 0xE0) + (lead >= 0xF0)

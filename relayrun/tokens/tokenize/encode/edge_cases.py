@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from tokenizers import Tokenizer
 
-from relayrun.tokens.tokenize.encode.characters import categories
+from relayrun.tokens.tokenize.encode.characters import unicode_categories
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
@@ -37,13 +37,13 @@ def edge_cases(tokenizer: Tokenizer) -> list[str]:
     for token in list(tokenizer.get_added_tokens_decoder().values())[:40]:
         content = token.content
         texts += [content, f"a{content}b", f" {content} {content}\n", content[:-1], content + content[1:]]
-    return texts + _characters()
+    return texts + _character_texts()
 
 
 @functools.cache
-def _characters() -> list[str]:
+def _character_texts() -> list[str]:
     """Every assigned character but letters in a few contexts, and some of the letters; 32 of them a text."""
-    category, point = categories(0, 0x34000), np.arange(0x34000)
+    category, point = unicode_categories(0, 0x34000), np.arange(0x34000)
     letters = np.isin(category, (b"Lo", b"Ll", b"Lu"))
     every = np.select([point < 0x530, point < 0x3000], [1, 4], 64)
     wanted = ~np.isin(category, (b"Cs", b"Co", b"Cn")) & (~letters | (point % every == 0))

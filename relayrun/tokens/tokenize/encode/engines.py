@@ -19,38 +19,47 @@ from tokenizers import Tokenizer
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode import memory
-from relayrun.tokens.tokenize.encode.definition import changed, normalizer_of, without_vocabulary
+from relayrun.tokens.tokenize.encode.definition import change_definition, load_normalizer, parse_without_vocabulary
 from relayrun.tokens.tokenize.encode.edge_cases import edge_cases
-from relayrun.tokens.tokenize.encode.families import OF_BYTES, Plan, plan_of
-from relayrun.tokens.tokenize.encode.few import FewTexts
-from relayrun.tokens.tokenize.encode.libraries import LIBRARIES, PACKAGES, Encoded, Engine, HuggingFace
-from relayrun.tokens.tokenize.encode.routes import Routed
-from relayrun.tokens.tokenize.options import FORMER, EngineName
+from relayrun.tokens.tokenize.encode.families import BYTE_LEVEL_FAMILIES, EnginePlan, plan_engine
+from relayrun.tokens.tokenize.encode.libraries import ENGINE_PACKAGES, FAST_ENGINES, Encoded, Engine, HuggingFaceEngine
+from relayrun.tokens.tokenize.encode.partial_vocabulary import PartialVocabularyEngine
+from relayrun.tokens.tokenize.encode.routes import RoutedEngine
+from relayrun.tokens.tokenize.options import FORMER_VALUES, EngineName
 
-__all__ = ["ENGINES", "Encoded", "Engine", "HuggingFace", "Routed", "Selection", "select", "without_vocabulary"]
+__all__ = [
+    "ENGINES",
+    "Encoded",
+    "Engine",
+    "HuggingFaceEngine",
+    "RoutedEngine",
+    "EngineSelection",
+    "select_engine",
+    "parse_without_vocabulary",
+]
 
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 
-Loader = Callable[[], Tokenizer]
+TokenizerLoader = Callable[[], Tokenizer]
 """Gives a loaded tokenizer, when it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class EngineSelection:
     """The engine of a job, as workers build it: small enough to be sent, and written into the record."""
 
     engine: Literal["huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
     version: str
-    plan: Plan | None = None
+    plan: EnginePlan | None = None
     """How it encodes; None for the reference."""
 
-    def build(self, definition: str, tokenizer: Loader | None = None) -> Engine:
+    def build(self, definition: str, tokenizer: TokenizerLoader | None = None) -> Engine:
         """The engine for a serialized tokenizer, with truncation and padding off. The last one built is kept.
 
         `tokenizer` gives the same one loaded, where the caller has it: it is asked when the first text needs it.
         """
-        return _built(self, definition, _Reference(tokenizer))
+        return _build_engine(self, definition, _Reference(tokenizer))
 
     def __str__(self) -> str:
         return f"{self.engine} {self.version}" + (", and huggingface for what it is not sure of" if self.plan else "")
@@ -59,7 +68,7 @@ class Selection:
 class _Reference:
     """The reference, loaded once; it does not count when arguments are compared."""
 
-    def __init__(self, load: Loader | None) -> None:
+    def __init__(self, load: TokenizerLoader | None) -> None:
         self._load = load
         self._tokenizer: Tokenizer | None = None
 
@@ -84,38 +93,40 @@ class _Reference:
 
 
 @functools.lru_cache(maxsize=1)
-def _built(selection: Selection, definition: str, reference: _Reference) -> Engine:
+def _build_engine(selection: EngineSelection, definition: str, reference: _Reference) -> Engine:
     """Loading takes seconds: what is proven in a process is what works there, and in its forks."""
     plan = selection.plan
     if plan is None:
-        return HuggingFace(reference.of(definition))
-    fast = LIBRARIES[plan.engine](changed(definition, plan.changes))
+        return HuggingFaceEngine(reference.of(definition))
+    fast = FAST_ENGINES[plan.engine](change_definition(definition, plan.changes))
 
     def whole() -> Engine:
-        return HuggingFace(reference.of(definition))
+        return HuggingFaceEngine(reference.of(definition))
 
     def other() -> Engine:
-        few = plan.family in OF_BYTES and not reference.ready
-        return FewTexts(definition, plan.plain, whole) if few else whole()
+        few = plan.family in BYTE_LEVEL_FAMILIES and not reference.ready
+        return PartialVocabularyEngine(definition, plan.plain, whole) if few else whole()
 
-    return Routed(fast, plan, lambda: normalizer_of(definition), other)
+    return RoutedEngine(fast, plan, lambda: load_normalizer(definition), other)
 
 
-def select(
+def select_engine(
     wanted: EngineName,
-    tokenizer: Tokenizer | Loader,
+    tokenizer: Tokenizer | TokenizerLoader,
     sample: Texts,
     report: Callable[[str], None],
     *,
     definition: str | None = None,
-) -> Selection:
+) -> EngineSelection:
     """The fastest engine that is known and proven to be exact, or `wanted` if it is; `report` is told of fall-backs.
 
     `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where
     the caller has it already. What was proven on this machine is not proven again (see `memory`): then a tokenizer that
     is given by what loads it is not loaded. Raises InputError for a wrong name.
     """
-    wanted = cast(EngineName, FORMER["engine"].get(wanted, wanted))  # a job of an earlier version has it in a pickle
+    wanted = cast(
+        EngineName, FORMER_VALUES["engine"].get(wanted, wanted)
+    )  # a job of an earlier version has it in a pickle
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
 
@@ -124,26 +135,28 @@ def select(
 
     definition = definition or load().to_str()
     reference = _Reference(load)
-    selection = None if wanted == "huggingface" else _proven(wanted, reference, sample, report, definition)
-    selection = selection or Selection(engine="huggingface", version=_version("huggingface"))
-    _built(selection, definition, reference)  # forks of this process find it built
+    selection = None if wanted == "huggingface" else _prove_engine(wanted, reference, sample, report, definition)
+    selection = selection or EngineSelection(engine="huggingface", version=_package_version("huggingface"))
+    _build_engine(selection, definition, reference)  # forks of this process find it built
     return selection
 
 
-def _proven(
+def _prove_engine(
     wanted: EngineName, reference: _Reference, sample: Texts, report: Callable[[str], None], definition: str
-) -> Selection | None:
+) -> EngineSelection | None:
     """The fast engine, or None, where `report` is told why."""
-    plan = plan_of(definition)
+    plan = plan_engine(definition)
     if plan is None or wanted not in ("auto", plan.engine):
         what = "no fast engine is" if wanted == "auto" else f"{wanted} is not"
         report(f"{what} known to be exact for this kind of tokenizer: huggingface encodes, which is slower")
         return None
     try:
-        selection = Selection(engine=plan.engine, version=_version(plan.engine), plan=plan)
-        wrong = _wrong(selection, _built(selection, definition, reference), reference, sample, definition)
+        selection = EngineSelection(engine=plan.engine, version=_package_version(plan.engine), plan=plan)
+        wrong = _first_wrong_text(
+            selection, _build_engine(selection, definition, reference), reference, sample, definition
+        )
     except ImportError:
-        package = PACKAGES[plan.engine]
+        package = ENGINE_PACKAGES[plan.engine]
         report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
     except BaseException as error:  # ValueError, RuntimeError, and a Rust panic, which is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -158,26 +171,28 @@ def _proven(
     return None
 
 
-def _wrong(selection: Selection, engine: Engine, reference: _Reference, sample: Texts, definition: str) -> str | None:
+def _first_wrong_text(
+    selection: EngineSelection, engine: Engine, reference: _Reference, sample: Texts, definition: str
+) -> str | None:
     """The first text of the proof whose ids are not the reference's."""
-    packages = (PACKAGES["huggingface"], PACKAGES[selection.engine])
+    packages = (ENGINE_PACKAGES["huggingface"], ENGINE_PACKAGES[selection.engine])
     both = (definition.encode(), repr(selection).encode())
     of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
     proofs: dict[str, Callable[[], Texts]] = {
-        memory.name_of("edge cases", both, packages): lambda: Texts.of(edge_cases(reference.of(definition))),
-        memory.name_of("sample", (*both, *of_sample), packages): lambda: sample,
+        memory.cache_key("edge cases", both, packages): lambda: Texts.of(edge_cases(reference.of(definition))),
+        memory.cache_key("sample", (*both, *of_sample), packages): lambda: sample,
     }
     for name, make in proofs.items():
-        if memory.recall(name) is None:
+        if memory.read_cache(name) is None:
             texts = make()
-            right = HuggingFace(reference.of(definition)).encode(texts)
-            if (text := _difference(engine.encode(texts), right, texts)) is not None:
+            right = HuggingFaceEngine(reference.of(definition)).encode(texts)
+            if (text := _first_difference(engine.encode(texts), right, texts)) is not None:
                 return text
-            memory.keep(name, b"proven")
+            memory.write_cache(name, b"proven")
     return None
 
 
-def _difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:
+def _first_difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:
     """The first text whose ids differ."""
     if np.array_equal(encoded[0], right[0]) and np.array_equal(encoded[1], right[1]):
         return None
@@ -186,5 +201,5 @@ def _difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:
     return next((s for s, a, b in zip(strings, ours, theirs, strict=True) if not np.array_equal(a, b)), strings[-1])
 
 
-def _version(engine: str) -> str:
-    return importlib.metadata.version(PACKAGES[engine])
+def _package_version(engine: str) -> str:
+    return importlib.metadata.version(ENGINE_PACKAGES[engine])

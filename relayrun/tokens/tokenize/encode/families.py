@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relayrun.tokens.tokenize.encode.byte_tokenizer import letters_of_bytes
-from relayrun.tokens.tokenize.encode.definition import entries_of, without_vocabulary
-from relayrun.tokens.tokenize.encode.libraries import FastName
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_letters
+from relayrun.tokens.tokenize.encode.definition import parse_without_vocabulary, vocabulary_and_merges
+from relayrun.tokens.tokenize.encode.libraries import FastEngineName
 
 Json = dict[str, Any]
 UnicodeForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
@@ -52,11 +52,11 @@ DEEPSEEK = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class TokenizerFamily:
     """A form of tokenizer, as the table of the documentation lists it."""
 
     name: str
-    engine: FastName
+    engine: FastEngineName
     doubtful: str = ""
     """Characters whose class depends on the version of Unicode or on case folding: texts with one go elsewhere."""
 
@@ -66,31 +66,31 @@ _FOLDED = "\u017f\u212a"
 _SPACE_ONCE = "\u180e"
 """White space in some versions of Unicode, and not in others."""
 
-BYTE_LEVEL: dict[tuple[str, ...], Family] = {
-    (GPT2,): Family(name="GPT-2", engine="gigatoken", doubtful=_SPACE_ONCE),
-    (CL100K,): Family(name="Llama 3, cl100k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (QWEN2,): Family(name="Qwen", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (O200K,): Family(name="o200k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (TEKKEN,): Family(name="Tekken", engine="gigatoken", doubtful=_SPACE_ONCE),
-    DEEPSEEK: Family(name="DeepSeek", engine="gigatoken", doubtful=_SPACE_ONCE),
+BYTE_LEVEL: dict[tuple[str, ...], TokenizerFamily] = {
+    (GPT2,): TokenizerFamily(name="GPT-2", engine="gigatoken", doubtful=_SPACE_ONCE),
+    (CL100K,): TokenizerFamily(name="Llama 3, cl100k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
+    (QWEN2,): TokenizerFamily(name="Qwen", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
+    (O200K,): TokenizerFamily(name="o200k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
+    (TEKKEN,): TokenizerFamily(name="Tekken", engine="gigatoken", doubtful=_SPACE_ONCE),
+    DEEPSEEK: TokenizerFamily(name="DeepSeek", engine="gigatoken", doubtful=_SPACE_ONCE),
 }
 """Families of byte-level BPE by the patterns that cut their texts."""
-DIGITS = Family(name="StarCoder, Digits", engine="gigatoken", doubtful=_SPACE_ONCE)
-PIECES = Family(name="Llama 2, Mistral, Gemma", engine="gigatoken")
-WORDPIECE = Family(name="BERT", engine="nanotoken")
-UNIGRAM = Family(name="T5, XLM-R", engine="splintr")
-BYTES = Family(name="a token for each byte", engine="bytes")
-FAMILIES = (*BYTE_LEVEL.values(), DIGITS, PIECES, WORDPIECE, UNIGRAM, BYTES)
-OF_BYTES = frozenset(family.name for family in (*BYTE_LEVEL.values(), DIGITS))
+DIGITS_FAMILY = TokenizerFamily(name="StarCoder, Digits", engine="gigatoken", doubtful=_SPACE_ONCE)
+SENTENCEPIECE_FAMILY = TokenizerFamily(name="Llama 2, Mistral, Gemma", engine="gigatoken")
+WORDPIECE_FAMILY = TokenizerFamily(name="BERT", engine="nanotoken")
+UNIGRAM_FAMILY = TokenizerFamily(name="T5, XLM-R", engine="splintr")
+BYTES_FAMILY = TokenizerFamily(name="a token for each byte", engine="bytes")
+FAMILIES = (*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY, WORDPIECE_FAMILY, UNIGRAM_FAMILY, BYTES_FAMILY)
+BYTE_LEVEL_FAMILIES = frozenset(family.name for family in (*BYTE_LEVEL.values(), DIGITS_FAMILY))
 """Names of the families whose words are written in letters for bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class EnginePlan:
     """How one engine encodes the texts of one tokenizer."""
 
     family: str
-    engine: FastName
+    engine: FastEngineName
     changes: tuple[tuple[str, str], ...]
     """Parts of the definition that the engine gets changed: name and JSON."""
     normalize: UnicodeForm | None = None
@@ -107,18 +107,18 @@ class Plan:
     """Text of special tokens, which is not cut but covers what would be."""
 
 
-def plan_of(definition: str) -> Plan | None:
+def plan_engine(definition: str) -> EnginePlan | None:
     """The plan for a serialized tokenizer, as `Tokenizer.to_str` writes it; None where no form is its own."""
-    known = without_vocabulary(definition)
+    known = parse_without_vocabulary(definition)
     model = known["model"]
     kind = "pieces" if model.get("byte_fallback") and model.get("type") == "BPE" else str(model.get("type"))
-    if kind == "BPE" and entries_of(definition)[1].startswith("]"):
+    if kind == "BPE" and vocabulary_and_merges(definition)[1].startswith("]"):
         return _bytes(known, definition)
     find = {"BPE": _byte_level, "pieces": _pieces, "WordPiece": _wordpiece, "Unigram": _unigram}.get(kind)
     plan = find(known) if find else None
     if plan is None or kind not in ("BPE", "pieces"):
         return plan
-    entries, merges = entries_of(definition)
+    entries, merges = vocabulary_and_merges(definition)
     letters = BYTE_LETTERS if kind == "BPE" else _BYTE_PIECES
     begun = "," + entries  # a name stands behind a comma: behind an escaped quote it would be the end of another one
     if not all(f",{json.dumps(letter, ensure_ascii=False)}:" in begun for letter in letters):
@@ -129,7 +129,7 @@ def plan_of(definition: str) -> Plan | None:
     return None if foreign is None else dataclasses.replace(plan, plain=plan.plain + foreign)
 
 
-_LETTERS = tuple(letters_of_bytes())
+_LETTERS = tuple(byte_letters())
 _NEVER = {*map(chr, (0xC0, 0xC1, *range(0xF5, 0x100)))}
 BYTE_LETTERS = tuple(letter for letter in _LETTERS if letter not in _NEVER)
 """What `ByteLevel` writes for the bytes that UTF-8 has: one that the vocabulary lacks would be dropped, or not."""
@@ -173,7 +173,7 @@ def _merges_bytes(merges: str) -> bool:
     return bool(_MERGE_OF_BYTE.search(merges)) or any(map(_MERGE_OF_BYTE.fullmatch, made))
 
 
-def _byte_level(known: Json) -> Plan | None:
+def _byte_level(known: Json) -> EnginePlan | None:
     """Bytes in the place of characters: the vocabulary is whole, whatever the text, and merges are all there is."""
     normalizer = _alone(known.get("normalizer"), "normalizers")
     form = normalizer.get("type") if normalizer else None
@@ -190,7 +190,7 @@ def _byte_level(known: Json) -> Plan | None:
     patterns: tuple[str, ...]
     if uses_regex and len(before) == 1 and before[0].get("type") == "Digits":
         digits = "each" if before[0].get("individual_digits") else "runs"
-        family, patterns = DIGITS, (GPT2,)
+        family, patterns = DIGITS_FAMILY, (GPT2,)
     elif uses_regex and not before:
         family, patterns = BYTE_LEVEL[(GPT2,)], (GPT2,)
     else:
@@ -206,7 +206,7 @@ def _byte_level(known: Json) -> Plan | None:
     return _plan(known, family, normalize=form, digits=digits, normalizer=None, pre_tokenizer=prepared)
 
 
-def _bytes(known: Json, definition: str) -> Plan | None:
+def _bytes(known: Json, definition: str) -> EnginePlan | None:
     """Bytes that are never merged: no cut of a text and no name in the vocabulary but those of bytes matters."""
     model = known["model"]
     level, *others = _flat(known.get("pre_tokenizer"))
@@ -222,7 +222,7 @@ def _bytes(known: Json, definition: str) -> Plan | None:
     vocabulary = json.loads(definition)["model"]["vocab"]
     if not (model["unk_token"] in vocabulary if model.get("unk_token") else vocabulary.keys() >= {*BYTE_LETTERS}):
         return None
-    return _plan(known, BYTES)
+    return _plan(known, BYTES_FAMILY)
 
 
 _SPACE_TO_MARK = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -238,7 +238,7 @@ _PIECE_FORMS: tuple[tuple[Json | None, Json | None], ...] = (
 """Normalizer and pre-tokenizer of SentencePiece's BPE: of Llama 2, of Gemma, of Mistral. No Unicode table decides."""
 
 
-def _pieces(known: Json) -> Plan | None:
+def _pieces(known: Json) -> EnginePlan | None:
     model = known["model"]
     odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     if (
@@ -247,10 +247,10 @@ def _pieces(known: Json) -> Plan | None:
         or not (model.get("unk_token") and model.get("fuse_unk"))
     ):
         return None
-    return _plan(known, PIECES)
+    return _plan(known, SENTENCEPIECE_FAMILY)
 
 
-def _wordpiece(known: Json) -> Plan | None:
+def _wordpiece(known: Json) -> EnginePlan | None:
     normalizer, model = known.get("normalizer") or {}, known["model"]
     wanted = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
     if (
@@ -260,7 +260,7 @@ def _wordpiece(known: Json) -> Plan | None:
         or model.get("max_input_chars_per_word") != 100
     ):
         return None
-    return _plan(known, WORDPIECE)
+    return _plan(known, WORDPIECE_FAMILY)
 
 
 _ALWAYS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -268,7 +268,7 @@ _UNIGRAM_CUTS = (_ALWAYS, {"type": "Sequence", "pretokenizers": [{"type": "White
 _MANY_SPACES = {"Regex": " {2,}"}
 
 
-def _unigram(known: Json) -> Plan | None:
+def _unigram(known: Json) -> EnginePlan | None:
     """What SentencePiece's models become: a precompiled map of characters, and words behind their spaces."""
     first, *others = _flat(known.get("normalizer"), "normalizers") or [{}]
     allowed = (
@@ -283,20 +283,20 @@ def _unigram(known: Json) -> Plan | None:
         or known["model"].get("unk_id") is None
     ):
         return None
-    plan = _plan(known, UNIGRAM, special_too=True)
+    plan = _plan(known, UNIGRAM_FAMILY, special_too=True)
     unknown = str(known["model"]["vocab"][known["model"]["unk_id"]][0])  # splintr finds its name in a text
     return plan and dataclasses.replace(plan, plain=(*plan.plain, unknown))
 
 
 def _plan(
     known: Json,
-    family: Family,
+    family: TokenizerFamily,
     *,
     normalize: UnicodeForm | None = None,
     digits: Literal["each", "runs"] | None = None,
     special_too: bool = False,
     **changes: Json | None,
-) -> Plan | None:
+) -> EnginePlan | None:
     """The engine gets no added tokens: special ones are text, and texts with others go elsewhere.
 
     A token that `tokenizers` looks for in normalized text may be in a text that does not hold its own: then there is
@@ -304,15 +304,15 @@ def _plan(
     """
     tokens = known.get("added_tokens") or []
     in_normalized = any(token["normalized"] and not token["special"] for token in tokens)
-    if in_normalized and known.get("normalizer") and family in (PIECES, WORDPIECE, UNIGRAM):
+    if in_normalized and known.get("normalizer") and family in (SENTENCEPIECE_FAMILY, WORDPIECE_FAMILY, UNIGRAM_FAMILY):
         return None
     parts: Json = {"added_tokens": [], **changes}
     # what stands behind a cut must be encoded as at the beginning of a text
-    cuts_allowed = family is PIECES and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
+    cuts_allowed = family is SENTENCEPIECE_FAMILY and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
     cut = tuple((token["content"], token["id"]) for token in tokens if cuts_allowed and _is_plain(token))
     gone = {content for content, _ in cut}
     plain = [token["content"] for token in tokens if special_too or not token["special"]]
-    return Plan(
+    return EnginePlan(
         family=family.name,
         engine=family.engine,
         changes=tuple((name, json.dumps(value)) for name, value in parts.items()),
@@ -352,7 +352,7 @@ def _pattern(step: Json) -> str:
     """The pattern by which this step cuts, in one spelling; "" where it does something else."""
     if step.get("type") != "Split":
         return ""
-    pattern = spelled(str(step["pattern"].get("Regex", "")))
+    pattern = normalize_pattern(str(step["pattern"].get("Regex", "")))
     how = (step.get("behavior"), bool(step.get("invert")))
     isolated = how == ("Isolated", False) or (how == ("Removed", True) and pattern in _COVERING)
     return pattern if isolated else ""
@@ -361,7 +361,7 @@ def _pattern(step: Json) -> str:
 _ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]+)\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|([\s\S]))")
 
 
-def spelled(pattern: str) -> str:
+def normalize_pattern(pattern: str) -> str:
     """A pattern in the spelling of this table: numbered escapes of letters as the letters themselves.
 
     DeepSeek's first cuts are written with letters, or with their numbers, and line ends as escapes or themselves.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Framing:
+class DocumentFraming:
     """Ids before and behind every document, the type of the ids, and what becomes of a document without ids.
 
     A kept empty document gets neither BOS nor EOD, as in Megatron-LM's `preprocess_data.py`.

@@ -17,12 +17,12 @@ from typing import Any
 
 def ids_fingerprint(definition: str) -> str:
     """Return the SHA-256, hexadecimal, of what decides ids in a serialized tokenizer (`Tokenizer.to_str()`)."""
-    with _no_collection():
-        return _fingerprint(definition)
+    with _garbage_collection_off():
+        return _hash_definition(definition)
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _garbage_collection_off() -> Iterator[None]:
     """Without looks for cycles among half a million new lists, which take as long as to make these."""
     collects = gc.isenabled()
     gc.disable()
@@ -33,7 +33,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _fingerprint(definition: str) -> str:
+def _hash_definition(definition: str) -> str:
     tokenizer = json.loads(definition)
     parts = {name: tokenizer.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     for token in parts["added_tokens"] or ():
@@ -45,14 +45,14 @@ def _fingerprint(definition: str) -> str:
         large["merges"] = [pair.split(" ", 1) for pair in large["merges"]]  # which reads no list of both kinds
     if isinstance(vocabulary := large.get("vocab"), dict):  # by names alone: `dumps` would compare pairs
         large["vocab"] = {name: vocabulary[name] for name in sorted(vocabulary)}
-    said = _said(parts)
+    said = _without_nulls(parts)
     if large:
         said["model"] |= large
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _said(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Without what is null or false: newer versions of the library write more of it."""
     if isinstance(value, dict):
-        return {name: _said(part) for name, part in value.items() if part is not None and part is not False}
-    return [_said(part) for part in value] if isinstance(value, list) else value
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None and part is not False}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

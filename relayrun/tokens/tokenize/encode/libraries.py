@@ -22,13 +22,13 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.byte_tokenizer import letters_of_bytes
+from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_letters
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Ids of all texts, shape [tokens], and the number of each text's, shape [texts]."""
 
-FastName = Literal["gigatoken", "nanotoken", "splintr", "bytes"]
-PACKAGES = {
+FastEngineName = Literal["gigatoken", "nanotoken", "splintr", "bytes"]
+ENGINE_PACKAGES = {
     "huggingface": "tokenizers",
     "gigatoken": "gigatoken",
     "nanotoken": "nanotoken",
@@ -52,7 +52,7 @@ class Engine(Protocol):
         ...
 
 
-class HuggingFace:
+class HuggingFaceEngine:
     """The reference."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -64,10 +64,10 @@ class HuggingFace:
         for batch in texts.split(_HF_BYTES, 1000):
             encodings = self._tokenizer.encode_batch_fast(batch.strings(), add_special_tokens=False)
             parts += [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        return _together(parts)
+        return _concatenate(parts)
 
 
-class Gigatoken:
+class GigatokenEngine:
     """BPE in numbers of bytes and spaces, with a cache of words. Its Unicode tables are its own."""
 
     def __init__(self, definition: str) -> None:
@@ -78,7 +78,7 @@ class Gigatoken:
 
     def encode(self, texts: Texts) -> Encoded:
         if not len(texts):
-            return _together([])
+            return _concatenate([])
         import awkward as ak  # what it takes without an object, and a copy, per text
 
         content = ak.contents.NumpyArray(texts.data, parameters={"__array__": "byte"})
@@ -90,7 +90,7 @@ class Gigatoken:
         return layout.content.data[bounds[0] : bounds[-1]], bounds[1:] - bounds[:-1]
 
 
-class Nanotoken:
+class NanotokenEngine:
     """WordPiece."""
 
     def __init__(self, definition: str) -> None:
@@ -101,14 +101,14 @@ class Nanotoken:
 
     def encode(self, texts: Texts) -> Encoded:
         if not len(texts):
-            return _together([])
+            return _concatenate([])
         pieces = [*map(bytes, texts.views())]
         ids, bounds = self._backend.encode_batch(pieces, add_special_tokens=False, parallel=False)
         ends = np.asarray(bounds, np.int64)
         return np.asarray(ids, np.uint32), ends[1:] - ends[:-1]
 
 
-class Splintr:
+class SplintrEngine:
     """Unigram. Its function for batches uses threads, and would wait for ever in a fork."""
 
     def __init__(self, definition: str) -> None:
@@ -118,33 +118,35 @@ class Splintr:
         self._tokenizer: Any = splintr.from_json_bytes(definition.encode())
 
     def encode(self, texts: Texts) -> Encoded:
-        return _together([np.frombuffer(flat, np.uint32) for flat in map(self._tokenizer.encode_flat, texts.strings())])
+        return _concatenate(
+            [np.frombuffer(flat, np.uint32) for flat in map(self._tokenizer.encode_flat, texts.strings())]
+        )
 
 
-class ByteTable:
+class ByteEngine:
     """Byte-level BPE without merges: the id of each byte, whatever stands around it."""
 
     def __init__(self, definition: str) -> None:
         self.routed = 0
         model = json.loads(definition)["model"]
         unknown = model["vocab"].get(model["unk_token"])
-        ids = [model["vocab"].get(letter, unknown) for letter in letters_of_bytes()]
+        ids = [model["vocab"].get(letter, unknown) for letter in byte_letters()]
         self._ids = np.array([0 if id_ is None else id_ for id_ in ids], np.uint32)  # None: of bytes that no text has
 
     def encode(self, texts: Texts) -> Encoded:
         return self._ids[texts.used], texts.sizes
 
 
-LIBRARIES: dict[FastName, Callable[[str], Engine]] = {
-    "gigatoken": Gigatoken,
-    "nanotoken": Nanotoken,
-    "splintr": Splintr,
-    "bytes": ByteTable,
+FAST_ENGINES: dict[FastEngineName, Callable[[str], Engine]] = {
+    "gigatoken": GigatokenEngine,
+    "nanotoken": NanotokenEngine,
+    "splintr": SplintrEngine,
+    "bytes": ByteEngine,
 }
 """What loads a serialized tokenizer, by engine."""
 
 
-def _together(parts: Iterable[npt.NDArray[np.uint32]]) -> Encoded:
+def _concatenate(parts: Iterable[npt.NDArray[np.uint32]]) -> Encoded:
     found = [*parts]
     lengths = np.array([*map(len, found)], np.int64)
     return np.concatenate([np.empty(0, np.uint32), *found]), lengths

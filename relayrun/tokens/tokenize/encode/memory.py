@@ -21,22 +21,22 @@ from pathlib import Path
 
 from relayrun.files import write_atomic
 
-_MONTH = 30 * 24 * 3600
-_CODE = Path(__file__).resolve().parents[1]
+_MAX_AGE_SECONDS = 30 * 24 * 3600
+_CODE_FOLDER = Path(__file__).resolve().parents[1]
 
 
-def name_of(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str:
+def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str:
     """The name of a value that depends on `parts`, and on the packages of these names, besides this code."""
     known = hashlib.sha256()
-    for part in (what.encode(), _here(), *map(_installed, sorted(packages)), *parts):
+    for part in (what.encode(), _code_and_machine(), *map(_package_record, sorted(packages)), *parts):
         known.update(len(part).to_bytes(8, "little") + part)
     return known.hexdigest()
 
 
-def recall(name: str) -> bytes | None:
+def read_cache(name: str) -> bytes | None:
     """The value that was kept under this name; None where there is none, or a damaged one."""
     with contextlib.suppress(OSError, RuntimeError):
-        if (folder := _folder()) is not None:
+        if (folder := _cache_folder()) is not None:
             file = folder / name
             known, _, value = file.read_bytes().partition(b"\n")
             if hashlib.sha256(value).hexdigest().encode() == known:
@@ -45,19 +45,19 @@ def recall(name: str) -> bytes | None:
     return None
 
 
-def keep(name: str, value: bytes) -> None:
+def write_cache(name: str, value: bytes) -> None:
     """Keep a value, if that can be done."""
     with contextlib.suppress(OSError, RuntimeError):
-        if (folder := _folder()) is not None:
+        if (folder := _cache_folder()) is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             head = hashlib.sha256(value).hexdigest().encode() + b"\n"
             write_atomic(folder / name, head + value, mode=0o600, durable=False)
             for file in folder.iterdir():
-                if file.stat().st_mtime < time.time() - _MONTH:
+                if file.stat().st_mtime < time.time() - _MAX_AGE_SECONDS:
                     file.unlink()
 
 
-def _folder() -> Path | None:
+def _cache_folder() -> Path | None:
     named = os.environ.get("RELAYRUN_CACHE")
     if named is None:
         named = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relayrun")
@@ -65,11 +65,11 @@ def _folder() -> Path | None:
 
 
 @functools.cache
-def _here() -> bytes:
+def _code_and_machine() -> bytes:
     """The code of tokenization, Python's tables and the processor."""
     known = hashlib.sha256()
-    for file in sorted(_CODE.rglob("*.py")):
-        known.update(file.relative_to(_CODE).as_posix().encode() + b"\0" + file.read_bytes())
+    for file in sorted(_CODE_FOLDER.rglob("*.py")):
+        known.update(file.relative_to(_CODE_FOLDER).as_posix().encode() + b"\0" + file.read_bytes())
     processor = f"{unicodedata.unidata_version} {platform.machine()} {platform.python_version()}"
     with contextlib.suppress(OSError):  # other systems have no such file
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
@@ -78,7 +78,7 @@ def _here() -> bytes:
 
 
 @functools.cache
-def _installed(package: str) -> bytes:
+def _package_record(package: str) -> bytes:
     """What is installed: the hashes of its files, as its record lists them, and its version."""
     try:
         found = importlib.metadata.distribution(package)

@@ -9,20 +9,25 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.added import AddedApart
-from relayrun.tokens.tokenize.encode.characters import FIRST_UNASSIGNED_LEAD, holding, holding_bytes, unassigned_table
-from relayrun.tokens.tokenize.encode.digits import DigitsApart
-from relayrun.tokens.tokenize.encode.families import Plan, UnicodeForm
+from relayrun.tokens.tokenize.encode.added import AddedTokenEngine
+from relayrun.tokens.tokenize.encode.characters import (
+    FIRST_UNASSIGNED_LEAD,
+    texts_holding,
+    texts_holding_bytes,
+    unassigned_table,
+)
+from relayrun.tokens.tokenize.encode.digits import DigitEngine
+from relayrun.tokens.tokenize.encode.families import EnginePlan, UnicodeForm
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
 
 _FIRST_CHANGED_LEAD: dict[UnicodeForm, int] = {"NFC": 0xCC, "NFD": 0xC3, "NFKC": 0xC2, "NFKD": 0xC2}
 """Lead byte of the first character that the form changes, alone or behind another."""
 
 
-class Route:
+class RoutingRules:
     """Which texts an engine may not have."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: EnginePlan) -> None:
         late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
         self._table = unassigned_table(late)
         self._early = tuple(point.encode() for point in plan.doubtful if point not in late)
@@ -32,24 +37,28 @@ class Route:
 
     def elsewhere(self, texts: Texts) -> npt.NDArray[np.bool_]:
         """Which texts the engine may not have, shape [texts]."""
-        routed = holding(texts, self._table, FIRST_UNASSIGNED_LEAD)
-        return routed | holding_bytes(texts, (*self._early, *self._plain))
+        routed = texts_holding(texts, self._table, FIRST_UNASSIGNED_LEAD)
+        return routed | texts_holding_bytes(texts, (*self._early, *self._plain))
 
 
-class Routed:
+class RoutedEngine:
     """A fast engine for most texts, and the reference for those that it is not trusted with."""
 
     def __init__(
-        self, fast: Engine, plan: Plan, normalizer: Callable[[], Callable[[str], str]], other: Callable[[], Engine]
+        self,
+        fast: Engine,
+        plan: EnginePlan,
+        normalizer: Callable[[], Callable[[str], str]],
+        other: Callable[[], Engine],
     ) -> None:
         """`normalizer`, which makes the tokenizer's own, and `other` are called when the first text needs them."""
         self.routed = 0
         self._fast = fast
         if plan.digits:
-            self._fast = DigitsApart(fast, each=plan.digits == "each")
+            self._fast = DigitEngine(fast, each=plan.digits == "each")
         elif plan.cut:
-            self._fast = AddedApart(fast, plan.cut, plan.special)
-        self._plan, self._route = plan, Route(plan)
+            self._fast = AddedTokenEngine(fast, plan.cut, plan.special)
+        self._plan, self._route = plan, RoutingRules(plan)
         self._make_normalizer, self._make_other = normalizer, other
         self._normalizer: Callable[[str], str] | None = None
         self._other: Engine | None = None

@@ -23,8 +23,8 @@ from tokenizers.models import BPE
 from relayrun.errors import InputError
 from relayrun.tokens.shards.indexed import token_dtype
 from relayrun.tokens.tokenize.encode import hub, memory
-from relayrun.tokens.tokenize.encode.convert import check_convertible, check_is_no_source
-from relayrun.tokens.tokenize.encode.framing import Framing
+from relayrun.tokens.tokenize.encode.convert import check_convertible, refuse_unconvertible
+from relayrun.tokens.tokenize.encode.framing import DocumentFraming
 from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
 from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
 
@@ -63,9 +63,9 @@ class DocumentTokenizer:
         tokenizer.encode_special_tokens = True
         return tokenizer
 
-    def framing(self, *, keep_empty: bool) -> Framing:
+    def framing(self, *, keep_empty: bool) -> DocumentFraming:
         """What goes around the ids of a document."""
-        return Framing(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
+        return DocumentFraming(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
 
 
 def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
@@ -81,11 +81,13 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     name_or_path = options.tokenizer
     path = Path(name_or_path)
     file = path / "tokenizer.json" if path.is_dir() else path
-    size, configured = 0, _Configured()
+    size, configured = 0, _ConfiguredTokens()
     name = None
     if file.is_file():
         data = file.read_bytes()
-        configured = _Configured(eos=_configured(file.parent, "eos_token"), bos=_configured(file.parent, "bos_token"))
+        configured = _ConfiguredTokens(
+            eos=_read_configured_token(file.parent, "eos_token"), bos=_read_configured_token(file.parent, "bos_token")
+        )
         asked = (
             options.eos_token,
             options.append_eod,
@@ -94,8 +96,8 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
             configured.eos,
             configured.bos,
         )
-        name = memory.name_of("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
-        if (known := memory.recall(name)) is not None:
+        name = memory.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
+        if (known := memory.read_cache(name)) is not None:
             first, _, definition = known.decode().partition("\n")
             return DocumentTokenizer(definition=definition, **json.loads(first))
         tokenizer = _from_file(file, data)
@@ -103,12 +105,12 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         check_convertible(path)
         tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
         log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
-    elif path.suffix == ".json" or not hub.is_name(name_or_path):
-        raise hub.no_such_file(file)
+    elif path.suffix == ".json" or not hub.is_hub_name(name_or_path):
+        raise hub.missing_tokenizer_error(file)
     else:
-        here = hub.look_up(name_or_path, options.cache_dir)
+        here = hub.check_hub(name_or_path, options.cache_dir)
         tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir, only_here=here)
-    eos_token = _ending(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
+    eos_token = _find_eos(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
         raise InputError(
@@ -132,7 +134,7 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         )
         tokenizer.model.dropout = None
     if options.special_text:
-        tokenizer = _all_plain(tokenizer)
+        tokenizer = _without_special_tokens(tokenizer)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -149,13 +151,13 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     }
     said = random or (eos_token is None and options.append_eod != "no")
     if name is not None and not said:  # else each start has its warning
-        memory.keep(name, f"{json.dumps(facts)}\n{definition}".encode())
+        memory.write_cache(name, f"{json.dumps(facts)}\n{definition}".encode())
     loaded = DocumentTokenizer(definition=definition, **facts)
     loaded.__dict__["tokenizer"] = tokenizer  # it need not be loaded again
     return loaded
 
 
-def _all_plain(tokenizer: Tokenizer) -> Tokenizer:
+def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """With no added token special: then their text becomes their ids, in every engine."""
     definition = json.loads(tokenizer.to_str())
     for token in definition["added_tokens"]:
@@ -164,14 +166,14 @@ def _all_plain(tokenizer: Tokenizer) -> Tokenizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Configured:
+class _ConfiguredTokens:
     """Tokens that the configuration of a tokenizer names."""
 
     eos: str | None = None
     bos: str | None = None
 
 
-def _ending(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:
+def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:
     if append_eod == "no":
         return None
     if named is not None:
@@ -189,7 +191,7 @@ def _from_file(file: Path, data: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
-        check_is_no_source(file)
+        refuse_unconvertible(file)
         raise InputError(
             f"not a tokenizer.json of the tokenizers library: {error}",
             where=file,
@@ -199,7 +201,7 @@ def _from_file(file: Path, data: bytes) -> Tokenizer:
 
 def _from_transformers(
     name: str, cache_dir: str | None, *, only_here: bool = False
-) -> tuple[Tokenizer, int, _Configured]:
+) -> tuple[Tokenizer, int, _ConfiguredTokens]:
     from transformers import AutoTokenizer  # seconds to import, and needed for hub names alone
 
     try:
@@ -221,10 +223,14 @@ def _from_transformers(
             where=name,
             hint="take a tokenizer.json of the same model",
         )
-    return Tokenizer.from_str(backend.to_str()), len(loaded), _Configured(eos=loaded.eos_token, bos=loaded.bos_token)
+    return (
+        Tokenizer.from_str(backend.to_str()),
+        len(loaded),
+        _ConfiguredTokens(eos=loaded.eos_token, bos=loaded.bos_token),
+    )
 
 
-def _configured(folder: Path, name_of_token: str) -> str | None:
+def _read_configured_token(folder: Path, name_of_token: str) -> str | None:
     """`eos_token` or `bos_token` as transformers writes it: text, or an object with its text in `content`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:

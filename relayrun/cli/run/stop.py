@@ -1,0 +1,115 @@
+"""`relayrun save`, `relayrun stop` and `relayrun cancel`: a person controls a chain.
+
+After a stop nothing starts any more, whatever happens meanwhile. The exit trigger comes first: a job that runs,
+or starts while we look, obeys it; only where no job is there to do so is the chain ended from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+from relayrun.control import signs
+from relayrun.control.chain import campaign, supervisor
+from relayrun.control.chain.cancel import cancel_chain, stop_chain_without_files
+from relayrun.control.rundir import find_runs, triggers
+from relayrun.control.rundir.campaign import campaign_folders
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.base import Job, Scheduler
+from relayrun.errors import RunDirError, SchedulerError, user_name
+from relayrun.watch import unsent_notices
+from relayrun.watch.status import queue
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun save`, `relayrun stop` and `relayrun cancel`."""
+    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask a run for a checkpoint, or end its chain, after a checkpoint or at once."""
+    found = find_runs.find_run(options.name)
+    scheduler = queue.run_scheduler(found)
+    if options.command == "save":
+        print(request_save(found, scheduler))
+    else:
+        end = request_stop if options.command == "stop" else cancel_chain
+        print(end(found, scheduler, user=user_name(os.geteuid())))
+    unsent_notices.send_in_background(found)
+    campaign.start_due_members(campaign_folders([found]))
+    return 0
+
+
+def request_save(run: Run, scheduler: Scheduler) -> str:
+    """Ask for a checkpoint; return what will happen, in words.
+
+    Raises RunDirError where this user may not, and where no job is there or will come to do it.
+    """
+    plan = Plan.load(run)
+    ended = stop_reason(run)
+    if ended is not None:
+        raise RunDirError(f"the chain of this run has ended: {ended}", where=run.stop, hint="there is nothing to save")
+    try:
+        jobs = scheduler.jobs(plan, anyone=True)
+    except SchedulerError as error:
+        triggers.touch_trigger(run, "save")
+        return f"the job that runs saves after its step (the scheduler did not answer: {error.message})"
+    at_work = _running_job(run, plan, jobs)
+    if not jobs and at_work is None:
+        raise RunDirError("no job of this run is running or queued, so there is nothing to save", where=run.path)
+    triggers.touch_trigger(run, "save")
+    answer = f"the answer will lie in {run.triggers / 'save.done'}"
+    if at_work is not None:
+        return f"job {at_work} saves after the step that is under way and goes on; {answer}"
+    return f"no job runs now; job {jobs[0].id} answers when it has started; {answer}"
+
+
+def request_stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
+    """Ask a running attempt to save and end the chain, or end the chain here; return what will happen, in words.
+
+    Raises RunDirError where this user may not, or where this is no run.
+    """
+    plan = Plan.load(run)
+    try:
+        return _stop_with_files(run, plan, scheduler, user=user)
+    except PermissionError:
+        raise
+    except OSError as error:
+        return stop_chain_without_files(run, plan, scheduler, error, user=user)
+
+
+def _stop_with_files(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -> str:
+    """End the chain by its exit trigger and STOP. Raises OSError where one of these files cannot be written."""
+    ended = stop_reason(run)
+    triggers.touch_trigger(run, "exit")
+    try:
+        at_work = _running_job(run, plan, scheduler.jobs(plan, anyone=True)) if ended is None else None
+        if at_work is not None:
+            return f"job {at_work} saves after the step that is under way, cancels what is queued and leaves"
+        try:
+            supervisor.stop_chain(run, plan, scheduler, ended or f"stopped by {user}", own_job="")
+        except PermissionError:
+            return "you may not write STOP yourself: the next job of this run finds the trigger and ends the chain"
+        left = scheduler.jobs(plan, anyone=True)
+    except SchedulerError as error:
+        return f"the job that runs, or else the next that starts, obeys (the scheduler did not answer: {error.message})"
+    if left:
+        names = ", ".join(f"{job.id} ({job.state.lower()})" for job in left)
+        return f"what is still there ends at once or, where it runs, saves and leaves: {names}"
+    trigger = triggers.read_trigger(run, "exit")
+    if trigger is not None:
+        newest = next(Lineage(run).backwards(), None)
+        at = newest.commit.iteration if newest else 0
+        triggers.acknowledge_trigger(run, trigger, iteration=at, result="the chain ends: no job was there to save")
+    return f"the chain has ended: {stop_reason(run)}; nothing is queued"
+
+
+def _running_job(run: Run, plan: Plan, jobs: list[Job]) -> str | None:
+    """Id of the job that has started and not yet gone; another user's may be hidden, but not its signs of life."""
+    sign = signs.newest_life_sign(run, plan, now=time.time()) if signs.is_owned_by_another_user(plan) else None
+    return next((job.id for job in jobs if not job.waits), sign.job_id if sign else None)

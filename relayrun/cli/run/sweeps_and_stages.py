@@ -1,0 +1,223 @@
+"""`relayrun sweep` and `relayrun stages`: several runs from one config, and where they stand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from relayrun.cli.run import stop as run_stop
+from relayrun.config.compose import campaign as config
+from relayrun.control.chain import campaign as supervisor
+from relayrun.control.chain import successor
+from relayrun.control.rundir import campaign
+from relayrun.control.rundir.campaign import Campaign, CampaignMember
+from relayrun.control.rundir.find_runs import find_campaign
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.scheduler.local import LocalScheduler, print_event
+from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
+from relayrun.submit import campaign as view
+from relayrun.submit import submit_campaign as submission
+from relayrun.watch import unsent_notices
+from relayrun.watch.follow import ProgressFollower
+from relayrun.watch.status import queue
+from relayrun.watch.status.run_status_text import json_text
+from relayrun.watch.status.terminal import print_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun sweep` and `relayrun stages`."""
+    acts = parser.add_subparsers(dest="act", required=True)
+    act = acts.add_parser("submit", help="make the directories of all runs, and begin the first ones")
+    act.add_argument("config", type=Path, help="run config with a section `sweep` or `stages`")
+    act.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting of all runs, or of the section: --set sweep.at_once=2",
+    )
+    act.add_argument("--dry-run", action="store_true", help="check it and print the runs; write and submit nothing")
+    for name, words in (
+        ("status", "the runs beside each other: what differs, state, loss, cost"),
+        ("stop", "begin nothing more; runs that are under way save and end"),
+        ("resume", "go on with a sweep or stages that were stopped, or whose terminal has gone"),
+    ):
+        act = acts.add_parser(name, help=words)
+        act.add_argument(
+            "name", metavar="CAMPAIGN", help="directory of the sweep or stages, or project/name below logs/runs"
+        )
+        if name == "status":
+            act.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command line asks for. Raises RelayrunError."""
+    if options.act == "submit":
+        return submit(options)
+    acts: dict[str, Callable[[Path], int]] = {
+        "status": lambda folder: status(folder, as_json=options.json),
+        "stop": stop,
+        "resume": resume,
+    }
+    return acts[options.act](find_campaign(options.name))
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Submit a campaign, or, with --dry-run, print its runs; the exit code is 1 where a run here was not done."""
+    described = config.describe_campaign(options.config, options.overrides, kind=options.command)
+    if options.dry_run:
+        submission.check_stages(described)
+        for member in submission.make_campaign(described).members:
+            words = ", ".join(filter(None, [config.settings_in_words(member.settings), view.start_condition(member)]))
+            print(f"{member.name}  {member.run_dir}  {words}")
+        return 0
+    new = submission.submit_campaign(described)
+    folder = described.folder
+    print(f"{len(described.runs)} runs, directory {folder}" + ("" if new else " (submitted before)"), flush=True)
+    return start_due_members(folder)
+
+
+def start_due_members(folder: Path) -> int:
+    """Begin what may begin now; on this machine, run it all. Returns an exit code."""
+    whole = Campaign.load(folder)
+    if whole.scheduler == "local":
+        return run_here(folder, whole)
+    look = supervisor.start_due_in_campaign(folder)
+    for words in look.begun:
+        print(words)
+    _print_blocked(folder, look.stuck)
+    return int(bool(look.stuck))
+
+
+def _print_blocked(folder: Path, stuck: Mapping[str, str]) -> None:
+    """Print what does not begin unless a person changes something."""
+    for words in supervisor.stuck_lines(stuck):
+        print(f"{folder.name}: {words}", file=sys.stderr, flush=True)
+
+
+def run_here(folder: Path, whole: Campaign) -> int:
+    """Run all members one after the other on this machine, as far as their conditions hold; return an exit code."""
+    tried: set[str] = set()
+    stuck: dict[str, str] = {}
+    while True:
+        look = supervisor.start_due_in_campaign(folder, from_terminal=True)
+        for words in look.begun:
+            print(words, flush=True)
+        _print_blocked(folder, {name: why for name, why in look.stuck.items() if stuck.get(name) != why})
+        stuck = look.stuck
+        left = [member for member in whole.members if member.name not in tried]
+        member = next((each for each in left if _is_running(folder, each)), None)
+        member = member or next((each for each in whole.members if _evaluates(each)), None)
+        if member is None:
+            break
+        try:
+            if member in left and _is_running(folder, member):
+                tried.add(member.name)
+                _run_queue(member)
+            else:
+                LocalScheduler(member.run).run_queue(print_event)
+        except (RunDirError, OSError) as error:
+            print(f"{member.run.path.name}: it cannot be run: {error}", file=sys.stderr, flush=True)
+    entries = view.read_campaign_status(folder, now=time.time())
+    print_table(view.campaign_table(entries))
+    return int(any(entry.state != "done" for entry in entries))
+
+
+def _evaluates(member: CampaignMember) -> bool:
+    """Whether a chain has ended, and an evaluation waits that no terminal runs: a stage may wait for it."""
+    try:
+        ended = stop_reason(member.run) is not None
+        return ended and any(job.auxiliary and job.state == "PENDING" for job in LocalScheduler(member.run).every_job())
+    except (RelayrunError, OSError, ValueError):
+        return False
+
+
+def _is_running(folder: Path, member: CampaignMember) -> bool:
+    """Whether a member has begun, and its chain has not ended; of one whose records are torn that is not known."""
+    try:
+        return campaign.has_member_started(folder, member) and stop_reason(member.run) is None
+    except (RelayrunError, OSError, ValueError):
+        return True
+
+
+def _run_queue(member: CampaignMember) -> None:
+    run, plan = member.run, Plan.load(member.run)
+    scheduler = LocalScheduler(run)
+    if not scheduler.jobs(plan):  # the terminal that ran it has gone, and its job with it
+        successor.queue_first_job(run, plan, scheduler)
+    print(f"{plan.run}: run directory {run.path}", flush=True)
+    scheduler.run_queue(print_event, ProgressFollower(run, total_steps=plan.total_steps).poll)
+    unsent_notices.send_in_background(run)
+
+
+def status(folder: Path, *, as_json: bool) -> int:
+    """Begin what may begin, and print where every run stands."""
+    look = supervisor.start_due_members([folder], say=lambda words: print(words, file=sys.stderr))[folder]
+    entries = view.read_campaign_status(folder, now=time.time())
+    if as_json:
+        print(json_text([asdict(entry) for entry in entries]))
+    else:
+        print_table(view.campaign_table(entries))
+        _print_blocked(folder, look.stuck)
+    return 0
+
+
+def stop(folder: Path) -> int:
+    """Begin nothing more, and stop the runs that are under way, each after a checkpoint."""
+    whole, user = Campaign.load(folder), user_name(os.geteuid())
+    failed = False
+    try:
+        with campaign.campaign_lock(folder) as mine:  # nobody is between two runs
+            if not mine:
+                raise RunDirError("somebody begins runs of it right now", where=folder, hint="try again")
+            campaign.write_campaign_stop(folder, f"stopped by {user}")
+            try:
+                supervisor.record_queued_members(folder, whole, patience=supervisor.PATIENCE)
+            except SchedulerError as error:
+                failed = True
+                print(
+                    f"it is not known whether a job was queued that nobody wrote down ({error.message}): call it again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    except PermissionError:
+        hint = f"let {user_name(whole.owner)} stop it; `relayrun stop` asks the runs that are under way"
+        raise RunDirError("you may not write here", where=folder, hint=hint) from None
+    except OSError as error:  # a full disk: what is under way is stopped all the same
+        failed = True
+        print(f"{folder}: {error.strerror}: runs that wait may still begin, call it again", file=sys.stderr, flush=True)
+    else:
+        print(f"nothing more of {whole.name} begins")
+    for member in whole.members:
+        try:
+            if _is_running(folder, member):
+                words = run_stop.request_stop(member.run, queue.run_scheduler(member.run), user=user)
+                print(f"{member.run.path.name}: {words}")
+                unsent_notices.send_in_background(member.run)
+        except (RelayrunError, OSError, ValueError) as error:
+            failed = True
+            print(f"{member.run.path.name}: it could not be stopped: {error}", file=sys.stderr, flush=True)
+    return int(failed)
+
+
+def resume(folder: Path) -> int:
+    """Let runs begin again. A run whose own chain was stopped is named, with the command that goes on."""
+    whole = Campaign.load(folder)
+    if whole.owner != os.geteuid():
+        raise RunDirError(f"these runs are {user_name(whole.owner)}'s", where=folder, hint="submit runs of your own")
+    campaign.campaign_stop_path(folder).unlink(missing_ok=True)
+    for member in whole.members:  # a person asks: what Slurm refused is tried at once
+        campaign.member_refused_path(folder, member.name).unlink(missing_ok=True)
+    code = start_due_members(folder)
+    for entry in view.read_campaign_status(folder, now=time.time()):
+        if entry.state in ("stopped", "broken"):
+            print(f"{entry.run} is {entry.state}: {entry.words}\n  -> relayrun resume {entry.path}")
+    return code

@@ -1,0 +1,164 @@
+"""Copies of ranks' states in the memory of their node and of the next one, which outlive the ranks.
+
+Standard library only. Each rank has two slots, files in a folder of /dev/shm that belongs to the node's agent, and two
+more for the copies that it keeps of a rank of the node before. Two take turns, so that one is whole while the other is
+written. A slot has a header of one line of JSON, which is there from the moment it counts:
+
+    {"rank": 3, "ranks": 8, "iteration": 447, "size": 123456, "plain": 789, "layout": "...", "hash": "..."}
+
+The agent removes the folder when it ends; one that a killed agent left is removed by the next one on its node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from relayrun.errors import RelayrunError
+from relayrun.files import free_space, temporary_prefix
+
+SHARED_MEMORY = Path("/dev/shm")
+MEMORY_FOLDER_VARIABLE = "RELAYRUN_MEMORY"
+"""Environment variable of the ranks that has the folder; empty where there is none."""
+MEMORY_ITERATION_VARIABLE = "RELAYRUN_MEMORY_ITERATION"
+"""Environment variable of the ranks that has the iteration whose copies a round starts from; none: from the disk."""
+HEADER_BYTES = 4096
+"""Bytes before a copy; a page, so that the copy begins with one."""
+SLOTS_PER_RANK = 2
+OWN, KEPT = "rank", "kept"
+"""What the names of a rank's own copies begin with, and of those that are kept for a rank of another node."""
+_NAME = re.compile(rf"({OWN}|{KEPT})-(\d+)\.(\d)")
+
+
+class NodeMemoryFullError(RelayrunError):
+    """The node's memory has no room for a copy."""
+
+
+def make_memory_folder() -> Path:
+    """Make the folder of this process's ranks, for this user alone.
+
+    Its name tells `files.remove_leftovers` whose it is. Raises OSError where that cannot be, or where somebody has
+    made it before.
+    """
+    folder = SHARED_MEMORY / f"{temporary_prefix()}relayrun-ranks"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+class NodeMemoryCopy(NamedTuple):
+    """A whole copy in the memory of a node."""
+
+    rank: int
+    """Whose state it is."""
+    iteration: int
+    hash: str
+    kept: bool
+    """Whether it is kept for a rank of another node."""
+
+
+def read_copies(folder: Path) -> list[NodeMemoryCopy]:
+    """The copies in this folder; what has no whole header is none."""
+    found = []
+    for path in sorted(folder.glob("*-*.*")):
+        if (name := _NAME.fullmatch(path.name)) is None:
+            continue
+        rank, kept = int(name[2]), name[1] == KEPT
+        header = MemorySlot(folder, rank, int(name[3]), kept=kept).header() or {}
+        if isinstance(header.get("iteration"), int) and isinstance(header.get("hash"), str):
+            found.append(NodeMemoryCopy(rank, header["iteration"], header["hash"], kept))
+    return found
+
+
+def remove_copies(folder: Path) -> None:
+    """Remove the copies in this folder, while no rank lives."""
+    for path in folder.glob("*-*.*"):
+        if _NAME.fullmatch(path.name):
+            path.unlink()
+
+
+def newest_complete_copy(copies: Iterable[NodeMemoryCopy], *, ranks: int, after: int) -> tuple[int, str] | None:
+    """The newest iteration after `after` of which there is a copy for each of these ranks, and where most are from.
+
+    That is `memory` where each rank has its own, and `neighbour` where one has lost it and another node keeps it. Two
+    copies of one rank must agree on the hash, or that iteration does not count. None where there is no such iteration.
+    """
+    found: dict[int, dict[int, dict[bool, str]]] = {}
+    for copy in copies:
+        found.setdefault(copy.iteration, {}).setdefault(copy.rank, {})[copy.kept] = copy.hash
+    for iteration in sorted((known for known in found if known > after), reverse=True):
+        places = [found[iteration].get(rank, {}) for rank in range(ranks)]
+        if all(len(set(place.values())) == 1 for place in places):
+            return iteration, "memory" if all(False in place for place in places) else "neighbour"
+    return None
+
+
+class MemorySlot:
+    """One of a rank's files; nothing of it is made before `reserve`."""
+
+    def __init__(self, folder: Path, rank: int, number: int, *, kept: bool = False) -> None:
+        """`kept`: on another node than the rank's own."""
+        self.path = folder / f"{KEPT if kept else OWN}-{rank:04}.{number}"
+        self.map: mmap.mmap | None = None
+
+    def header(self) -> dict[str, Any] | None:
+        """What the slot holds; None where it holds nothing whole."""
+        with contextlib.suppress(OSError, ValueError):
+            with open(self.path, "rb") as file:
+                found = json.loads(file.read(HEADER_BYTES).partition(b"\n")[0])
+            if isinstance(found, dict):
+                return found
+        return None
+
+    def reserve(self, size: int, *, spare: int = 0) -> mmap.mmap:
+        """Return the slot with room for a copy of `size` bytes behind the header; `spare`: so much more where it grows.
+
+        The room is allocated at once: else a full file system would end the rank in the middle of a copy (SIGBUS).
+        Raises NoRoom with the figures.
+        """
+        if self.map is not None and len(self.map) >= HEADER_BYTES + size:
+            return self.map
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, HEADER_BYTES + size + spare)
+            self.map = mmap.mmap(fd, HEADER_BYTES + size + spare)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            self.path.unlink()
+            room = free_space(self.path.parent)
+            raise NodeMemoryFullError(
+                f"a copy of this rank's state takes {size:,} bytes, and {room:,} are free", where=self.path.parent
+            ) from None
+        finally:
+            os.close(fd)
+        return self.map
+
+    def void(self) -> None:
+        """Let it hold nothing: before it is written, and where what it holds must not be taken up."""
+        if self.map is None:
+            with contextlib.suppress(FileNotFoundError), open(self.path, "r+b") as file:
+                file.write(b"\0")
+        else:
+            self.map[:1] = b"\0"
+
+    def commit(self, **header: object) -> None:
+        """Let what was written count."""
+        assert self.map is not None
+        line = json.dumps(header).encode() + b"\n"
+        assert len(line) <= HEADER_BYTES
+        self.map[1 : len(line)] = line[1:]
+        self.map[:1] = line[:1]  # one byte makes it count
+
+    def open(self) -> mmap.mmap:
+        """Return what lies in it, header included. Raises OSError."""
+        if self.map is None:
+            with open(self.path, "r+b") as file:
+                self.map = mmap.mmap(file.fileno(), 0)
+        return self.map

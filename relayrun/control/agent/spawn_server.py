@@ -1,0 +1,129 @@
+"""`python -m relayrun.control.agent.spawn_server`: starts the ranks of its node where the program is not relayrun's own.
+
+It stands in the place of the server that forks ranks, and hears the same orders (`agent.server`), but each rank is the
+trainer's own command, started anew: nothing is known of what such a program may import. Ranks die with this process;
+what they have started carries the agent's mark. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from relayrun.control.agent.lines import Message
+from relayrun.control.agent.rank_server import RankServer, StartedProcess
+from relayrun.control.agent.server import RANK_SIGNALS
+from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.tasks import die_with_parent
+from relayrun.control.trainers.choose import trainer_of
+from relayrun.errors import RunDirError, run_main
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""Exit codes of a shell for a program that it does not find, or may not execute."""
+
+
+class SpawnServer(RankServer):
+    """The ranks that it started, each the trainer's command."""
+
+    def __init__(self, agent: socket.socket, run: Run) -> None:
+        super().__init__(agent)
+        self._run, self._plan = run, Plan.load(run)
+        self._trainer = trainer_of(self._plan, run)
+        self._heard = frozenset([*RANK_SIGNALS, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
+        """Signals that this process ignores and its ranks do not; those two would kill a Python that starts."""
+
+    def start(self, order: Message) -> StartedProcess | None:
+        return self._measure(order) if order["kind"] == "probe" else self._start(order)
+
+    def _measure(self, order: Message) -> StartedProcess | None:
+        health = HealthPlan.of(self._plan.node_health)
+        where = [f"--{name}={order[name]}" for name in ("place", "nodes", "address", "port")]
+        where += [f"--gpus={health.gpus}", f"--socket={self.agent.fileno()}"]
+        try:
+            process = subprocess.Popen(
+                [*health.probe_program, *where],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[self.agent.fileno()],
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
+            )
+        except OSError as error:
+            self.agent.send("probed", error=f"{health.probe_program[0]}: {error.strerror}")
+            self.agent.send("probe ended", code=NOT_FOUND)
+            return None
+        return StartedProcess(process.pid, process.wait)
+
+    def _start(self, order: Message) -> StartedProcess | None:
+        begin, round_begin = self._begins(order["arguments"])
+        command = [*self._trainer.command(round_begin)]
+        environment = {**os.environ, **order["environment"]}
+        own, first = self._trainer.environment(round_begin), self._trainer.environment(begin)
+        for name in (own.keys() | first.keys()) - self._plan.environment.keys():  # the site's own variables win
+            if name not in own:
+                environment.pop(name, None)
+            elif own[name] != first.get(name):
+                environment[name] = own[name]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=partial(_become_rank, os.getpid(), self._heard),
+            )
+        except OSError as error:
+            print(f"relayrun: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            self.agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=False)
+            return None
+        return StartedProcess(process.pid, process.wait)
+
+    def _begins(self, arguments: list[str]) -> tuple[AttemptStart, AttemptStart]:
+        """The begin of the attempt, and the same with the base of the round that these arguments are for."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--run-dir", type=Path)
+        parser.add_argument("--attempt", type=int)
+        parser.add_argument("--base-iteration", type=int)
+        parser.add_argument("--base-path")
+        options = parser.parse_args(arguments)
+        attempt = self._run.attempt(options.attempt)
+        begin = attempt.read_begin()
+        if begin is None:
+            raise RunDirError("this attempt has not begun", where=attempt.begin)
+        if options.base_iteration is None:
+            return begin, begin
+        return begin, replace(begin, base_iteration=options.base_iteration, base_path=options.base_path)
+
+
+def _become_rank(server: int, heard: frozenset[signal.Signals]) -> None:
+    """In the child: as `launchers/lib/rank.sh` has it, where no agent is."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    for number in heard:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def main() -> int:
+    """Serve the agent at the other end of standard input until it is gone; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="relayrun.control.agent.spawn_server", description="Starts the ranks of a node."
+    )
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run = Run(parser.parse_args().run_dir.absolute())
+    agent = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    SpawnServer(agent, run).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

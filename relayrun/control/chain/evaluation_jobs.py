@@ -1,0 +1,157 @@
+"""The supervisor's part of evaluations: one job for each checkpoint that is due, beside the chain and never in its way.
+
+Exactly one over any number of attempts: who makes the checkpoint's folder submits; where a supervisor was killed
+before it could record the job, the next one looks for it by its name and submits only if there is none; and of two
+jobs, should it come to that, the second finds the first one's claim and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from relayrun.control.log import log_line
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.evaluations import (
+    EvaluationDir,
+    EvaluationPolicy,
+    EvaluationResult,
+    SubmittedEvaluation,
+    UnqueuedEvaluation,
+)
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run, is_owned_by_this_user
+from relayrun.control.scheduler.base import Scheduler
+from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.errors import RelayrunError, RunDirError, SchedulerError
+
+LOCK_PATIENCE = 5.0
+"""Seconds for which another one who attends the same evaluations is waited for."""
+
+
+def submit_due_evaluations(run: Run, plan: Plan, scheduler: Scheduler) -> None:
+    """Submit what is due, and record evaluations whose jobs went without a word. What fails is left for later."""
+    with _evaluation_lock(run, patience=LOCK_PATIENCE):  # also behind one that hangs: perhaps nobody attends them later
+        _attend_all(run, plan, scheduler)
+
+
+def submit_awaited_evaluation(run: Run, folder: EvaluationDir) -> None:
+    """The same where a stage waits for one evaluation: the run's chain may have ended, so that nobody attends it.
+
+    It is due whatever the policy says, and a job that died is followed by another one.
+    """
+    with _evaluation_lock(run, patience=0) as mine:
+        if not mine:
+            return
+        try:
+            if not is_owned_by_this_user(run):
+                raise RunDirError("this run's directory or its plan belongs to another user", where=run.path)
+            plan = Plan.load(run)
+            scheduler = scheduler_for_plan(plan, run, patience=0)
+            evaluations.request_evaluation(run, folder)
+            _attend_all(run, plan, scheduler)
+            result = EvaluationResult.read(folder.result)
+            if result is not None and evaluations.may_retry(folder, result):
+                evaluations.retry_evaluation(folder)
+                evaluations.request_evaluation(run, folder)
+                _attend_all(run, plan, scheduler)
+        except (RelayrunError, OSError) as error:
+            log_line(f"an evaluation is left for later: {getattr(error, 'message', error)}")
+
+
+@contextlib.contextmanager
+def _evaluation_lock(run: Run, *, patience: float) -> Iterator[bool]:
+    """Hold the lock of a run's evaluations, which not only its own chain attends; yield whether it was to be had.
+
+    `patience`: seconds for which it is waited for. A file system without locks gives it to everybody: of two jobs the
+    second one finds the first one's claim.
+    """
+    try:
+        fd = os.open(run.evaluations / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # there are no evaluations; or a disk is full, which what is written next tells
+        yield True
+        return
+    try:
+        yield _locked(fd, time.monotonic() + patience)
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+        except OSError:
+            return True
+
+
+def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:
+    try:
+        waiting = evaluations.unsettled_checkpoints(run)
+        for attempt, commit in waiting:
+            folder = evaluations.evaluation_dir(run, commit.iteration, attempt)
+            if not folder.result.exists():
+                _attend(run, plan, scheduler, folder)
+        evaluations.record_settled(run, waiting)
+    except (RelayrunError, OSError) as error:
+        log_line(f"evaluations are left for later: {getattr(error, 'message', error)}")
+
+
+def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -> None:
+    known = SubmittedEvaluation.read(folder.submitted)
+    if known is None:
+        policy = EvaluationPolicy.read(run.evaluation_policy)
+        if policy is not None:
+            _submit(plan, scheduler, folder, run.evaluation_script, time_limit=policy.time_limit)
+        return
+    job = scheduler.query(known.job_id)
+    if (job is not None and job.live) or folder.result.exists():
+        return
+    began = folder.claim.exists()
+    how = "is not known to the scheduler any more" if job is None else f"ended ({job.state.lower()})"
+    error = f"job {known.job_id} {how} {'without a result' if began else 'before it began'}"
+    evaluations.record_result(
+        run,
+        EvaluationResult(
+            iteration=folder.iteration,
+            attempt=folder.attempt,
+            status="failed",
+            time=time.time(),
+            job_id=known.job_id,
+            error=error,
+            died=job is None or job.state != "CANCELLED",  # what a person did stands
+        ),
+    )
+    log_line(f"evaluation of iteration {folder.iteration} failed: {error}")
+
+
+def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Path, *, time_limit: int) -> None:
+    name = evaluation_job_name(plan, folder)
+    try:
+        folder.path.mkdir()
+        queued = None
+    except FileExistsError:  # a supervisor was killed, or could not reach the scheduler
+        queued = scheduler.named(name)
+    arguments = [f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"]
+    try:
+        job_id = queued or scheduler.submit_auxiliary(plan, script, name=name, arguments=arguments, limit=time_limit)
+    except SchedulerError as error:  # `status` tells it: the log alone is read by nobody
+        UnqueuedEvaluation(error=error.message, time=time.time()).write(folder.not_queued)
+        raise
+    SubmittedEvaluation(job_id=job_id, time=time.time()).write(folder.submitted)
+    folder.not_queued.unlink(missing_ok=True)
+    log_line(f"job {job_id} evaluates iteration {folder.iteration}")
+
+
+def evaluation_job_name(plan: Plan, folder: EvaluationDir) -> str:
+    """Slurm's name for the one evaluation job of a checkpoint; it differs from the name of the chain's jobs."""
+    return f"{plan.job_name}-{folder.path.name}"

@@ -1,0 +1,317 @@
+"""Scripts from data: the job that every attempt submits, and the environment of one attempt.
+
+Only quoted data is rendered; the logic is `launchers/lib/job.sh`, the same for every run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from relayrun import places
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS
+from relayrun.errors import ConfigError
+from relayrun.slurmtime import format_time
+
+FALLBACK_TIME_LIMIT = 600
+"""The time limit of the fallback job: for a controller or a file system that is away for some minutes."""
+
+FALLBACK_GIVE_UP_SECONDS = 60
+"""Seconds before that at which it gives up: at the limit Slurm takes no comment any more."""
+
+
+def job_script(plan: Plan, run: Run) -> str:
+    """The sbatch script of a run."""
+    options: dict[str, str | None] = {
+        "job-name": plan.job_name,
+        "time": format_time(plan.time_limit),
+        "nodes": str(plan.nodes_of_job),
+        "ntasks-per-node": str(plan.ntasks_per_node),
+        "cpus-per-task": str(plan.cpus_per_task),
+        **plan.sbatch_options,
+        # the script opens its log itself: Slurm would not start it where it cannot, and say nothing
+        "output": "/dev/null",
+        # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
+        # which asks the ranks to save; Slurm may send it up to 60 s early.
+        "signal": f"B:USR2@{plan.signal_lead}",
+        # Slurm brings it back after the loss of its node; once a successor waits behind it, `begin` forbids that
+        "requeue" if plan.auto_requeue else "no-requeue": None,
+        **({"no-kill": None} if plan.outlives_nodes else {}),  # the loss of a node does not end the job
+    }
+    lines = [
+        *_header(plan, options),
+        "set -euo pipefail",
+        *export_lines(
+            {
+                "RELAYRUN_RUN_DIR": str(run.path),
+                "RELAYRUN_ROOT": plan.package_root,
+                "RELAYRUN_HOST_PYTHON": plan.host_python,
+                "RELAYRUN_JOB_NAME": plan.job_name,
+                "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
+                "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
+                "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
+                "RELAYRUN_LOG_FOLDER": plan.log_folder,
+            }
+            | (_node_counts(plan) if plan.outlives_nodes else {})
+        ),
+        "",
+        # here, and not sourced: the package may be what is away
+        *(_launcher_text(name) for name in ("again.sh", "log.sh")),
+        'within 600 grep -q . "${RELAYRUN_ROOT}/launchers/lib/job.sh" || again "reading launchers/lib/job.sh" "$?"',
+        "# shellcheck source=/dev/null",
+        'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _node_counts(plan: Plan) -> dict[str, str]:
+    """For `again`: what a job that does not need all of its nodes can start with."""
+    counts = " ".join(map(str, plan.node_counts))
+    return {"RELAYRUN_NODE_COUNTS": counts, "RELAYRUN_NTASKS_PER_NODE": str(plan.ntasks_per_node)}
+
+
+def fallback_script(plan: Plan, run: Run) -> str:
+    """The sbatch script of a run's fallback job; where it may run is on the command line."""
+    limit = min(FALLBACK_TIME_LIMIT, plan.time_limit)
+    options: dict[str, str | None] = {
+        "job-name": plan.fallback_job_name,
+        "time": format_time(limit),
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        "cpus-per-task": "1",
+        "output": "/dev/null",  # as in the chain's jobs
+        "requeue": None,
+    }
+    if limit >= 5 * FALLBACK_GIVE_UP_SECONDS:  # Slurm may send it a minute early
+        options["signal"] = f"B:USR2@{FALLBACK_GIVE_UP_SECONDS}"
+    lines = [
+        *_header(plan, options),
+        "set -euo pipefail",
+        *export_lines(
+            {
+                "RELAYRUN_RUN_DIR": str(run.path),
+                "RELAYRUN_ROOT": plan.package_root,
+                "RELAYRUN_HOST_PYTHON": plan.host_python,
+                "RELAYRUN_JOB_NAME": plan.fallback_job_name,
+                "RELAYRUN_LOG_FOLDER": plan.log_folder,
+            }
+        ),
+        "",
+        _launcher_text("again.sh"),
+        "trap - EXIT  # this job is none of the chain's: it does not queue itself again",
+        "set +e",
+        *(_launcher_text(name) for name in ("log.sh", "fallback.sh")),
+    ]
+    return "\n".join(lines)
+
+
+def _launcher_text(name: str) -> str:
+    """The text of one of launchers/lib without its first line."""
+    return (places.shared_file("launchers/lib") / name).read_text(encoding="utf-8").partition("\n")[2]
+
+
+def _launcher_function(file: str, name: str) -> str:
+    """The text of one function of a file of launchers/lib."""
+    text = _launcher_text(file)
+    begin = text.index(f"\n{name}() {{") + 1
+    return text[begin : text.index("\n}\n", begin) + 3]
+
+
+def program_script(
+    plan: Plan,
+    name: str,
+    options: Mapping[str, str | None],
+    *,
+    environment: Mapping[str, str],
+    command: Sequence[str],
+    fallback: Path,
+    before: Sequence[Sequence[str]] = (),
+) -> str:
+    """The sbatch script of a job that runs one program and is no part of the chain: an evaluation, a check.
+
+    The job's arguments are put behind `command`. `before`: commands that run first, whatever becomes of them. It opens
+    its log itself, in `fallback` where the plan's folder is away.
+    """
+    every: dict[str, str | None] = {
+        "job-name": f"{plan.job_name}-{name}",
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        **options,
+        "output": "/dev/null",  # as in `job_script`
+        "no-requeue": None,  # one that came back would find its own claim
+    }
+    return (
+        "\n".join(
+            [
+                *_header(plan, every),
+                "set -euo pipefail",
+                f"RELAYRUN_LOG_FOLDER={shlex.quote(plan.log_folder)}",
+                f"RELAYRUN_RUN_DIR={shlex.quote(str(fallback))}",
+                f'RELAYRUN_JOB_NAME="${{SLURM_JOB_NAME:-{name}}}"',
+                '[[ -n "${SLURM_JOB_ID:-}" ]] || relayrun_log_is_open=1 # the queue of one machine has opened it',
+                _launcher_function("again.sh", "within"),
+                _launcher_text("log.sh"),
+                *export_lines(environment),
+                # the submitter's own comes last, whoever submits this job
+                f'export PYTHONPATH={shlex.quote(":".join(python_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
+                *(f"module load {shlex.quote(module)}" for module in plan.modules),
+                *setup_lines(plan.setup),
+                *(f"{shlex.join(words)} || true" for words in before),
+                f'exec {shlex.join(command)} "$@"',
+            ]
+        )
+        + "\n"
+    )
+
+
+def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]:
+    """A person's own lines of Bash, as they are, between two of ours: the first that fails ends the script.
+
+    Which one that was, and how, is said on standard error and in the file `report`. The number of the line is kept by
+    a trap, so that nothing stands between the lines: an `if` may go over several.
+    """
+    if not lines:
+        return []
+    return [
+        "relayrun_setup_failed() { # exit code, number of the line in this file",
+        '  printf \'job.setup failed (exit code %s) at: %s\\n\' "$1" "$(sed -n "$2p" "${BASH_SOURCE[0]}")" | tee '
+        + shlex.quote(report)
+        + " >&2",
+        "  exit $(($1 ? $1 : 1)) # they have ended the script: nothing may run behind them",
+        "}",
+        "relayrun_line=0",
+        'trap \'relayrun_setup_failed "$?" "${relayrun_before}"\' EXIT',  # whose own line is the newest by then
+        "trap 'relayrun_before=$relayrun_line relayrun_line=$LINENO' DEBUG",
+        *lines,
+        "trap - DEBUG EXIT",
+    ]
+
+
+def setup_script(lines: Sequence[str], *, report: str) -> str:
+    """A script that runs a person's own lines, then the program that it is given, in their environment.
+
+    A signal to the ranks may come early, and there is a file that says the same: it must not end the lines.
+    """
+    return (
+        "\n".join(
+            [
+                "#!/usr/bin/env bash",
+                "set -euo pipefail",
+                "trap '' USR1 USR2",
+                *setup_lines(lines, report=report),
+                "trap - USR1 USR2",
+                'exec "$@"',
+            ]
+        )
+        + "\n"
+    )
+
+
+def python_path(plan: Plan) -> list[str]:
+    """Folders from which the ranks import: the package first, which a site's own PYTHONPATH does not displace."""
+    return [plan.package_root, *(folder for folder in plan.environment.get("PYTHONPATH", "").split(":") if folder)]
+
+
+def _header(plan: Plan, options: Mapping[str, str | None]) -> list[str]:
+    lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
+    return lines + [
+        "#SBATCH --" + name + ("" if value is None else f"={_quote(value)}") for name, value in options.items()
+    ]
+
+
+def attempt_environment(
+    *,
+    environment: Mapping[str, str],
+    modules: Sequence[str],
+    task_command: Sequence[str],
+    signal_command: Sequence[str],
+    leave_signal: str,
+    leave_from: int = 0,
+) -> str:
+    """The text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
+
+    `leave_signal`: a signal's name without SIG; empty where a file alone asks. `leave_from`: seconds since 1970, before
+    which Slurm's warning of the time limit comes too early.
+    """
+    return (
+        "\n".join(
+            [
+                *export_lines(environment),
+                f"modules=({shlex.join(modules)})",
+                f"task_command=({shlex.join(task_command)})",
+                f"signal_command=({shlex.join(signal_command)})",
+                f"leave_signal={shlex.quote(leave_signal)}",
+                *([f"leave_from={leave_from}"] if leave_from else []),
+            ]
+        )
+        + "\n"
+    )
+
+
+def rank_defaults(cpus_per_task: str) -> dict[str, str]:
+    """Variables of every rank, whatever its trainer; those of the site win."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": cpus_per_task,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+def export_lines(variables: Mapping[str, str]) -> list[str]:
+    """`export NAME=value` lines. Names are checked by the schema."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+
+
+def rank_program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) -> list[str]:
+    """What a job starts: a rank's `command`, or the agent that forks or starts the ranks of a node.
+
+    `where`: arguments that tell an agent the run and the attempt.
+    """
+    if plan.recovery == "job":
+        return list(command)
+    # the working folder may hold another relayrun; a foreign program would hear a variable that says so
+    safe = [] if plan.trainer == "native" else ["-P"]
+    agent = [plan.fork_server[0], *safe, "-m", "relayrun.control.agent", *where]
+    if not plan.outlives_nodes:
+        return agent
+    return [*agent, "--", plan.host_python, "-P", "-m", "relayrun.control.chain", "orphaned", *where]
+
+
+def task_command(
+    plan: Plan, starter: Sequence[str], program: Sequence[str], *, setup: Path, nodes: Sequence[str] = ()
+) -> list[str]:
+    """The whole command that starts `program` on the ranks.
+
+    `setup`: the file with a person's own lines, if any. `nodes`: where `starter` starts one step on each of these.
+    """
+    rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
+    before = ["bash", str(setup)] if plan.setup else []
+    if nodes:
+        where = [word for word in program[: program.index("--")] if word.startswith(("--run-dir=", "--attempt="))]
+        before += [
+            plan.host_python,
+            "-P",
+            "-m",
+            "relayrun.control.agent.step_per_node",
+            *where,
+            f"--nodes={','.join(nodes)}",
+            "--",
+        ]
+    return [*before, *starter, "bash", str(rank), *plan.command_prefix, *program]
+
+
+def _quote(value: str) -> str:
+    """Quote for an #SBATCH line: Slurm knows "..." with backslash escapes; plain text stays plain.
+
+    Raises ConfigError for a control character, which could end the line.
+    """
+    if any(ord(char) < 32 or ord(char) == 127 for char in value):
+        raise ConfigError("a control character cannot stand in a line of a job script", where=repr(value))
+    if value and all(char.isalnum() or char in "-_./:,@%+=[]" for char in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,192 @@
+"""A program of the user's own under the chain: how it is started, asked and followed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from signal import Signals
+
+from relayrun import client
+from relayrun.control.logs import job_logs
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.lineage import ResumePoint, is_checkpoint_of
+from relayrun.control.rundir.records import AttemptStart, Record
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import wandb
+from relayrun.control.trainers.base import AttemptObserver
+from relayrun.control.trainers.command_checkpoints import CheckpointRule
+from relayrun.control.trainers.command_program import CommandProgram
+from relayrun.control.trainers.observer import ProgramObserver
+from relayrun.control.trainers.progress import LogPattern
+from relayrun.control.trainers.retention import CheckpointRetention
+from relayrun.files import write_atomic
+
+PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
+"""What an attempt fills in where it stands in braces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSettings(Record):
+    """The section `command` of a run config, as it stands in plan.json: its `checkpoint` is not a section here."""
+
+    run: list[str]
+    """Program and arguments. `{run_dir}`, `{checkpoints}` and `{iteration}` (to go on from) are filled in."""
+    resume: list[str] = field(default_factory=list)
+    """Arguments that are added where there is a checkpoint to go on from; `{checkpoint}` is its path."""
+    pattern: str | None = None
+    """Name of a checkpoint below `{checkpoints}`, with `{iteration}`; None: the program says them by the client."""
+    whole_when: str | None = None
+    """A file in it that is written last; None: a checkpoint is published by a rename, or by the tracker."""
+    tracker: str | None = None
+    """A file beside the checkpoints that names the newest whole one, and is written behind it."""
+    keep_last: int | None = None
+    """The supervisor removes all but so many of the newest checkpoints; None: the program sees to that itself."""
+    progress: str | None = None
+    """Regular expression of a line of progress; None: the log tells of none."""
+    progress_file: str | None = None
+    """File of JSON lines with the iteration and numbers, below `{run_dir}`; None: there is none."""
+    save_signal: str | None = None
+    """Signal that asks for a checkpoint; None: none does."""
+    save_file: str | None = None
+    """File below `{run_dir}` whose existence asks for a checkpoint; the program removes it."""
+    leave_signal: str | None = "SIGUSR2"
+    """Signal that asks to save and leave; None: none does."""
+    leave_file: str | None = None
+    """File below `{run_dir}` whose existence asks to save and leave: a link to the attempt's own."""
+
+
+class CommandTrainer:
+    """What the settings make of an attempt.
+
+    Args:
+        total_steps: the last iteration; None: the program itself ends when it is done.
+    """
+
+    def __init__(self, run: Run, settings: CommandSettings, *, total_steps: int | None) -> None:
+        self._run = run
+        self._settings = settings
+        self._total_steps = total_steps
+
+    @property
+    def leave_signal(self) -> Signals | None:
+        """The signal on which every rank saves and leaves."""
+        name = self._settings.leave_signal
+        return None if name is None else Signals[name]
+
+    @property
+    def asked_by(self) -> list[Signals]:
+        """The signals that ask for a checkpoint, or to leave."""
+        return [Signals[name] for name in (self._settings.save_signal, self._settings.leave_signal) if name is not None]
+
+    def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
+        """Move what lies beyond the base out of the program's sight; make the folder of the client, and no file ask."""
+        settings, opened = self._settings, self._run.attempt(attempt)
+        self._run.checkpoints.mkdir(exist_ok=True)
+        opened.client.mkdir(exist_ok=True)
+        _move_client_records(opened.client)
+        if settings.progress_file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                write_atomic(_offset_file(opened), str(self._path(settings.progress_file).stat().st_size))
+        for name in filter(None, (settings.save_file, settings.leave_file)):
+            self._path(name).parent.mkdir(parents=True, exist_ok=True)
+            self._path(name).unlink(missing_ok=True)
+        if settings.leave_file is not None:  # so whoever asks, asks here too: watch, or the batch script by itself
+            self._path(settings.leave_file).symlink_to(opened.stop)
+        rule = self._rule()
+        own = base.iteration if is_checkpoint_of(self._run, base) else 0
+        return [] if rule is None else rule.prepare(base=own, attempt=attempt)
+
+    def command(self, begin: AttemptStart) -> list[str]:
+        """The program with the names of this attempt filled in."""
+        words = [*self._settings.run, *(self._settings.resume if begin.base_path is not None else ())]
+        values = (str(self._run.path), str(self._run.checkpoints), str(begin.base_iteration), begin.base_path or "")
+        names = dict(zip(PLACEHOLDERS, values, strict=True))
+        return [_fill_placeholders(word, names) for word in words]
+
+    def environment(self, begin: AttemptStart) -> dict[str, str]:
+        """What `relayrun.client` reads, and what makes all attempts one run of W&B."""
+        attempt = self._run.attempt(begin.attempt)
+        found = {
+            client.FOLDER: str(attempt.client),
+            client.STOP: str(attempt.stop),
+        } | wandb.wandb_variables(self._run)
+        return found if begin.base_path is None else found | {client.CHECKPOINT: begin.base_path}
+
+    def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
+        """An observer of its log and its files."""
+        settings, attempt = self._settings, self._run.attempt(begin.attempt)
+
+        def save() -> None:
+            if settings.save_file is not None:
+                self._path(settings.save_file).touch()
+            if settings.save_signal is not None:
+                signal_ranks(Signals[settings.save_signal])
+
+        said = settings.progress_file
+        program = CommandProgram(
+            client=attempt.client,
+            folder=self._run.checkpoints,
+            base=begin.base_iteration,
+            total_steps=self._total_steps,
+            logs=job_logs(begin),
+            progress=None if settings.progress is None else LogPattern(re.compile(settings.progress)),
+            progress_file=None if said is None else (self._path(said), _read_offset(attempt)),
+            rule=self._rule(),
+            save=save,
+            asked_to_leave=attempt.stop.exists,
+        )
+        leave = (lambda: None) if self.leave_signal is None else partial(signal_ranks, self.leave_signal)
+        end = partial(signal_ranks, Signals.SIGKILL)
+        return ProgramObserver(
+            self._run, attempt, begin, program, leave=leave, end=end, retention=self._retention(begin)
+        )
+
+    def _retention(self, begin: AttemptStart) -> CheckpointRetention | None:
+        if self._settings.keep_last is None:
+            return None
+        attempt = self._run.attempt(begin.attempt)
+        return CheckpointRetention(self._run, attempt, begin, keep_last=self._settings.keep_last)
+
+    def _rule(self) -> CheckpointRule | None:
+        settings = self._settings
+        if settings.pattern is None:
+            return None
+        return CheckpointRule(
+            folder=self._run.checkpoints,
+            pattern=settings.pattern,
+            whole_when=settings.whole_when,
+            tracker=settings.tracker,
+        )
+
+    def _path(self, name: str) -> Path:
+        """A file of a setting: below the run's directory, where it is no whole path."""
+        names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)}
+        return self._run.path / _fill_placeholders(name, names)
+
+
+def _move_client_records(folder: Path) -> None:
+    """Move what an earlier round of the attempt said by the client: the next one says it again."""
+    away = folder / f"round-{1 + len(list(folder.glob('round-*'))):04}"
+    for path in sorted(folder.glob("*.jsonl")):
+        away.mkdir(exist_ok=True)
+        path.rename(away / path.name)
+
+
+def _fill_placeholders(word: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word)
+
+
+def _offset_file(attempt: Attempt) -> Path:
+    """Where the bytes are on record that the progress file had before the attempt."""
+    return attempt.client / "progress_offset"
+
+
+def _read_offset(attempt: Attempt) -> int:
+    try:
+        return int(_offset_file(attempt).read_text())
+    except (FileNotFoundError, ValueError):
+        return 0

@@ -1,0 +1,40 @@
+"""Runs a module that another user's take-over meets as it begins an attempt.
+
+`python3 -m relayrun.lab.faults.change_owner -m MODULE ...`; `Fault.commands` puts it in the place of the supervisor. Before
+begin.json has its name the plan becomes another user's; a little later it is put back, as a submit does that finds the
+attempt. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+from pathlib import Path
+
+from relayrun.files import read_json, write_atomic, write_json
+
+OTHER_USER_ID = 4242
+"""The number of a user that nobody has."""
+CHANGE_SECONDS = 3.0
+
+
+def change_owner_before_rename(name: str, plan: Path) -> None:
+    """Let another user own the plan for a while from where this process renames a file to `name`."""
+    done: list[bytes] = []
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.rename" and Path(str(arguments[1])).name == name and not done:
+            done.append(plan.read_bytes())
+            write_json(plan, read_json(plan) | {"owner": OTHER_USER_ID})
+            threading.Timer(CHANGE_SECONDS, write_atomic, (plan, done[0])).start()
+
+    sys.addaudithook(look)
+
+
+if __name__ == "__main__":
+    change_owner_before_rename("begin.json", Path(os.environ["RELAYRUN_RUN_DIR"]) / "plan.json")
+    module = sys.argv[2]
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

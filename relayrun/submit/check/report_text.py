@@ -1,0 +1,267 @@
+"""A report as text for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.trainers.choose import trainer_of
+from relayrun.submit.check.findings import CheckFinding, Findings, count_noun
+from relayrun.submit.check.report import CheckReport
+from relayrun.submit.forecast import Forecast, format_bytes
+from relayrun.submit.saves import SECONDS_PER_HOUR
+
+LEVEL_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+def print_report(report: CheckReport, changes: Sequence[str]) -> None:
+    """Print findings and plan. `changes`: what differs from the run's last revision, a line each."""
+    _print_table(findings_table(report.findings.all))
+    _print_table(plan_table(report, changes))
+    print(findings_summary(report.findings))
+
+
+def findings_summary(findings: Findings) -> str:
+    """Return how many errors and warnings there are, in a line."""
+    errors, warnings = count_noun(len(findings.errors), "error"), count_noun(len(findings.warnings), "warning")
+    verdict = "submit would refuse this" if findings.errors else "submit would take this"
+    return f"{errors}, {warnings}: {verdict}"
+
+
+def findings_table(findings: Sequence[CheckFinding]) -> Table:
+    """Return a table with a line a finding; what to do stands below it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        table.add_row(
+            f"[{LEVEL_COLORS[finding.level]}]{finding.level}[/]",
+            finding.name,
+            escape("\n".join(_finding_lines(finding))),
+        )
+    return table
+
+
+def plan_table(report: CheckReport, changes: Sequence[str]) -> Table:
+    """Return the plan of the run, one fact a line."""
+    table = Table(
+        title=f"plan of {report.plan.run}", show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0)
+    )
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _plan_rows(report):
+        table.add_row(name, escape(text))
+    for number, change in enumerate(changes):
+        table.add_row("" if number else "changes", escape(change))
+    return table
+
+
+def check_report_as_json(report: CheckReport, changes: Sequence[str]) -> dict[str, Any]:
+    """Return a report for JSON; docs/check.md says what the names mean. What is not known is null."""
+    future = report.forecast
+    return {
+        "run": report.plan.run,
+        "run_dir": str(report.run.path),
+        "refused": bool(report.findings.errors),
+        "findings": [finding.as_json() for finding in report.findings.all],
+        "data": [asdict(each) | {"epochs": each.epochs} for each in report.usage],
+        "plan": None if future is None else _plan_json(future),
+        "changes": list(changes),
+    }
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _plan_json(future: Forecast) -> dict[str, Any]:
+    checkpoint, interval, pace = future.checkpoint, future.save_interval, future.speed
+    return {
+        "nodes": future.nodes,
+        "ranks": future.ranks,
+        "gpus": future.gpus,
+        "layout": future.layout,
+        "parameters": future.parameters,
+        "padded_vocabulary_size": future.vocabulary_size,
+        "memory_bytes": asdict(future.memory) | {"total": future.memory.total},
+        "gpu_memory_bytes": future.gpu_memory,
+        "host_copies_bytes": future.host_copies,
+        "steps": future.steps,
+        "steps_done": future.steps_done,
+        "tokens": future.tokens,
+        "tokens_left": future.tokens_left,
+        "flops_left": future.flops,
+        "tokens_per_second": None if pace is None else pace.tokens_per_second,
+        "speed_source": None if pace is None else pace.source,
+        "hours": future.hours,
+        "jobs": future.jobs,
+        "node_hours": future.node_hours,
+        "cost": future.cost,
+        "currency": future.currency,
+        "checkpoint_bytes": checkpoint.bytes,
+        "checkpoint_source": checkpoint.source,
+        "checkpoints_kept": checkpoint.kept,
+        "checkpoints_kept_bytes": checkpoint.kept_bytes,
+        "checkpoints_most_bytes": checkpoint.most_bytes,
+        "save_interval_steps": future.interval_steps,
+        "best_save_interval_seconds": None if interval is None else interval.seconds,
+        "best_save_interval_steps": future.best_interval_steps,
+        "save_seconds": None if interval is None else interval.save,
+        "mtbf_seconds": None if interval is None else interval.mtbf,
+        "mtbf_source": None if interval is None else interval.mtbf_source,
+    }
+
+
+def _finding_lines(finding: CheckFinding) -> list[str]:
+    lines = [finding.words if finding.level == "ok" else finding.line.removeprefix(f"{Path.cwd()}/")]
+    return [*lines, f"-> {finding.remedy}"] if finding.remedy and finding.level != "ok" else lines
+
+
+def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
+    config, future = report.config, report.forecast
+    job = config.job
+    gpus = f", {job.gpus_per_node} GPUs each" if job.gpus_per_node else ""
+    spare = f" and {count_noun(job.spare_nodes, 'spare node')}" if job.spare_nodes else ""
+    size = f"{count_noun(job.nodes, 'node')}{spare}{gpus}, {count_noun(job.ntasks_per_node, 'rank')} a node"
+    yield "jobs", f"{size}, {job.time} each, on {config.cluster.name}"
+    if not isinstance(config, RunConfig):
+        yield from _foreign_plan_rows(report)
+        return
+    if future is None:
+        yield "model", "its size depends on the tokenizer, which could not be read"
+        return
+    yield "layout", ", ".join(f"{name} {size}" for name, size in future.layout.items())
+    yield "parameters", f"{future.parameters:,} with a vocabulary of {future.vocabulary_size:,}"
+    memory = future.memory
+    parts = f"state {format_bytes(memory.state)}, activations {format_bytes(memory.activations)}, loss {format_bytes(memory.loss)}"
+    there = "of an unknown size" if future.gpu_memory is None else f"of {format_bytes(future.gpu_memory)}"
+    where = f"a GPU {there}" if future.gpus else "a rank"
+    yield (
+        f"memory of {'a GPU' if future.gpus else 'a rank'}",
+        f"{format_bytes(memory.total)} of {where}: {parts}".replace(
+            f"of {where}", there if future.gpus else "by formula"
+        ),
+    )
+    if future.host_copies:
+        yield "memory of a node", f"{format_bytes(future.host_copies)} for the copies of saves, by formula"
+    yield (
+        "tokens",
+        f"{future.tokens:,} in {future.steps:,} steps"
+        + (f"; {future.tokens_left:,} are left behind step {future.steps_done:,}" if future.steps_done else ""),
+    )
+    for each in report.usage:
+        if each.epochs is not None:
+            end = "" if each.used_up_at is None else f", used up at step {each.used_up_at:,}"
+            yield (
+                f"  {each.name}",
+                f"{each.share:.1%} of the samples, {each.epochs:,.2f} epochs of {each.tokens:,} tokens{end}",
+            )
+    yield "FLOPs", f"{future.flops:.3g} (6 a parameter and token, and attention; recomputation not counted)"
+    yield "time", _time_words(future)
+    yield "node hours", _node_hour_words(future)
+    checkpoint = future.checkpoint
+    yield (
+        "checkpoints",
+        f"{format_bytes(checkpoint.bytes)} each ({checkpoint.source}); {checkpoint.kept} are kept, "
+        f"{format_bytes(checkpoint.kept_bytes)}, and at most {format_bytes(checkpoint.most_bytes)} lie there at a time",
+    )
+    yield "save interval", _save_interval_words(future)
+
+
+def _foreign_plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
+    """What is known of a run whose program is not relayrun's own."""
+    yield "trainer", report.config.trainer
+    yield "a rank executes", shlex.join(rank_command(report))
+    steps = report.plan.total_steps
+    yield "steps", "until the program ends with exit code 0" if steps is None else f"{steps:,}"
+    yield "checkpoints", f"below {report.run.checkpoints}; their size is not known before there is one"
+    yield "time, node hours", "not known: how fast the program is shows when it runs"
+
+
+def command_as_comment(report: CheckReport) -> list[str]:
+    """What the ranks execute, and what was given for that and does not hold, as lines of a comment: a flag a line."""
+    lines = ["what a rank executes:"]
+    for word in rank_command(report):
+        if word.startswith("--") or len(lines) == 1:
+            lines.append(f"  {shlex.quote(word)}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    lines += [finding.words for finding in report.findings.all if finding.name == "megatron_lm.args"]
+    return [f"# {line}" for line in lines]
+
+
+def rank_command(report: CheckReport) -> list[str]:
+    """What a rank of the run's next attempt executes, as far as it is known before: the words of a command line."""
+    trainer = trainer_of(report.plan, report.run)
+    begin = AttemptStart(
+        attempt=max(report.run.attempt_numbers(), default=0) + 1,
+        job_id="",
+        job_name=report.plan.job_name,
+        nodes="",
+        config_revision=report.plan.config_revision,
+        base_iteration=report.plan.load_iteration,
+        base_path=report.plan.load_path,
+        start_time=0.0,
+        job_end_time=None,
+        lead=report.plan.lead,
+    )
+    return [*report.plan.command_prefix, *trainer.command(begin)]
+
+
+def _time_words(future: Forecast) -> str:
+    if future.hours is None or future.speed is None:
+        return "not known: no run of this shape was measured; cluster.tflops_per_gpu may say what to take"
+    jobs = "" if future.jobs is None else f", {future.jobs} jobs or more"
+    speed = f"{future.speed.tokens_per_second:,.0f} tokens/s ({future.speed.source})"
+    return f"{_hour_words(future.hours)} of training at {speed}{jobs}"
+
+
+def _node_hour_words(future: Forecast) -> str:
+    if future.node_hours is None:
+        return "not known"
+    cost = ""
+    if future.cost is not None:
+        cost = f", {future.cost:,.2f} {future.currency}".rstrip() + f" at {future.cost_per_node_hour:g} an hour"
+    return f"{future.node_hours:,.2f}{cost}"
+
+
+def _save_interval_words(future: Forecast) -> str:
+    words = f"{future.interval_steps:,} steps"
+    best = future.save_interval
+    if best is None:
+        return f"{words}; by Young and Daly: not known before a save and failures (or cluster.node_mtbf_hours) are"
+    steps = "" if future.best_interval_steps is None else f", {future.best_interval_steps:,} steps"
+    return (
+        f"{words}; by Young and Daly {_hour_words(best.seconds / SECONDS_PER_HOUR)}{steps}: a save takes {best.save:.1f} s "
+        f"({best.save_source}), failures are {_hour_words(best.mtbf / SECONDS_PER_HOUR)} apart ({best.mtbf_source})"
+    )
+
+
+def _hour_words(hours: float) -> str:
+    if hours < 2 / 60:
+        return f"{hours * SECONDS_PER_HOUR:.0f} s"
+    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h" if hours < 1e6 else f"{hours:.3g} h"
+
+
+def _print_table(table: Table) -> None:
+    """Print a table; into a file or pipe without folding and colors."""
+    console = Console() if sys.stdout.isatty() else Console(width=400)
+    if sys.stdout.isatty():
+        console.print(table)
+        return
+    with console.capture() as text:
+        console.print(table)
+    for line in text.get().splitlines():
+        print(line.rstrip())

@@ -1,0 +1,172 @@
+"""A flag of a command line with what asked for it, and which of several that say the same holds.
+
+    settings  <  arrays of args_file  <  args
+
+A later one takes the place of an earlier one of the same name, and of those that Megatron-LM takes for the same
+thing (`ALTERNATIVES`): nobody has to take back `--data-path` in order to give `--mock-data`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from relayrun.errors import ConfigError
+
+ALTERNATIVE_FLAGS = (
+    frozenset(
+        {
+            "data-path",
+            "train-data-path",
+            "valid-data-path",
+            "test-data-path",
+            "data-args-path",
+            "per-split-data-args-path",
+            "mock-data",
+        }
+    ),
+    frozenset({"bf16", "fp16"}),
+    frozenset({"train-iters", "train-samples"}),
+    frozenset({"lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction"}),
+    frozenset({"lr-decay-iters", "lr-decay-samples"}),
+    frozenset({"lr-wsd-decay-iters", "lr-wsd-decay-samples"}),
+    frozenset({"override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"}),
+)
+"""Flags of which Megatron-LM takes one: where a later source gives one, those of earlier sources fall away."""
+
+_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag and the words behind it."""
+
+    name: str
+    """Without dashes."""
+    values: tuple[str, ...] = ()
+    source: str
+    """What asks for it: a setting's name, or a file and its line."""
+
+    @property
+    def words(self) -> list[str]:
+        """The flag as words of a command line, so that argparse takes its values for values."""
+        if len(self.values) == 1 and self.values[0].startswith("-") and not _NUMBER.fullmatch(self.values[0]):
+            return [f"--{self.name}={self.values[0]}"]
+        return [f"--{self.name}", *self.values]
+
+    @property
+    def text(self) -> str:
+        """The flag for people, shortened where it has many values."""
+        words = self.words
+        return " ".join(words if len(words) <= 6 else [*words[:4], f"... ({len(words) - 1} words)"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedFlags:
+    """The flags that hold, and what was given besides."""
+
+    flags: list[Flag]
+    notes: list[str]
+    """What does not hold because a later source says otherwise, one sentence each."""
+
+    def find(self, name: str) -> Flag | None:
+        """The flag of this name; None where there is none."""
+        return next((flag for flag in self.flags if flag.name == name), None)
+
+    @property
+    def words(self) -> list[str]:
+        return [word for flag in self.flags for word in flag.words]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlagRemoval:
+    """A flag that `args` takes back."""
+
+    name: str
+    source: str
+
+
+def merge_flags(layers: Iterable[Sequence[Flag | FlagRemoval]]) -> MergedFlags:
+    """What holds of several sources of flags; each holds over those before it, and within one the last of a name."""
+    holding: dict[str, Flag] = {}
+    notes: list[str] = []
+    for layer in layers:
+        own = {entry.name for entry in layer}
+        for entry in layer:
+            before = holding.pop(entry.name, None)
+            if isinstance(entry, FlagRemoval):
+                if before is not None:
+                    notes.append(f"{entry.source} leaves out {before.text} of {before.source}")
+                continue
+            others = [holding.pop(name, None) for name in sorted(_alternatives(entry.name) - own)]
+            notes += [
+                f"{entry.text} of {entry.source} takes the place of {other.text} of {other.source}"
+                for other in others
+                if other is not None
+            ]
+            if before is not None and not are_same_values(before.values, entry.values):
+                notes.append(f"{entry.text} of {entry.source} holds over {before.text} of {before.source}")
+            holding[entry.name] = entry
+    return MergedFlags(flags=list(holding.values()), notes=notes)
+
+
+def are_same_values(values: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether a parser takes words for the same: numbers count by their value."""
+    return [_number_or_text(value) for value in values] == [_number_or_text(other) for other in others]
+
+
+def _number_or_text(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def flags_from_words(words: Sequence[tuple[str, str]], *, where: str) -> list[Flag]:
+    """The flags of the words of a command line, each with where it stands. Raises ConfigError for one without a flag.
+
+    A flag goes to the next word that begins with two dashes, as Megatron-LM's parser, which takes no shortened names,
+    would have it.
+    """
+    found: list[Flag] = []
+    for word, place in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            found.append(Flag(name=name, values=(value,) if equals else (), source=place))
+        elif found and (not word.startswith("-") or _NUMBER.fullmatch(word)):
+            last = found[-1]
+            found[-1] = Flag(name=last.name, values=(*last.values, word), source=last.source)
+        else:
+            raise ConfigError(
+                f"{word!r} stands behind no flag", where=place or where, hint="write --flag value, one behind the other"
+            )
+    return found
+
+
+def flags_from_args(args: dict[str, object], known: frozenset[str], *, source: str) -> list[Flag | FlagRemoval]:
+    """The flags that `megatron_lm.args` gives.
+
+    `true` is the flag alone, a list several words. `false` takes the flag back, and gives `--no-FLAG` or
+    `--disable-FLAG` where the checkout has that, as for what is on by default.
+    """
+    found: list[Flag | FlagRemoval] = []
+    for name, value in args.items():
+        if value is False:
+            found.append(FlagRemoval(name=name, source=source))
+            opposite = next((no for no in (f"no-{name}", f"disable-{name}") if no in known), None)
+            if opposite is not None:
+                found.append(Flag(name=opposite, source=source))
+            elif known and name not in known:
+                found[-1] = Flag(name=name, source=source)  # for the check, which names the nearest one
+        elif value is True:
+            found.append(Flag(name=name, source=source))
+        else:
+            values = value if isinstance(value, list) else [value]
+            found.append(Flag(name=name, values=tuple(str(each) for each in values), source=source))
+    return found
+
+
+def _alternatives(name: str) -> frozenset[str]:
+    """The flags that mean what this one means, without itself."""
+    return next((each - {name} for each in ALTERNATIVE_FLAGS if name in each), frozenset())

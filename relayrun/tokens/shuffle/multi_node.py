@@ -1,0 +1,215 @@
+"""A shuffle by several tasks, on several nodes, that share folders and nothing else.
+
+The work has stages, each of which begins when all tasks have finished the one before (submit_reshard.sh: one step of
+Slurm after the other):
+
+    begin     task 0 looks at the files, and makes the folders
+    scatter   every task scatters some parts of the files to buckets
+    measure   task 0 writes the first file, which says how many rows a file has
+    write     every task writes a run of the other files
+    finish    task 0 draws the picture, gives the folder its name, and removes what was temporary
+
+What a killed task leaves is a whole part, a whole file, or nothing: all stages again do what is missing, with any
+number of tasks.
+
+    TEMP/reshard-NAME-HASH/plan.json             what is shuffled, its parts and buckets
+    TEMP/reshard-NAME-HASH/part-3.arrow, .npz    see buckets.py
+    TEMP/reshard-NAME-HASH/rows.json             rows of a file, and of all
+    TEMP/reshard-NAME-HASH/after-7.npy           lengths of the texts of a file, for the picture
+    .NAME.reshard/data_7.parquet                 beside the output NAME, whose content it becomes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from relayrun.errors import InputError, RelayrunError, refuse_unwritable
+from relayrun.files import free_space, fsync_directory, read_json, write_atomic, write_json
+from relayrun.tokens.readers.rows import RowFile
+from relayrun.tokens.shuffle.lengths import draw_lengths
+from relayrun.tokens.shuffle.output import output_file_name
+from relayrun.tokens.shuffle.reshard import (
+    LENGTHS_PICTURE,
+    ReshardOptions,
+    ShufflePlan,
+    count_files,
+    make_shuffle_plan,
+    open_buckets,
+    scatter_parts,
+    write_files,
+    write_first_file,
+)
+from relayrun.tokens.stores import stores
+from relayrun.tokens.tokenize.check_inputs import check_files
+
+log = logging.getLogger(__name__)
+
+_OUTPUT_SETTINGS = (
+    "dataset_folder",
+    "column",
+    "seed",
+    "file_size",
+    "row_group_size",
+    "row_group_bytes",
+    "split_rows",
+    "split_overlap",
+    "compression",
+    "on_error",
+)
+
+
+class ReshardTask:
+    """Task `task` of `tasks`. Raises InputError where the options name no folder for temporary files."""
+
+    def __init__(self, options: ReshardOptions, *, task: int, tasks: int) -> None:
+        if options.temp_dir is None:
+            raise InputError("several tasks need a folder that all of them see", where="--temp-dir")
+        self.options, self.task, self.tasks = options, task, tasks
+        self.output = Path(os.path.realpath(options.output))
+        self.building = self.output.with_name(f".{self.output.name}.reshard")
+        place = hashlib.sha256(os.fsencode(self.output)).hexdigest()[:12]
+        self.work = Path(os.path.abspath(options.temp_dir)) / f"reshard-{self.output.name}-{place}"
+
+    def run(self, stage: str) -> int | None:
+        """Do this task's share of a stage; `finish` returns the number of rows. Raises RelayrunError."""
+        if self.task and stage in ("begin", "measure", "finish"):
+            return None
+        if self._is_named() and stage != "finish":  # a former start was killed behind its last rename
+            return None
+        does: dict[str, Callable[[], int | None]] = {
+            "begin": self._begin,
+            "scatter": self._scatter,
+            "measure": self._measure,
+            "write": self._write,
+            "finish": self._finish,
+        }
+        return does[stage]()
+
+    def check(self) -> None:
+        """Look at what the job would stop at, before it is queued; nothing is written. Raises RelayrunError.
+
+        A shuffle that has begun goes on with what is there, so nothing is looked at again.
+        """
+        if self.building.exists() or self._is_named():
+            return
+        plan = make_shuffle_plan(self.options, tasks=self.tasks)
+        refuse_unwritable(self.work)
+        lines = [file.path for file in plan.files if file.rows is None]  # parquet's columns are in its footer
+        skips = self.options.on_error == "skip-line"
+        check_files(lines, self.options.column, skip_lines=skips, what="files cannot be shuffled")
+        needed, free = sum(file.size for file in plan.files), free_space(self.work)
+        if needed <= free:
+            return
+        error = InputError(
+            f"the rows take {needed / 1e9:,.1f} GB unpacked, and {free / 1e9:,.1f} GB are free",
+            where="--temp-dir",
+            hint="make room, or name a folder on another file system",
+        )
+        if not lines:
+            raise error
+        log.warning("%s", error)  # what lines take is estimated
+
+    def _is_named(self) -> bool:
+        return self.output.exists() and (self.work / "plan.json").exists() and not self.building.exists()
+
+    def _begin(self) -> None:
+        plan = make_shuffle_plan(self.options, tasks=self.tasks)
+        record = _plan_to_json(plan)
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            former = read_json(self.work / "plan.json")
+            if former["of"] == record["of"] and self.building.exists():
+                return
+        for folder in (self.work, self.building):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+        write_atomic(self.work / "plan.json", json.dumps(record))  # ASCII: names may hold bytes that are not UTF-8
+
+    def _plan(self) -> ShufflePlan:
+        try:
+            record = read_json(self.work / "plan.json")
+        except FileNotFoundError:
+            raise RelayrunError("another job finished or began anew with this output", where=self.work) from None
+        return _plan_from_json(record, self.options)
+
+    def _scatter(self) -> None:
+        plan = self._plan()
+        scatter_parts(plan, range(self.task, len(plan.parts), self.tasks), self.work)
+
+    def _measure(self) -> None:
+        if not (self.work / "rows.json").exists():
+            plan = self._plan()
+            buckets = open_buckets(plan, self.work)
+            rows = write_first_file(plan, buckets, self.building, self.work)
+            found = {"of_a_file": rows, "files": count_files(buckets, rows), "all": int(buckets.counts.sum())}
+            write_json(self.work / "rows.json", found)
+
+    def _write(self) -> None:
+        plan, rows = self._plan(), read_json(self.work / "rows.json")
+        count = rows["files"] - 1
+        mine = range(1 + self.task * count // self.tasks, 1 + (self.task + 1) * count // self.tasks)
+        missing = [number for number in mine if not (self.building / output_file_name(number)).exists()]
+        if missing:
+            write_files(plan, open_buckets(plan, self.work), missing, rows["of_a_file"], self.building, self.work)
+
+    def _finish(self) -> int:
+        rows: dict[str, int] = read_json(self.work / "rows.json")
+        if not self._is_named():
+            names = [output_file_name(number) for number in range(rows["files"])]
+            if missing := [name for name in names if not (self.building / name).exists()]:
+                raise RelayrunError(
+                    f"{len(missing)} files are missing, the first is {missing[0]}",
+                    where=self.building,
+                    hint="submit again: what is done is kept",
+                )
+            before = open_buckets(self._plan(), self.work).before
+            after = [np.load(self.work / f"after-{number}.npy") for number in range(rows["files"])]
+            draw_lengths(before, after, self.building / LENGTHS_PICTURE)
+            for name in set(os.listdir(self.building)) - {
+                *names,
+                LENGTHS_PICTURE,
+            }:  # a killed task left it half written
+                os.unlink(self.building / name)
+            fsync_directory(self.building)
+            if self.output.exists():
+                raise InputError(
+                    "the output came to be meanwhile", where=self.output, hint="move it away, submit again"
+                )
+            os.rename(self.building, self.output)
+            fsync_directory(self.output.parent)
+        shutil.rmtree(self.work)
+        return rows["all"]
+
+
+def _plan_to_json(plan: ShufflePlan) -> dict[str, Any]:
+    """What plan.json holds; `of` is what the bytes of the output depend on."""
+    options = {name: getattr(plan.options, name) for name in _OUTPUT_SETTINGS}
+    options["dataset_folder"] = stores.absolute_path(plan.options.dataset_folder)
+    files = [[file.path, file.size, file.rows, file.page, _modified_time(file.path)] for file in plan.files]
+    schema = plan.files[0].schema.serialize().to_pybytes().hex()
+    return {"of": {**options, "files": files, "schema": schema}, "parts": plan.parts, "buckets": plan.buckets}
+
+
+def _modified_time(path: str) -> int:
+    return 0 if stores.is_url(path) else os.stat(path).st_mtime_ns
+
+
+def _plan_from_json(record: dict[str, Any], options: ReshardOptions) -> ShufflePlan:
+    schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(record["of"]["schema"])))
+    files = tuple(
+        RowFile(path=path, size=size, rows=rows, page=page, schema=schema)
+        for path, size, rows, page, _ in record["of"]["files"]
+    )
+    parts = tuple((first, last) for first, last in record["parts"])
+    return ShufflePlan(options=options, files=files, parts=parts, buckets=record["buckets"])

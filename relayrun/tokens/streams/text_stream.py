@@ -1,0 +1,186 @@
+"""A data set of text that is tokenized as it is read: what a mixture has in place of numbered samples.
+
+    files → fragments → blocks of rows, shuffled → lanes → filters → tokens → windows → rows of a lane, in order
+
+A lane's cursor is some integers: epoch, number, fragment and row of its block (`cursor.Place`), samples that were
+taken from the block, and, of the blocks before it in all epochs, rows that were read, rows that were left out, samples,
+and how many rows were left out for which reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relayrun.config.sections.streams import StreamSection as StreamSettings
+from relayrun.errors import FatalTrainingError
+from relayrun.tokens.order.lanes import Cursor
+from relayrun.tokens.order.rows import SampleRow
+from relayrun.tokens.order.windows import DocumentOrigin
+from relayrun.tokens.shards.manifest import FileEntry
+from relayrun.tokens.streams.blocks import RowBlocks
+from relayrun.tokens.streams.fragments import FragmentOrder, group_count
+from relayrun.tokens.streams.lane_blocks import LaneBlock, LaneGroup
+from relayrun.tokens.streams.lane_cursor import FORMER_CURSOR_FIELDS, LaneCursor
+from relayrun.tokens.streams.rows import FragmentReader
+from relayrun.tokens.streams.samples import EncodeFunction, SampleShape, text_origin
+
+_TAKEN = LaneCursor._fields.index("taken")
+
+
+class TextStream:
+    """One data set of text (`relayrun.tokens.order.lanes.Stream`)."""
+
+    def __init__(
+        self,
+        files: Sequence[FileEntry],
+        settings: StreamSettings,
+        shape: SampleShape,
+        encode: EncodeFunction,
+        *,
+        name: str,
+        seed: int,
+        lanes: int,
+    ) -> None:
+        """`encode` is asked when the first sample is; `seed` holds where the settings have none."""
+        self.name = name
+        self.lanes = lanes
+        self.files = files
+        self.settings = settings
+        own = seed if settings.seed is None else settings.seed
+        self.reader = FragmentReader(files, settings)
+        order = FragmentOrder(files, settings, name=name, seed=own, groups=group_count(len(files), lanes))
+        self.blocks = RowBlocks(order, self.reader, settings, name=name, seed=own, lanes=lanes)
+        self.shape = shape
+        self.encode = encode
+
+    def first_cursors(self) -> list[Cursor]:
+        """Where all lanes begin."""
+        return [LaneCursor()] * self.lanes
+
+    def record(self) -> dict[str, Any]:
+        """What decides the samples beside settings and files."""
+        return {"stream.groups": self.blocks.groups, "stream.block_rows": self.blocks.rows}
+
+    def check_cursors(self, cursors: Sequence[Cursor]) -> None:
+        """Raise ValueError if these can be no cursors of this stream."""
+        if len(cursors) != self.lanes:
+            raise ValueError(f"it has {len(cursors)} lanes, and data.lanes is {self.lanes}")
+        lengths = FORMER_CURSOR_FIELDS, len(LaneCursor._fields)
+        if any(len(cursor) not in lengths or min(cursor) < 0 for cursor in cursors):
+            raise ValueError(f"a cursor is no list of {lengths[0]} or {lengths[1]} numbers")
+
+    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenTextLanes:
+        """Go on in some lanes at these cursors, by lane."""
+        return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
+
+
+class _Lane:
+    """One lane that is being read."""
+
+    def __init__(self, cursor: LaneCursor) -> None:
+        self.cursor = cursor
+        """Where it stood when it came to the block that it is in."""
+        self.taken = cursor.taken
+        """Samples that were taken from the block."""
+        self.block: LaneBlock | None = None
+        """The one that it is in; None before the first one is there."""
+        self.without: int | None = None
+        """The epoch since which the lane has had no sample."""
+
+
+class OpenTextLanes:
+    """Some lanes of a stream that are being read, by one thread."""
+
+    def __init__(self, stream: TextStream, cursors: Mapping[int, LaneCursor]) -> None:
+        self._stream = stream
+        self._lanes = {lane: _Lane(cursor) for lane, cursor in cursors.items()}
+        groups: dict[int, dict[int, LaneCursor]] = {}
+        for lane, cursor in cursors.items():
+            groups.setdefault(stream.blocks.group_of(lane), {})[lane] = cursor
+        self._groups = {
+            group: LaneGroup(
+                group,
+                members,
+                stream.blocks,
+                stream.reader,
+                stream.shape,
+                stream.encode,
+                nb_prefetch=stream.settings.nb_prefetch,
+                name=stream.name,
+            )
+            for group, members in groups.items()
+        }
+
+    def take(self, lane: int) -> SampleRow:
+        """Return the next sample of a lane.
+
+        Raises FatalTrainingError behind the last epoch, and where a lane gets no sample in a whole epoch; InputError
+        for what cannot be read.
+        """
+        now = self._lanes[lane]
+        while now.block is None or now.taken >= len(now.block.samples):
+            self._next_block(lane, now)
+        row = now.block.samples.row(now.taken)
+        now.taken += 1
+        now.without = None
+        return row
+
+    def origins(self, lane: int) -> list[DocumentOrigin]:
+        """Where the text of the sample that was taken last from a lane comes from."""
+        now = self._lanes[lane]
+        assert now.block is not None
+        found = []
+        for text, offset, tokens in now.block.samples.origins(now.taken - 1):
+            file, group, row = now.block.origins[text].tolist()
+            found.append(text_origin(self._stream.files[file].path, group, row, offset, tokens))
+        return found
+
+    def cursor(self, lane: int) -> Cursor:
+        """Return where a lane stands behind the sample that was taken last."""
+        now = self._lanes[lane]
+        return (*now.cursor[:_TAKEN], now.taken, *now.cursor[_TAKEN + 1 :])
+
+    def close(self) -> None:
+        """Let go of threads and files."""
+        for group in self._groups.values():
+            group.close()
+
+    def _next_block(self, lane: int, now: _Lane) -> None:
+        stream = self._stream
+        block = self._groups[stream.blocks.group_of(lane)].next_block(lane)
+        if block is None:
+            raise FatalTrainingError(
+                f"data set {stream.name!r} is read to the end of its epoch {stream.settings.nb_epochs}, and the run "
+                "asks for more",
+                hint="take stream.nb_epochs away, give a lower training.steps, or more data",
+            )
+        if now.block is not None:
+            now.cursor, now.taken = _behind(now.cursor, now.block)._replace(**block.place._asdict()), 0
+        elif block.place != now.cursor.place:
+            raise FatalTrainingError(
+                f"data set {stream.name!r}: lane {lane} stood at {now.cursor.place}, where no block begins",
+                hint="the files are not those of the checkpoint; put them back",
+            )
+        now.block = block
+        if len(block.samples):
+            return
+        if now.without is None:
+            now.without = block.place.epoch
+        elif block.place.epoch > now.without + 1:
+            raise FatalTrainingError(
+                f"data set {stream.name!r}: lane {lane} of {stream.lanes} got no sample in the whole epoch "
+                f"{block.place.epoch - 1}",
+                hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
+            )
+
+
+def _behind(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
+    """The cursor of a lane that was in a block, behind it."""
+    return cursor._replace(
+        taken=0,
+        rows=cursor.rows + block.rows,
+        left_out=cursor.left_out + block.rows - len(block.origins) + block.samples.empty,
+        samples=cursor.samples + len(block.samples),
+        files=cursor.files + block.files_left_out,
+    ).with_left_out(block.left_out)

@@ -1,0 +1,292 @@
+"""Where the dumps of a metadata folder stand, from files alone: done, tokens, speed, what is left, failures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relayrun.errors import InputError
+from relayrun.files import read_json
+from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
+from relayrun.tokens.tokenize import progress
+from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.tokenize.progress import STALE_SECONDS, RunningTask
+from relayrun.tokens.tokenize.record import RECORD_FILE
+
+ERROR_FILE = "error.txt"
+"""Beside the shards of a dump that failed: the one message."""
+
+GONE_SECONDS = 600.0
+"""After so long without a word a stalled dump is not waited for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpStatus:
+    """One dump."""
+
+    index: int
+    state: str
+    """One of: done, running, stalled (tasks have said nothing for a minute), failed, open (some shards are done, nobody
+    works on the others), waiting."""
+    shards: int
+    """Shards that are recorded as finished."""
+    of: int
+    """All shards; 0 where no job has dealt the files yet."""
+    finished_tokens: int
+    finished_bytes: int
+    """Bytes of the input files of finished shards."""
+    bytes: int
+    """Bytes of all input files; 0 if it is not known."""
+    worker_seconds: float
+    """Seconds that finished shards took, summed over the workers."""
+    busy_seconds: float
+    """How long at least one worker worked on a finished shard."""
+    running: tuple[RunningTask, ...]
+    """Tasks that have said something within the last minute."""
+    silent: tuple[RunningTask, ...]
+    """Those that have not."""
+    skipped: tuple[str, ...]
+    """What was wrong with files that were left out."""
+    error: str | None
+    """Why it failed."""
+    bad_lines: Mapping[str, int] = field(default_factory=dict)
+    """Lines that were left out, by reason."""
+    bad_line_examples: tuple[str, ...] = ()
+    """The first of them."""
+
+    @property
+    def tokens(self) -> int:
+        """Those of running tasks included."""
+        return self.finished_tokens + sum(task.tokens for task in self.running)
+
+    @property
+    def node_rate(self) -> float:
+        """Tokens per second of the node: now, or over the time it worked."""
+        if self.running:
+            return sum(task.tokens_per_second for task in self.running)
+        return self.finished_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+    @property
+    def core_rate(self) -> float:
+        """Tokens per second of one worker, which is one core."""
+        seconds = self.worker_seconds + sum(task.at - task.started for task in self.running)
+        return self.tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def nodes(self) -> str:
+        return ",".join(sorted({task.node for task in (*self.running, *self.silent)}))
+
+
+def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = None) -> list[DumpStatus]:
+    """All dumps of a metadata folder, by number. Raises InputError if it is none. `now`: seconds since 1970."""
+    metadata = MetadataFolder(metadata_folder)
+    pending, finished = (
+        set(metadata.pending()),
+        set(metadata.finished()),
+    )  # in this order: a dump moves from one to both
+    if not finished and not pending:
+        raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
+    now, sizes = time.time() if now is None else now, metadata.sizes()
+    return [
+        _read_dump(metadata, index, now, done=index in finished, size=sizes.get(index, 0))
+        for index in sorted(finished | pending)
+    ]
+
+
+def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: float) -> float | None:
+    """Until `dumps` are done at `rate` tokens per second; None where that cannot be told."""
+    left = 0.0
+    for dump in dumps:
+        if dump.state != "done":
+            if not dump.bytes:
+                return None
+            left += max(dump.bytes * tokens_per_byte - dump.tokens, 0)
+    return left / rate if rate and tokens_per_byte else None
+
+
+def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
+    """Tokens of a byte of the files that are read; 0 where there are none yet."""
+    read = sum(dump.finished_bytes + sum(task.bytes_read for task in dump.running) for dump in dumps)
+    tokens = sum(dump.finished_tokens + sum(t.tokens for t in dump.running if t.bytes_read) for dump in dumps)
+    return tokens / read if read else 0.0
+
+
+def status_table(dumps: Sequence[DumpStatus]) -> str:
+    """For the terminal: a line a dump, the totals, and what failed."""
+    density = mean_tokens_per_byte(dumps)
+    rows = [("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")]
+    for d in dumps:
+        left = seconds_left([d], tokens_per_byte=density, rate=d.node_rate) if d.running else None
+        rows.append(
+            (
+                str(d.index),
+                d.state,
+                f"{d.shards}/{d.of}" if d.of else "-",
+                f"{d.tokens:,}",
+                _rate(d.node_rate),
+                _rate(d.core_rate),
+                _duration(left),
+                d.nodes or "-",
+                _left_out([d]),
+            )
+        )
+    now = sum(dump.node_rate for dump in dumps if dump.running)
+    seconds = sum(d.worker_seconds + sum(task.at - task.started for task in d.running) for d in dumps)
+    tokens = sum(dump.tokens for dump in dumps)
+    rows.append(
+        (
+            "total",
+            f"{sum(d.state == 'done' for d in dumps)}/{len(dumps)} done",
+            "",
+            f"{tokens:,}",
+            _rate(now),
+            _rate(tokens / seconds if seconds > 0 else 0.0),
+            _duration(seconds_left(dumps, tokens_per_byte=density, rate=now)),
+            f"{len({task.node for d in dumps for task in d.running})} nodes",
+            _left_out(dumps),
+        )
+    )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, *_failures(dumps)])
+
+
+def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
+    """Whether all dumps are done; None while there is something to wait for, running or queued."""
+    if all(dump.state == "done" for dump in dumps):
+        return True
+    over = all(
+        dump.state in ("done", "failed")
+        or (dump.state == "stalled" and now - max(task.at for task in dump.silent) > GONE_SECONDS)
+        for dump in dumps
+    )
+    return False if over else None
+
+
+def watch_status(metadata_folder: str | os.PathLike[str], seconds: float) -> bool:
+    """Print the table every so many seconds, on a terminal in place, until there is nothing left to wait for.
+
+    Returns whether all dumps are done; the others have failed. Raises InputError.
+    """
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
+        while True:
+            dumps = read_status(metadata_folder)
+            text = f"{time.strftime('%F %T')}\n{status_table(dumps)}"
+            if live is None:
+                print(text, flush=True)
+            else:
+                live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+            if (done := all_dumps_done(dumps, now=time.time())) is not None:
+                return done
+            time.sleep(seconds)
+
+
+def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
+    for dump in dumps:
+        if dump.error is not None:
+            yield f"dump {dump.index} failed: {dump.error}"
+        if dump.state == "stalled":
+            since = time.strftime("%F %T", time.localtime(max(task.at for task in dump.silent)))
+            yield (
+                f"dump {dump.index}: no word from {dump.nodes} since {since}; was its job killed? "
+                "Submit again: what is done is kept"
+            )
+        for error in dump.skipped:
+            yield f"dump {dump.index} left out: {error}"
+
+        if dump.bad_lines:
+            examples = "; ".join(dump.bad_line_examples)
+            yield f"dump {dump.index} left out: {describe_bad_lines(dump.bad_lines)}, for example {examples}"
+
+
+def _left_out(dumps: Iterable[DumpStatus]) -> str:
+    files, lines = (
+        sum(len(dump.skipped) for dump in dumps),
+        sum(sum(dump.bad_lines.values()) for dump in dumps),
+    )
+    return f"{files} files" + (f", {lines:,} lines" if lines else "")
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second / 1e6:.2f}" if tokens_per_second else "-"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60}:{minutes % 60:02d} h" if minutes else "< 1 min"
+
+
+def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, size: int) -> DumpStatus:
+    output = metadata.tokenized_link / f"dump-{index}"
+    record = _read_record(output)
+    shards: Mapping[str, Any] = record.get("shards", {})
+    tasks = [] if done else [task for task in progress.read_progress(output) if task.shard not in shards]
+    running = tuple(task for task in tasks if now - task.at < STALE_SECONDS)
+    silent = tuple(task for task in tasks if now - task.at >= STALE_SECONDS)
+    error = None
+    with contextlib.suppress(FileNotFoundError):
+        error = (output / ERROR_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    if done:
+        state, error = "done", None
+    elif running:
+        state = "running"
+    elif error is not None:
+        state = "failed"
+    else:
+        state = "stalled" if silent else "open" if shards else "waiting"
+    return DumpStatus(
+        index=index,
+        state=state,
+        shards=len(shards),
+        of=len(record.get("parts", {})),
+        finished_tokens=sum(task["tokens"] for task in shards.values()),
+        finished_bytes=sum(file[1] for task in shards.values() for file in task["inputs"]),
+        bytes=size,
+        worker_seconds=sum(task["seconds"] for task in shards.values()),
+        busy_seconds=_covered_seconds((task["started"], task["started"] + task["seconds"]) for task in shards.values()),
+        running=running,
+        silent=silent,
+        skipped=tuple(file["error"] for task in shards.values() for file in task["skipped"]),
+        error=error,
+        bad_lines=sum((Counter(task.get("bad_lines", {})) for task in shards.values()), Counter()),
+        bad_line_examples=tuple(e for task in shards.values() for e in task.get("bad_line_examples", []))[
+            :MAX_EXAMPLES
+        ],
+    )
+
+
+def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that at least one of the spans covers."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def finished_shards(output: Path) -> int:
+    """The number of finished shards in the folder of a dump."""
+    return len(_read_record(output).get("shards", {}))
+
+
+def _read_record(output: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = read_json(output / RECORD_FILE)
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        raise InputError("not a record of tokenization", where=output / RECORD_FILE) from None
+    return record

@@ -1,0 +1,278 @@
+"""Settings of a dataset's tokenization, from a YAML file or from environment variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from relayrun import places
+from relayrun.config.compose import sites, yaml_file
+from relayrun.config.compose.writable import check_outputs, check_writable
+from relayrun.config.sections.base import OutputPath, Positive, Section, SingleLine, SlurmTime
+from relayrun.config.sections.job import ClusterSection, JobPlacement
+from relayrun.config.sections.setup_lines import check_setup_lines
+from relayrun.control.chain import job_script
+from relayrun.control.scheduler import sbatch_options
+from relayrun.control.scheduler.slurm import whole_job_command
+from relayrun.errors import ConfigError
+from relayrun.tokens.tokenize.options import TokenizeOptions
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Becomes a part of folder and job names."""
+
+
+class TokenizationSettings(TokenizeOptions):
+    """How every dump of a dataset is tokenized, into `output_folder/tokenizer_name/dataset_name/dump-i`."""
+
+    tokenizer_name: FileName
+    dataset_name: FileName
+    metadata_folder: OutputPath
+    """As written by prepare_dumps.py."""
+    output_folder: OutputPath
+    logs: OutputPath = "logs"
+    """Gets slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
+
+    @property
+    def name(self) -> str:
+        """The name of the jobs."""
+        return f"tokenization-{self.tokenizer_name}-{self.dataset_name}"
+
+    @property
+    def dataset_output(self) -> Path:
+        """Where `M/tokenized-dir-link` points."""
+        return Path(self.output_folder, self.tokenizer_name, self.dataset_name)
+
+    @property
+    def job_logs(self) -> Path:
+        """Output of the jobs."""
+        return Path(self.logs, "slurm", self.name)
+
+    @property
+    def csv(self) -> Path:
+        """One row per finished dump."""
+        return Path(self.metadata_folder, f"tokenize-{self.tokenizer_name}-{self.dataset_name}.csv")
+
+    def dump_output(self, index: int) -> Path:
+        """Shards of dump `index`."""
+        return self.dataset_output / f"dump-{index}"
+
+    def dump_logs(self, index: int) -> Path:
+        """The folder of the logs of dump `index`."""
+        return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")
+
+    def absolute(self, base: str | os.PathLike[str]) -> Self:
+        """With relative paths read from the folder `base`; a tokenizer that is no path stays a name."""
+        tokenizer = os.path.join(base, self.tokenizer)
+        return self.model_copy(
+            update={
+                "tokenizer": os.path.abspath(tokenizer) if os.path.exists(tokenizer) else self.tokenizer,
+                "metadata_folder": os.path.abspath(os.path.join(base, self.metadata_folder)),
+                "output_folder": os.path.abspath(os.path.join(base, self.output_folder)),
+                "logs": os.path.abspath(os.path.join(base, self.logs)),
+            }
+        )
+
+
+class TokenizationJob(JobPlacement):
+    """What the job of a dump asks of Slurm; names are Slurm's. Every dump gets one node."""
+
+    time: SlurmTime = "12:00:00"
+    """Time limit of one start; a job that needs longer queues itself again."""
+    cpus_per_task: Positive | None = None
+    """Processors of the job; default: Slurm's."""
+    exclusive: bool = True
+    """The whole node for one dump."""
+    setup: list[SingleLine] = []
+    """Lines of Bash that run in the job before Python starts, behind `cluster.modules`; one that fails ends the job."""
+    dependency: SingleLine | None = None
+    """What the jobs wait for, as in afterok:123."""
+
+
+def site_setup_lines(cluster: ClusterSection | None, setup: Sequence[str]) -> list[str]:
+    """Lines of a job before its Python starts: the site's environment and modules, then a person's own."""
+    lines: list[str] = []
+    if cluster is not None:
+        lines += job_script.export_lines(cluster.environment)
+        lines.append(f'export PYTHONPATH={shlex.quote(str(places.CODE_ROOT))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"')
+        lines += [f"module load {shlex.quote(module)}" for module in cluster.modules]
+    return lines + job_script.setup_lines(setup)
+
+
+SITE_JOB_DEFAULTS = ("account", "partition", "qos", "reservation", "constraint", "exclude", "sbatch", "setup")
+"""The defaults of a site's jobs that hold for tokenization too; the others are meant for GPUs and ranks."""
+
+
+class TokenizationConfig(TokenizationSettings):
+    """What `launchers/submit_tokenization.py` reads."""
+
+    executor: Literal["local", "slurm"] = "slurm"
+    """Slurm jobs, or processes of this machine; default: the cluster's scheduler, or slurm."""
+    max_parallel: Positive = 4
+    """Dumps that are tokenized at a time."""
+    job: TokenizationJob = TokenizationJob()
+    cluster: ClusterSection | None = None
+    """A file of configs/clusters/, by its name, or what stands in one: as for training."""
+
+    @model_validator(mode="after")
+    def _container_on_slurm(self) -> Self:
+        if self.executor == "local" and self.cluster is not None and self.cluster.container.runtime != "none":
+            raise ValueError("executor local runs in no container; use executor slurm, or runtime none")
+        return self
+
+    @property
+    def command(self) -> list[str]:
+        """How a job starts Python: in the site's container, behind its command prefix."""
+        site = self.cluster
+        if site is None:
+            return [sys.executable]
+        container = site.container.with_mounts(
+            [str(places.CODE_ROOT), self.metadata_folder, self.output_folder, self.logs]
+        )
+        options = [*site.srun_options, *container.srun_options] if container.srun_options else []
+        starter = whole_job_command(options) if options else []
+        return [*starter, *container.command, *site.command_prefix, site.python or sys.executable]
+
+    @property
+    def preparation(self) -> list[str]:
+        """Lines of the job before Python starts: the site's environment and modules, then a person's own."""
+        lines: list[str] = []
+        if self.cluster is not None or self.job.setup:
+            lines.append("set -euo pipefail")
+        return lines + site_setup_lines(self.cluster, self.job.setup)
+
+    def check(self) -> None:
+        """Raise ConfigError for outputs where nothing may be written, and for what Slurm or Bash would refuse."""
+        outputs = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
+        if self.cluster is None:
+            check_outputs(outputs)
+        else:
+            check_writable(outputs, cluster=self.cluster.name, read_only_paths=self.cluster.read_only_paths)
+        check_setup_lines(self.job.setup, where="job.setup")
+        if self.executor == "slurm":
+            sbatch_options.check_sbatch_options(self.job.sbatch, where="job.sbatch")
+
+
+ENVIRONMENT_SETTINGS = {
+    "TOKENIZER": "tokenizer",
+    "TOKENIZER_NAME": "tokenizer_name",
+    "DATASET_NAME": "dataset_name",
+    "MODEL_IDENTIFIER": "model_identifier",
+    "COLUMN_KEY": "column",
+    "TEXT_FIELD": "text_field",
+    "EOS_TOKEN": "eos_token",
+    "APPEND_EOD": "append_eod",
+    "TOKENIZER_ENGINE": "engine",
+    "ON_ERROR": "on_error",
+    "PATH_TO_PREPROCESSING_METADATA": "metadata_folder",
+    "PATH_TO_OUTPUT_FOLDER": "output_folder",
+    "PATH_TO_LOGS": "logs",
+    "NUMBER_OF_DATATROVE_TASKS": "tasks",
+    "NUMBER_OF_DATATROVE_WORKERS": "workers",
+    "TOKENIZER_BATCH_BYTES": "batch_bytes",
+}
+"""Names in the Bash launcher, and the setting that each of them is; Curator's own names too, but for PATH."""
+
+CURATOR_NAMES = {
+    "model_identifier": "tokenizer",
+    "path": "output_folder",
+    "text_field": "column",
+    "tokenization_batch_size": "batch_documents",
+}
+"""Names of NeMo Curator's MegatronTokenizerWriter, and the setting that each of them is, where the names differ."""
+
+_Settings = TypeVar("_Settings", bound=Section)
+
+
+def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig:
+    """Read a YAML config. Relative paths in it start at the project that holds the file. Raises ConfigError."""
+    source = yaml_file.read_yaml(Path(path))
+    _rename_section(source)
+    sites.insert_site(source, folders=sites.site_folders(Path(path)))
+    sites.refuse_other_cluster(source, os.environ)
+    sites.insert_environment(source, os.environ)
+    sites.insert_job_defaults(source, only=SITE_JOB_DEFAULTS)
+    if isinstance(cluster := source.values.get("cluster"), dict) and "scheduler" in cluster:
+        source.values.setdefault("executor", cluster["scheduler"])
+    return _validate(TokenizationConfig, source).absolute(places.project_folder(Path(path)))
+
+
+def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:
+    """Settings of the Bash launcher. Relative paths start at the working directory.
+
+    Raises ConfigError for a missing or wrong value, and for a variable whose name is almost that of a setting.
+    """
+    for name in environment:
+        if name not in ENVIRONMENT_SETTINGS and (
+            near := difflib.get_close_matches(name, ENVIRONMENT_SETTINGS, n=1, cutoff=0.8)
+        ):
+            raise ConfigError(
+                f"{name} is no setting; did you mean {near[0]}?",
+                where="environment",
+                hint=f"rename it, or `unset {name}` if it is for another program",
+            )
+    given = {name: environment[name] for name in ENVIRONMENT_SETTINGS if environment.get(name)}
+    for name in ("NUMBER_OF_DATATROVE_TASKS", "NUMBER_OF_DATATROVE_WORKERS", "TOKENIZER_BATCH_BYTES"):
+        if name in given and not given[name].removeprefix("-").isdecimal():
+            raise ConfigError(f"{given[name]!r} is no number", where=name)
+    values: dict[str, Any] = {ENVIRONMENT_SETTINGS[name]: value for name, value in given.items()}
+    values |= {name: int(values[name]) for name in ("tasks", "workers", "batch_bytes") if name in values}
+    given_by: dict[yaml_file.Location, str] = {(setting,): name for name, setting in ENVIRONMENT_SETTINGS.items()}
+    settings = _validate(TokenizationSettings, yaml_file.LocatedSettings(values, given_by))
+    if "logs" not in values:
+        settings = settings.model_copy(update={"logs": str(places.project_folder() / "logs")})
+    return settings.absolute(os.getcwd())
+
+
+def _rename_section(source: yaml_file.LocatedSettings) -> None:
+    """Section `slurm` is another name of `job`, and its `additional_parameters` of `job.sbatch`."""
+    if "slurm" in source.values:
+        if "job" in source.values:
+            raise ConfigError("slurm is another name of section job; keep one of them", where=source.place(("slurm",)))
+        source.values["job"] = source.values.pop("slurm") or {}
+        former = {place: where for place, where in source.places.items() if place[0] == "slurm"}
+        source.places.update({("job", *place[1:]): where for place, where in former.items()})
+    job = source.values.get("job")
+    if isinstance(job, dict) and isinstance(further := job.pop("additional_parameters", None), dict):
+        for name, value in further.items():
+            setting = str(name).replace("-", "_")
+            if setting in TokenizationJob.model_fields:
+                job.setdefault(setting, value)
+            else:
+                job.setdefault("sbatch", {})[str(name)] = value
+
+
+def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Settings:
+    for other, name in CURATOR_NAMES.items():
+        if other in source.values:
+            place = source.place((other,))
+            if name in source.values:
+                raise ConfigError(
+                    f"{other}: this is another name of {name}, which is given too",
+                    where=place,
+                    hint=f"{name} is given at {source.place((name,))}; keep one of them",
+                )
+            source.values[name] = source.values.pop(other)
+            source.places[(name,)] = place or other
+    try:
+        return model.model_validate(source.values)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        location = tuple(str(part) for part in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            sections: dict[str, type[Section]] = {"job": TokenizationJob, "cluster": ClusterSection}
+            section = sections.get(location[0], model)
+            near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
+            message = "unknown setting; " + (
+                f"did you mean {near[0]!r}?" if near else f"known: {', '.join(section.model_fields)}"
+            )
+        elif detail["type"] == "missing":
+            message = "this setting is missing"
+        raise ConfigError(f"{'.'.join(location)}: {message}", where=source.place(location)) from None

@@ -1,0 +1,47 @@
+"""How buffers in host memory lie in a few large pieces, and what torch takes for them; without torch, for the submit.
+
+To pin memory takes the driver long, each time, and torch rounds every piece that it pins up to a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+BUFFER_PIECE_BYTES = 1 << 30
+"""Bytes of a piece; a power of two. One that holds a larger buffer is larger."""
+ALIGNMENT = 512
+"""Every buffer begins at a multiple of this many bytes of its piece; of the size of every type, too."""
+
+
+def lay_out_buffers(sizes: Sequence[int], piece: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Place buffers of these sizes in few pieces. All numbers are bytes.
+
+    Returns the number of the piece and the first byte of each buffer, and the lengths of the pieces. The largest
+    buffer comes first, and each goes into the first piece that has room: a piece has `piece` bytes, or the next power
+    of two if its first buffer is larger. Its length ends with its last buffer.
+    """
+    places = [(0, 0)] * len(sizes)
+    limits: list[int] = []
+    lengths: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = sizes[index]
+        starts = [math.ceil(length / ALIGNMENT) * ALIGNMENT for length in lengths]
+        number = next((n for n, start in enumerate(starts) if start + size <= limits[n]), len(lengths))
+        if number == len(lengths):
+            starts.append(0)
+            lengths.append(0)
+            limits.append(max(piece, power_of_two(size)))
+        places[index] = (number, starts[number])
+        lengths[number] = starts[number] + size
+    return places, lengths
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest one that is not below `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def pinned_bytes(lengths: Sequence[int]) -> list[int]:
+    """Return the bytes that torch takes for pinned pieces of these lengths."""
+    return [power_of_two(length) for length in lengths]

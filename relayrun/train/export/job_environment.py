@@ -1,0 +1,52 @@
+"""What a job sets up before it exports a run, as the run's own jobs do: `python -m relayrun.train.export.job_environment RUN`.
+
+It prints lines of Bash for do-convert.sh: environment, modules and `job.setup` of the run, and in the arrays
+`run_command` and `run_python` what stands before the program, with the container and the command prefix, and the
+Python of the ranks. Standard library only: it runs outside the container.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+
+from relayrun.control.chain import job_script
+from relayrun.control.rundir.find_runs import find_run
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.errors import RelayrunError, run_main
+
+
+def environment_lines(plan: Plan, run: Run, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the lines; `environment`: of the job, which alone has a task to start."""
+    starter: list[str] = []
+    if "SLURM_JOB_ID" in environment and plan.srun_options:
+        starter = scheduler_for_plan(plan, run).single_task_command(
+            plan, cpus_per_task=environment.get("SLURM_CPUS_PER_TASK", "1")
+        )
+    own = {name: value for name, value in plan.environment.items() if name != "PYTHONPATH"}
+    return [
+        *job_script.export_lines(own),
+        *(f"module load {shlex.quote(module)}" for module in plan.modules),
+        *job_script.setup_lines(plan.setup),
+        f"run_command=({shlex.join([*starter, *plan.command_prefix])})",
+        f"run_python=({shlex.join(plan.program[:1])})",
+    ]
+
+
+def main(name: str) -> int:
+    """Print the lines; none for a run that there is not, of which the export itself tells more."""
+    try:
+        run = find_run(name)
+        plan = Plan.load(run)
+    except RelayrunError:
+        return 0
+    print("\n".join(environment_lines(plan, run)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(lambda: main(sys.argv[1])))

@@ -1,0 +1,206 @@
+"""The model card: README.md of an exported folder, from the run's own records."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import relayrun
+from relayrun.config.sections.training import LossMean
+from relayrun.control.rundir import evaluations, lineage, merged_metrics
+from relayrun.control.rundir.run import Run
+from relayrun.errors import InputError
+from relayrun.tokens.mixture import audit
+from relayrun.train.export.checkpoint_source import CheckpointSource
+from relayrun.train.export.huggingface import HuggingFaceExport
+
+LOSS_MEAN_TEXTS: dict[LossMean, str] = {
+    "micro_batch": "trained on the mean of micro-batches, reported as the mean over tokens",
+    "sample": "the mean over samples",
+    "token": "the mean over tokens",
+}
+"""What a masked loss is the mean over, in words."""
+
+PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
+
+
+def model_card_text(source: CheckpointSource, made: HuggingFaceExport) -> str:
+    """Return the model card of an exported checkpoint as Markdown; `made` is what was exported.
+
+    Raises InputError if the run has no ledger, or there is no run.
+    """
+    run = _run(source)
+    config, model = source.config, source.config.model
+    vocabulary = source.manifest.vocabulary_size
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [{made.mapping.model_type}, relayrun]",
+        "---",
+        f"# {config.name}",
+        "",
+        f"{made.mapping.with_article.replace('a', 'A', 1)} with {made.parameters:,} parameters, trained with relayrun "
+        f"on megatron-core: iteration {source.iteration:,} of {config.training.steps:,} of the run "
+        f"`{config.project}/{config.name}`.",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("PATH/OF/THIS/FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("PATH/OF/THIS/FOLDER")',
+        "```",
+        "",
+        "## Architecture",
+        "",
+        *_table(
+            ("", ""),
+            [
+                ("layers", f"{model.num_layers}"),
+                ("hidden size, feed-forward size", f"{model.hidden_size:,}, {model.ffn_hidden_size:,}"),
+                (
+                    "attention heads, key-value heads, channels of a head",
+                    f"{model.num_attention_heads}, {model.num_query_groups}, {model.head_channels}",
+                ),
+                ("vocabulary", f"{vocabulary:,}"),
+                ("embeddings and output layer", "two" if model.untie_embeddings_and_output_weights else "one, shared"),
+                ("rotary base", f"{model.rotary_base:,}" + _scaling(model.rope_scaling_factor)),
+                ("sequence length in training", f"{config.training.seq_length:,}"),
+                *((name, f"{value}") for name, value in model.transformer.of_the_weights.items()),
+                ("type of these weights", made.dtype),
+            ],
+        ),
+        "",
+        "## Data",
+        "",
+        *_data(source, run),
+        "",
+        "## Training",
+        "",
+        *_training(source, run),
+        "",
+        "## Versions",
+        "",
+        *_trained_with(source, run),
+        f"Exported with relayrun {relayrun.__version__}, "
+        + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _scaling(factor: float | None) -> str:
+    return "" if factor is None else f", Llama 3.1's scaling by {factor:g}"
+
+
+def _data(source: CheckpointSource, run: Run) -> list[str]:
+    consumed = consumed_samples(source)
+    length = source.config.training.seq_length
+    ledger = audit.dataset_ledgers(replace(audit.audit_run(run), consumed_samples=consumed))
+    rows = [
+        (
+            row.dataset,
+            f"{row.weight:.4g}",
+            f"{row.samples:,}",
+            f"{row.samples * length:,}",
+            f"{row.epochs:.3f}",
+        )
+        for row in ledger
+    ]
+    total = ("all", "", f"{consumed:,}", f"{consumed * length:,}", "")
+    tokenizer = Path(source.config.data.tokenizer).name
+    fingerprint = source.manifest.tokenizer_fingerprint or "unknown"
+    untrained = sum(row.untrained for row in ledger)
+    return [
+        *_table(("data set", "weight", "samples", "tokens", "epochs"), [*rows, total]),
+        "",
+        f"Tokenizer `{tokenizer}`, SHA-256 of its serialized form {fingerprint}. "
+        "Weights are those of the newest mixture; counts are over the whole run."
+        + (f" Of all samples that the run read, {untrained:,} were not trained on." if untrained else ""),
+    ]
+
+
+def _trained_with(source: CheckpointSource, run: Run) -> list[str]:
+    """The commit of the code and the packages of the attempt that made the checkpoint, where it wrote them down."""
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        if not any(commit.iteration == source.iteration for commit in attempt.read_commits()):
+            continue
+        try:
+            said = (run.debug_of(number) / "compute_environment.txt").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        commit = re.search(r"^== code\n.*\ncommit (\S+)", said, re.M)
+        changed = re.search(r"^== difference to the commit\nnone$", said, re.M) is None
+        found = [f"relayrun at commit {commit[1]}" + (", with changes" if changed else "")] if commit else []
+        versions = dict(re.findall(r"^(\S+)==(\S+)$", said, re.M))
+        found += [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
+        return [f"Trained with {', '.join(found)}.", ""] if found else []
+    return []
+
+
+def _training(source: CheckpointSource, run: Run) -> list[str]:
+    config = source.config
+    metrics = [line for line in merged_metrics.merged_metrics(run) if line["iteration"] <= source.iteration]
+    losses = [line for line in metrics if "loss" in line]
+    validation = next((line for line in reversed(metrics) if "validation" in line), None)
+    rows = [
+        ("tokens", f"{consumed_samples(source) * config.training.seq_length:,}"),
+        ("global batch size", f"{config.training.global_batch_size:,} samples"),
+        ("precision", config.training.resolved_precision),
+        (
+            "optimizer",
+            f"{config.optimizer.class_path or config.optimizer.name.capitalize()}, "
+            f"learning rate {config.optimizer.lr:g} ({config.optimizer.lr_decay_style}), "
+            f"weight decay {config.optimizer.weight_decay:g}",
+        ),
+        ("attempts", f"{len(run.attempt_numbers())}"),
+    ]
+    if config.data.masks_loss:
+        what = "an end of document" if config.data.eod_mask_loss else "the end of a window"
+        rows.append(("loss", f"without what follows {what}; {LOSS_MEAN_TEXTS[config.training.resolved_loss_mean]}"))
+    if losses:
+        rows.append(
+            ("training loss", f"{losses[-1]['loss']:.4f} nats per token at iteration {losses[-1]['iteration']:,}")
+        )
+    if validation is not None:
+        rows += [
+            (f"loss on {name}", f"{loss:.4f} nats per token at iteration {validation['iteration']:,}")
+            for name, loss in validation["validation"].items()
+        ]
+    for result in evaluations.evaluation_results(run):
+        if result.iteration == source.iteration and result.status == "done":
+            program = result.settings.get("program", "")
+            rows += [
+                (f"{task}: {name}", f"{value:.4g} ({program})")
+                for task, values in result.results.items()
+                for name, value in values.items()
+            ]
+    return _table(("", ""), rows)
+
+
+def consumed_samples(source: CheckpointSource) -> int:
+    """Samples that the checkpoint was trained on. Raises InputError if no record says."""
+    for commit in lineage.lineage_commits(_run(source)):
+        if commit.iteration == source.iteration and commit.consumed_samples >= 0:
+            return commit.consumed_samples
+    raise InputError(
+        "no record says how many samples this checkpoint was trained on",
+        where=source.folder,
+        hint="export it without --readme",
+    )
+
+
+def _run(source: CheckpointSource) -> Run:
+    if source.run is None:
+        raise InputError("this checkpoint has no records of a run", where=source.folder, hint="leave out --readme")
+    return source.run
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]

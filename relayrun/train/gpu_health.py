@@ -1,0 +1,90 @@
+"""`python -m relayrun.train.gpu_health`: the health of this node's GPUs as NVIDIA's library knows it, as JSON.
+
+    {"gpus": [{"index": 0, "ecc_uncorrected": 0, "rows_failed": false, "rows_pending": false, "slowed": 0}], "xids": []}
+
+What a device does not tell is left out. One that does not answer has `error`. Without nvidia-ml-py or the driver the
+answer is {"gpu_error": "..."}. It is a program of its own: the library may wait for a device that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+HARDWARE_XIDS = {48, 64, 74, 79, 94, 95, 119, 120}
+"""Xid errors of the hardware: memory, NVLink, a GPU that fell off the bus, its own processor. A program causes none."""
+_XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)\b.*")
+
+
+def gpu_health() -> dict[str, Any]:
+    """What the library says of every GPU that this job sees."""
+    try:
+        import pynvml
+    except ImportError:
+        return {"gpu_error": "the package nvidia-ml-py is not installed"}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {"gpu_error": str(error)}
+    try:
+        found = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        return {"gpu_error": str(error)}
+    finally:
+        pynvml.nvmlShutdown()
+    return {"gpus": found, "xids": read_hardware_xids()}
+
+
+def _gpu(nvml: Any, index: int) -> dict[str, Any]:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        return {"index": index, "error": str(error)}
+
+    def told(question: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return question(handle, *arguments)
+        except nvml.NVMLError:  # not every device answers every question
+            return None
+
+    errors = told(nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    slowed = told(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+    rows = told(nvml.nvmlDeviceGetRemappedRows)  # corrected, uncorrected, pending, failed
+    found: dict[str, Any] = {"index": index}
+    if errors is not None:
+        found["ecc_uncorrected"] = int(errors)
+    if slowed is not None:
+        found["slowed"] = int(slowed)
+    if rows is not None:
+        found |= {"rows_pending": bool(rows[2]), "rows_failed": bool(rows[3])}
+    return found
+
+
+def read_hardware_xids() -> list[str]:
+    """Xid errors of the hardware in the kernel's log, oldest first, where this user may read it."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while line := os.read(fd, 8192):
+                lines.append(line.decode(errors="replace"))
+        finally:
+            os.close(fd)
+    return hardware_xids(lines)
+
+
+def hardware_xids(lines: list[str]) -> list[str]:
+    """Those of the hardware among lines of the kernel's log."""
+    found = (_XID.search(line) for line in lines)
+    return [match[0][:200] for match in found if match and int(match[1]) in HARDWARE_XIDS]
+
+
+if __name__ == "__main__":
+    print(json.dumps(gpu_health()))
+    sys.exit(0)

@@ -1,0 +1,370 @@
+"""A second place below a URL that fsspec knows (`s3://bucket/ada`): files lie under their final names, unclaimed.
+
+Such stores cannot rename a folder, nor append to a file. So a copy grows where it stays, and counts by its claim
+alone, an object of its own (`relayrun.control.rundir.mirror` lists them). What fails in a way that may pass is tried again.
+Credentials and options come from the environment, as fsspec and the package of the scheme read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
+from relayrun.control.rundir.records import CheckpointCommit, Record
+from relayrun.errors import ConfigError, InputError, RelayrunError, RunDirError, missing_extra
+from relayrun.masking import mask_tokens
+from relayrun.tokens.stores.remote import RemoteFile, StoreError, retry_transient
+from relayrun.tokens.stores.stores import absolute_path, list_store_sizes
+from relayrun.train.checkpoint.checksums import LocalCheckpointFiles
+from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.train.mirror.place import MirroredFiles, commit_identity, copy_name, open_source, read_piece
+
+MOST_PARTS = 5000
+"""A large file is sent in fewer parts than this: stores allow ten thousand."""
+PART_BYTES = 64 << 20
+"""Bytes of a part, or more where that would be too many."""
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Record)
+
+
+class ObjectStoreDestination:
+    """The second place of one run below a URL. `pace`: of what is read from it."""
+
+    def __init__(self, url: str, pace: CopyRateLimit) -> None:
+        self.where = absolute_path(url)
+        self._pace = pace
+        self._gave_up: StoreError | None = None
+
+    def owner(self) -> MirrorOwner | None:
+        """Return whose copies lie there; None: nobody's."""
+        return self._record("mirror.json", MirrorOwner)
+
+    def prepare(self, owner: MirrorOwner) -> None:
+        """Make it this run's. Raises RunDirError where there is no such bucket or folder."""
+        try:
+            self._write("mirror.json", asdict(owner))
+        except FileNotFoundError:
+            above = self.where.rsplit("/", 2)[0]
+            raise RunDirError("there is no such bucket or folder", where=above, hint="make it") from None
+
+    def copies(self) -> dict[str, CheckpointCopy]:
+        """Return what is claimed to be there, by name."""
+        return {name: copy for name, copy in self._claims.items() if copy.gone is None}
+
+    def take_back(self, copy: CheckpointCopy, why: str) -> None:
+        """Say that a copy is none any more, before anything is done to it."""
+        self._claim(replace(copy, time=time.time(), gone=why))
+
+    def fault(self, copy: CheckpointCopy) -> str | None:
+        """Return what is wrong with a copy as far as names and sizes tell; None: it is whole."""
+        found = self._sizes(copy.name)
+        for name, size in copy.files.items():
+            if name not in found:
+                return f"{name} is missing" if found else "missing"
+            if found[name] != size:
+                return f"{name} has {found[name]} bytes, not {size}"
+        return None
+
+    def files(self, copy: CheckpointCopy) -> MirroredFiles:
+        """Return the files that lie under the name of a copy."""
+        return StoredFiles(f"{self.where}/{copy.name}", self._sizes(copy.name), self._pace)
+
+    def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
+        """Send the files of a checkpoint that are not there, or not whole. Raises NotCopied, StoreError."""
+        name, source = copy_name(commit), LocalCheckpointFiles(Path(commit.path))
+        if self._read(_marker(name)) != json.loads(json.dumps(commit_identity(commit))):
+            self._remove(name)
+            self._write(_marker(name), commit_identity(commit))
+        there = self._sizes(name)
+        for file in there.keys() - commit.files.keys():
+            self._remove(_below(name, file))
+        for file, size in commit.files.items():
+            if there.get(file) != size:
+                self._ask(lambda file=file, size=size: self._send(source, name, file, size, pace), name)  # type: ignore[misc]
+        return StoredFiles(f"{self.where}/{name}", self._sizes(name), self._pace)
+
+    def unstage(self, commit: CheckpointCommit) -> None:
+        """Throw away what was staged: it is not what was saved."""
+        self._remove(_marker(copy_name(commit)))
+        self._remove(copy_name(commit))
+
+    def publish(self, copy: CheckpointCopy) -> None:
+        """Claim what was staged and read back."""
+        self._claim(copy)
+        self._remove(_marker(copy.name))
+
+    def set_aside(self, copy: CheckpointCopy) -> None:
+        """Put what was a copy, and is damaged, where nothing removes it."""
+        names = (copy.name if number == 1 else f"{copy.name}-{number}" for number in count(1))
+        target = next(f"damaged/{name}" for name in names if not self._sizes(f"damaged/{name}"))
+        for file in self._sizes(copy.name):
+            source, to = self._path(_below(copy.name, file)), self._path(_below(target, file))
+            self._ask(lambda source=source, to=to: self._in_folder(to, lambda: self._fs.cp_file(source, to)), copy.name)  # type: ignore[misc]
+        self.remove(copy.name)
+
+    def remove(self, name: str) -> None:
+        """Remove what was a copy, then the word that it was one."""
+        self._remove(name)
+        self._remove(_claim(name))
+        self._claims.pop(name, None)
+
+    def tidy(self, names: set[str], missing: set[str]) -> None:
+        """Remove what a rule or a kill has left: nothing that is claimed, or that is still to be copied."""
+        withdrawn = self._claims.keys() - self.copies().keys()
+        there = set(self._names("")) | withdrawn
+        for name in ((names & there) | withdrawn) - self.copies().keys() - missing:
+            self.remove(name)
+        for marker in self._names("copying"):
+            if marker.removesuffix(".json") not in missing:
+                self._remove(f"copying/{marker}")
+
+    @cached_property
+    def _claims(self) -> dict[str, CheckpointCopy]:
+        """Every claim, those that were taken back too: read once, since no other process writes meanwhile."""
+        found = (self._record(f"copies/{name}", CheckpointCopy) for name in sorted(self._sizes("copies")))
+        return {copy.name: copy for copy in found if copy is not None}
+
+    def _claim(self, copy: CheckpointCopy) -> None:
+        self._write(_claim(copy.name), asdict(copy))
+        self._claims[copy.name] = copy
+
+    @cached_property
+    def _fs(self) -> Any:
+        return _open(self.where)[0]
+
+    def _path(self, name: str) -> str:
+        root = self._fs._strip_protocol(self.where)
+        return f"{root}/{name}" if name else str(root)
+
+    def _ask(self, call: Callable[[], T], name: str) -> T:
+        """Return what `call` returns, tried again as `again` does; a store that has given no answer is not asked again.
+
+        Raises FileNotFoundError, StoreError, and RelayrunError of `call`.
+        """
+        if self._gave_up is not None:
+            raise self._gave_up
+        url = f"{self.where}/{name}"
+        try:
+            return retry_transient(call, url)
+        except StoreError as error:
+            self._gave_up = error
+            raise
+        except (RelayrunError, FileNotFoundError):
+            raise
+        except Exception as error:  # each package has its own
+            raise _refused(error, url) from None
+
+    def _record(self, name: str, kind: type[R]) -> R | None:
+        try:
+            value = self._read(name)
+            return None if value is None else kind.of(value)
+        except (ValueError, TypeError) as error:
+            hint = "remove it: what it tells of is copied again"
+            raise RunDirError(f"unreadable record: {error}", where=f"{self.where}/{name}", hint=hint) from None
+
+    def _read(self, name: str) -> Any:
+        """The JSON of a small object; None where there is none. Raises ValueError where it is torn."""
+        try:
+            return json.loads(self._ask(lambda: self._fs.cat_file(self._path(name)), name))
+        except FileNotFoundError:
+            return None
+
+    def _write(self, name: str, value: object) -> None:
+        data, path = json.dumps(value, indent=1).encode(), self._path(name)
+        self._ask(lambda: self._in_folder(path, lambda: self._fs.pipe_file(path, data)), name)
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Bytes of every file below a name, by its name there; of a file itself under `.`; empty where nothing is."""
+
+        def look() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            return list_store_sizes(self._fs, self._path(name))
+
+        try:
+            return {file or ".": size for file, size in self._ask(look, name).items()}
+        except FileNotFoundError:
+            return {}
+
+    def _names(self, name: str) -> list[str]:
+        """What stands directly below a name."""
+
+        def look() -> list[str]:
+            self._fs.invalidate_cache()
+            return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._path(name), detail=False)]
+
+        try:
+            return self._ask(look, name)
+        except FileNotFoundError:
+            return []
+
+    def _remove(self, name: str) -> None:
+        path = _no_pattern(self._fs, self._path(name))
+        with contextlib.suppress(FileNotFoundError):
+            self._ask(lambda: self._fs.rm(path, recursive=True), name)
+
+    def _in_folder(self, path: str, write: Callable[[], T]) -> T:
+        """Write a file; where the store has folders, make the one it lies in, but none above the run's own two."""
+        try:
+            return write()
+        except FileNotFoundError:
+            if not self._fs.isdir(self._path("").rsplit("/", 2)[0]):
+                raise
+            self._fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            return write()
+
+    def _send(self, source: MirroredFiles, name: str, file: str, size: int, pace: CopyRateLimit) -> None:
+        """Send one file, from its begin. Raises NotCopied, and whatever the store raises."""
+        path, part = self._path(_below(name, file)), max(PART_BYTES, -(-size // MOST_PARTS))
+        out = self._in_folder(path, lambda: self._fs.open(path, "wb", block_size=part))
+        done = 0
+        try:
+            with open_source(source, file) as read:
+                while done < size:
+                    piece = read_piece(read, source, file, done=done, size=size)
+                    out.write(piece)
+                    done += len(piece)
+                    pace.spend(len(piece))
+        except BaseException:
+            _abandon(out)
+            raise
+        out.close()
+
+
+class StoredFiles:
+    """The files of a copy below a URL; what is read of them counts for the pace."""
+
+    def __init__(self, url: str, sizes: dict[str, int], pace: CopyRateLimit) -> None:
+        self.where = url
+        self._sizes = sizes
+        self._pace = pace
+
+    def names(self) -> list[str]:
+        """Return the names that stand in the folder itself."""
+        return sorted({name.partition("/")[0] for name in self._sizes})
+
+    def size(self, name: str) -> int:
+        """Return how many bytes a file has, as the store lists it."""
+        if name not in self._sizes:
+            raise FileNotFoundError(f"{self.where}/{name}")
+        return self._sizes[name]
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every file, by its name."""
+        return self._sizes
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read its bytes. Raises StoreError where the store does not answer or refuses."""
+        url = self.where if name == "." else f"{self.where}/{name}"
+        try:
+            return cast(BinaryIO, _PacedFile(url, self._pace))
+        except (RelayrunError, FileNotFoundError):
+            raise
+        except Exception as error:
+            raise _refused(error, url) from None
+
+
+class _PacedFile(RemoteFile):
+    """A file of a copy, read no faster than it may be."""
+
+    def __init__(self, url: str, pace: CopyRateLimit) -> None:
+        super().__init__(url)
+        self._pace = pace
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self._pace.spend(len(data))
+        return data
+
+
+def check_object_store(url: str, setting: str) -> None:
+    """Raise ConfigError where nothing can be written, read and removed below a URL; `setting`: what names it."""
+    where = f"{setting}: {url}"
+    data = secrets.token_bytes(16)
+    try:
+        fs, root = _open(absolute_path(url))
+        path = _no_pattern(fs, f"{root}/.relayrun-{secrets.token_hex(8)}")
+        fs.pipe_file(path, data)
+        found = fs.cat_file(path)
+        fs.rm(path)
+    except RelayrunError as error:
+        raise ConfigError(error.message, where=where, hint=error.hint) from None
+    except FileNotFoundError:
+        raise ConfigError("there is no such bucket or folder", where=where, hint="make it") from None
+    except Exception as error:  # each package has its own
+        raise ConfigError(f"it cannot be written: {_line(error)}", where=where, hint=_ACCESS) from None
+    if found != data:
+        raise ConfigError("it gives back other bytes than were written", where=where)
+
+
+_ACCESS = "credentials and options come from the environment, as fsspec's package of the scheme reads them"
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """The store of a URL, and its path there. Raises InputError where fsspec, or its package of the scheme, is away."""
+    try:
+        import fsspec
+
+        return cast("tuple[Any, str]", fsspec.core.url_to_fs(url))
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error)) is not None:
+            raise missing from None
+        raise InputError(f"fsspec has no package for it: {error}", where=url, hint="install it") from None
+    except (ImportError, ValueError) as error:
+        hint = "install fsspec's package of the scheme"
+        raise InputError(f"fsspec cannot open this: {_line(error)}", where=url, hint=hint) from None
+
+
+def _no_pattern(fs: Any, path: str) -> str:
+    """The path itself. Raises InputError where fsspec would take it for a pattern, and remove what that matches."""
+    if glob.has_magic(path) and "file" not in fs.protocol:
+        raise InputError(
+            "fsspec takes *, ? and [ in a name for a pattern, and would remove other copies",
+            where=path,
+            hint="rename it",
+        )
+    return path
+
+
+def _refused(error: Exception, url: str) -> StoreError:
+    hint = "look at your access, and at the room that is left, then run again"
+    return StoreError(f"the store refuses this: {_line(error)}", where=url, hint=hint)
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error, without what looks like a secret."""
+    text = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return mask_tokens(getattr(error, "strerror", None) or text)[0]
+
+
+def _abandon(out: Any) -> None:
+    """Let go of a file that is half sent, without the store taking it for whole."""
+    with contextlib.suppress(Exception):
+        out.discard()
+    with contextlib.suppress(Exception):
+        if hasattr(out, "autocommit"):
+            out.closed = True  # or fsspec would finish it when it is collected
+        else:
+            out.close()
+
+
+def _below(name: str, file: str) -> str:
+    return name if file == "." else f"{name}/{file}"
+
+
+def _claim(name: str) -> str:
+    return f"copies/{name}.json"
+
+
+def _marker(name: str) -> str:
+    return f"copying/{name}.json"

@@ -1,0 +1,169 @@
+"""Lets megatron-core 0.16.1 run where there is no CUDA; does nothing where there is.
+
+megatron-core trains on gloo, but names CUDA in places that no option reaches. Each patch below says
+which file needs it (paths below megatron/core). Where an option exists it is used instead, see `model.py`:
+use_cpu_initialization, an explicit attention mask, no fusions. Nothing else in this package asks whether
+there is a GPU, apart from `parallel.py`, which picks the backend.
+
+All patches act on this process alone, which must be a training rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
+
+
+def patch_for_cpu() -> None:
+    """Apply the patches if there is no CUDA. Call it once, before megatron-core builds anything."""
+    if not torch.cuda.is_available():
+        _devices()
+        _factories()
+        _random()
+        _type_names()
+        _streams()
+        _splits()
+        _compiled()
+
+
+def _devices() -> None:
+    """The current device is the CPU, and there is nothing to wait for.
+
+    models/common/embeddings/rotary_pos_embedding.py:162 moves inverse frequencies there,
+    distributed/param_and_grad_buffer.py:800 and 806 allocate the gradient buffers there, and
+    optimizer/distrib_optimizer.py, pipeline_parallel/p2p_communication.py and dist_checkpointing/ their
+    receive buffers; the last two also synchronize.
+    """
+    cpu = torch.device("cpu")
+    _replace(torch.cuda, "current_device", lambda: cpu)
+    _replace(torch.cuda, "synchronize", lambda device=None: None)
+    _replace(torch.cuda, "empty_cache", lambda: None)
+
+
+def _factories() -> None:
+    """The literal device="cuda" of a tensor factory means the CPU; `Tensor.cuda` is the identity.
+
+    optimizer/optimizer.py:481, 485, 907 (scale factors), optimizer/clip_grads.py (overflow buffer),
+    pipeline_parallel/schedules.py:596, 983, 2138 (token counts), models/common/embeddings/rope_utils.py:64.
+    """
+    for name in _FACTORIES:
+        _replace(torch, name, _on_cpu(getattr(torch, name)))
+    _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+
+
+def _random() -> None:
+    """The CUDA generator is the CPU's: dropout draws from that one here.
+
+    tensor_parallel/random.py:55, 235 and 248 keep named states of "the CUDA generator" and swap them in
+    around dropout (`fork`). On a CPU a fork also sees the CPU generator move, which it logs as suspicious
+    every time; that one logger is silenced.
+    """
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    _replace(torch.cuda, "get_rng_state", get)
+    _replace(torch.cuda, "manual_seed", torch.manual_seed)
+    _replace(megatron_random, "_get_cuda_rng_state", get)
+    _replace(megatron_random, "_set_cuda_rng_state", set_)
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+
+
+def _type_names() -> None:
+    """`Tensor.type()` reports torch.cuda.*.
+
+    optimizer/clip_grads.py:167, optimizer/distrib_optimizer.py:431 and optimizer/optimizer.py:695 compare
+    this name to tell fp32 from bf16, and know only the names of CUDA tensors.
+    """
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype, non_blocking, **kwargs)
+
+    _replace(torch.Tensor, "type", type_)
+
+
+class _Stream:
+    """A stream of a device that has none: what is given to it is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Return at once."""
+
+    def record_event(self, event: object = None) -> _Stream:
+        """Return what can be waited for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+def _streams() -> None:
+    """There are streams, and nothing to wait for in them.
+
+    transformer/moe/token_dispatcher.py:444 and 871-899 (alltoall) and transformer/moe/shared_experts.py copy to the
+    host and compute shared experts on streams of their own. distributed/distributed_data_parallel.py:229 and
+    distributed/param_and_grad_buffer.py:418, 425 and 523 reduce the gradients of several optimizer instances on one.
+    """
+    here = _Stream()
+    _replace(torch.cuda, "Stream", _Stream)
+    _replace(torch.cuda, "current_stream", lambda device=None: here)
+    _replace(torch.cuda, "default_stream", lambda device=None: here)
+    _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+def _splits() -> None:
+    """The numbers of tokens that go to each rank are numpy's, as they are after a copy from a GPU.
+
+    transformer/moe/moe_utils.py:1078 makes them so for tensors of a GPU alone, and torch's all-to-all takes no tensors.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
+
+
+def _compiled() -> None:
+    """The parts of the fused loss run as they are written: for CPUs a compiler would have to be there, and take longer
+    than the runs that go there.
+
+    fusions/fused_cross_entropy.py has them compiled by torch on first use.
+    """
+    from megatron.core.fusions import fused_cross_entropy
+
+    for name, function in vars(fused_cross_entropy).copy().items():
+        if original := getattr(function, "_torchdynamo_orig_callable", None):
+            _replace(fused_cross_entropy, name, original)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # for copies to a GPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _replace(owner: object, name: str, value: object) -> None:
+    setattr(owner, name, value)

@@ -1,0 +1,145 @@
+"""Tells a tracker of one attempt (`python -m relayrun.train.reporting.tracker_feed wandb --run-dir R --attempt N`).
+
+Rank 0 starts it as a process of its own, and neither waits for it nor reads from it: whatever happens here (a service
+that is away, an exception, a full disk, a kill) leaves training alone. It reads the run directory. What the attempts
+before it could not hand over is told first; a failure is said in one line and tried again, later and later.
+
+Its standard input is a pipe that rank 0 holds: a byte or its end says that rank 0 leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from relayrun.config.compose import compose
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.tracker_runs import TrackerRun, update_tracker_runs
+from relayrun.control.trainers.wandb import wandb_mode
+from relayrun.errors import RunDirError, run_main
+from relayrun.train.reporting.points import PointReader, StreamRolledBack
+from relayrun.train.reporting.sinks import TensorBoard, TrackerSink, WandB
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+LAST_SECONDS = 5
+"""Seconds that it may take to hand on the rest when rank 0 has gone."""
+FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
+"""Seconds between a failure and the next try: twice as long after each."""
+
+
+def feed_tracker(
+    run: Run, begin: AttemptStart, stream: TrackerRun, sink: TrackerSink, wait: Callable[[float], bool]
+) -> None:
+    """Tell a sink until rank 0 leaves, or goes back to a checkpoint (raises Rewound).
+
+    `wait(seconds)` returns whether it leaves. Raises what the sink raises.
+    """
+    points = PointReader.of_attempt(run, begin, stream, mark=sink.mark)
+    leaving = False
+    try:
+        while not leaving:
+            leaving = wait(POLL_SECONDS)
+            before = sink.mark
+            for point in points.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
+                sink.write(point)
+            if sink.mark > before:
+                sink.flush()
+    except StreamRolledBack:
+        sink.close()
+        raise
+    sink.close()
+
+
+def rank_zero_wait(parent: int, last_seconds: int = LAST_SECONDS) -> Callable[[float], bool]:
+    """A `wait` that ends early when rank 0, the process `parent`, leaves; from then on there are `last_seconds`."""
+
+    def wait(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            # a forked child of rank 0 may hold the pipe open, so the parent is looked at too
+            ready, _, _ = select.select([0], [], [], max(0.0, min(left, POLL_SECONDS)))
+            if ready or os.getppid() != parent:
+                signal.alarm(last_seconds)
+                return True
+            if left <= 0:
+                return False
+
+    return wait
+
+
+def main() -> int:
+    """Feed the tracker that the arguments name until rank 0 leaves; after a failure start over in a fresh process."""
+    parser = argparse.ArgumentParser(description="Tell a tracker of one attempt.")
+    parser.add_argument("tracker", choices=("wandb", "tensorboard"))
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    parser.add_argument("--pause", type=float, default=FIRST_PAUSE, help="seconds before another try")
+    parser.add_argument("--last-seconds", type=int, default=LAST_SECONDS, help="seconds left when rank 0 has gone")
+    options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the ranks, sent to all of the job
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.environ.pop("WANDB_SERVICE", None)  # another client's, or the one that was lost before this try
+    os.nice(10)
+    run = Run(options.run_dir)
+    begin = run.attempt(options.attempt).read_begin()
+    if begin is None:
+        raise RunDirError("this attempt has not begun", where=run.attempt(options.attempt).begin)
+    stream = update_tracker_runs(run)[-1]
+    wait = rank_zero_wait(options.parent, options.last_seconds)
+    pause = options.pause
+    try:
+        if options.tracker == "tensorboard":
+            sink: TrackerSink = TensorBoard(run, stream)
+        else:
+            config = compose.read_resolved_config(run.config_revision(begin.config_revision))
+            sink = WandB(run, stream, config, wandb_mode(os.environ) or "offline")
+        feed_tracker(run, begin, stream, sink, wait)
+    except StreamRolledBack:
+        start_over(options, FIRST_PAUSE)
+    except Exception as error:
+        log.warning(
+            "%s: %s: %s; training goes on, and %s is tried again in %.0f s",
+            options.tracker,
+            type(error).__name__,
+            error,
+            options.tracker,
+            pause,
+        )
+        if wait(pause):
+            os._exit(0)  # the client's own last words would be about the same failure
+        start_over(options, min(2 * pause, LONGEST_PAUSE))
+    return 0
+
+
+def start_over(options: argparse.Namespace, pause: float) -> NoReturn:
+    """Become a fresh process: a client that has lost its service finds no other."""
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.train.reporting.tracker_feed",
+        options.tracker,
+        f"--run-dir={options.run_dir}",
+        f"--attempt={options.attempt}",
+        f"--parent={options.parent}",
+        f"--pause={pause}",
+        f"--last-seconds={options.last_seconds}",
+    ]
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

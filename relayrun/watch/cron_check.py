@@ -1,0 +1,362 @@
+"""One look at the runs of a folder, for cron: what no job of a chain can tell, because none runs or none can.
+
+A symptom counts when two looks a minute apart have seen it: an answer of Slurm that is not whole, or a job that is
+between two states, is none. Somebody is told by the run's notices, as a job tells it, and by a line of this program's
+output, which cron mails, where the run names nobody or a notice cannot be written. What was seen and told is kept in
+the folder that is looked after (`relayrun.watch.status.cron_check_record`), so that anybody sees when the last look was. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relayrun.control.chain import quota
+from relayrun.control.chain.campaign import start_due_members
+from relayrun.control.notify import notices
+from relayrun.control.notify.events import make_notice, write_due_notices
+from relayrun.control.notify.notices import QUIET_SECONDS, Notice
+from relayrun.control.rundir import purge
+from relayrun.control.rundir.campaign import campaign_folders, read_membership
+from relayrun.control.rundir.find_runs import find_runs_below
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run, is_owned_by_this_user
+from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.watch import unsent_notices
+from relayrun.watch.status import cron_check_record
+from relayrun.watch.status.cron_check_record import LATE_CHECK_SECONDS, CronCheckRecord
+from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.standing import DamagedRun
+from relayrun.watch.symptoms import (
+    Symptom,
+    find_symptoms,
+    is_at_work,
+    never_starts,
+    purged_soon,
+    running_job,
+    write_error,
+)
+
+SETTLE_SECONDS = 55.0
+"""A symptom counts when it is seen so long after the look that saw it first: cron may look each minute."""
+SILENT_SLURM_SECONDS = 3600.0
+"""For so long Slurm may not answer before somebody is told: controllers are updated and restarted."""
+FORGET_SECONDS = 86400.0
+"""Chains that died so long before the first look are counted, and nobody is told of each."""
+SLURM_SYMPTOM = "slurm"
+"""What Slurm's silence is called where runs have their names."""
+
+
+@dataclass
+class _SeenSymptom:
+    """A symptom of one run, and what is remembered of it."""
+
+    symptom: Symptom
+    since: float
+    told: bool
+
+
+class CronCheck:
+    """One look after the runs of a folder.
+
+    Args:
+        folder: what is looked after; runs lie at most `sentinel.DEPTH` folders below it.
+        now: seconds since 1970.
+    """
+
+    def __init__(self, folder: Path, *, now: float) -> None:
+        self._folder = folder
+        self._now = now
+        self._lines: list[str] = []
+        self._user = user_name(os.geteuid())
+        self._first = False
+        """Whether no look before this one knew of jobs."""
+        self._settle = SETTLE_SECONDS
+        self._running: dict[str, dict[str, Any]] = {}
+        self._before = CronCheckRecord(time=0.0, host="", user="")
+        self._said: dict[str, float] = {}
+        self._stuck: dict[str, dict[str, str]] = {}
+        """By campaign and member, why a run does not begin; what a run of this look tells is taken out."""
+
+    def look(self) -> list[str]:
+        """Look once; return the lines to print. Raises RelayrunError where the folder cannot be looked into."""
+        with cron_check_record.hold_lock(cron_check_record.cron_check_lock_path(self._folder, self._user)) as (
+            fd,
+            mine,
+        ):
+            if mine:
+                return self._look(fd)
+            memory = self._remembered()[0]
+            stuck = memory is not None and self._now - memory.time > LATE_CHECK_SECONDS
+            said = stuck and cron_check_record.is_first_in_hour(fd, now=self._now)
+            return [f"{self._folder}: a look that began long ago has not ended"] * said
+
+    def _look(self, lock: int) -> list[str]:
+        before, complaint = self._remembered()
+        self._first = before is None or not before.jobs_known
+        self._before = before or self._before
+        self._said = {key: when for key, when in self._before.said.items() if self._now - when < QUIET_SECONDS}
+        if complaint:
+            self._say(cron_check_record.cron_check_path(self._folder, self._user).name, "damaged", complaint)
+        kept = write_error(self._folder) is None
+        if not kept:  # no later look will know what this one saw
+            self._settle = 0.0
+        seen = self._runs()
+        period = None if before is None else self._now - before.time
+        memory = CronCheckRecord(
+            time=self._now,
+            period=period,
+            host=socket.gethostname(),
+            user=self._user,
+            seen={
+                name: {entry.symptom.cause: {"since": entry.since, "told": entry.told} for entry in entries}
+                for name, entries in seen.items()
+                if entries
+            },
+            running=self._running,
+            said=self._said,
+            jobs_known=not self._first or SLURM_SYMPTOM not in seen,
+        )
+        try:
+            cron_check_record.write_cron_check(self._folder, memory)
+        except OSError as error:
+            path = cron_check_record.cron_check_path(self._folder, self._user)
+            self._lines.append(f"{path} cannot be written: {error.strerror or error}")
+            kept = False
+        may = kept or not self._lines or cron_check_record.is_first_in_hour(lock, now=self._now)
+        return self._lines if may else []
+
+    def _remembered(self) -> tuple[CronCheckRecord | None, str]:
+        """The last look, None where none is known; and why it cannot be read."""
+        try:
+            return cron_check_record.read_cron_check(self._folder, self._user), ""
+        except RunDirError as error:
+            return None, f"what the last look saw is lost: {error.message}"
+
+    def _runs(self) -> dict[str, list[_SeenSymptom]]:
+        """Look at every run of this user's; return what is wrong with each, by its path below the folder."""
+        ended: list[tuple[Run, Plan]] = []
+        living: dict[str, tuple[Run, Plan]] = {}
+        seen: dict[str, list[_SeenSymptom]] = {}
+        for run in find_runs_below(self._folder, depth=cron_check_record.MAX_FOLDER_DEPTH):
+            try:
+                plan = Plan.load(run)
+                if plan.owner not in (None, os.geteuid()):  # its owner's jobs and notices are not this user's
+                    continue
+                if run.stop.exists():
+                    ended.append((run, plan))
+                else:
+                    living[self._name(run)] = run, plan
+            except (RelayrunError, OSError) as error:
+                seen[self._name(run)] = self._unreadable(run, getattr(error, "message", None) or str(error))
+        for run, plan in ended:
+            with contextlib.suppress(Exception):  # it has ended, and `relayrun status` says what is not told
+                seen[self._name(run)] = self._purged(run, plan)
+                self._tell(run, plan, seen[self._name(run)], at_work=False)
+        looks = start_due_members(
+            campaign_folders(run for run, _ in [*ended, *living.values()]), say=lambda words: None
+        )
+        self._stuck = {str(folder): dict(look.stuck) for folder, look in looks.items()}
+        gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
+        found = RunsWatcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
+        states = {entry.path: entry for entry in found}
+        silent = None
+        old = 0
+        for name, (run, plan) in living.items():
+            status = states[str(run.path)]
+            if isinstance(status, DamagedRun):
+                seen[name] = self._unreadable(run, status.error)
+                continue
+            if status.state == "unknown":
+                silent = status.scheduler_error or "no answer"
+                seen[name] = self._as_before(name)
+                self._running |= {name: kept} if (kept := self._before.running.get(name)) else {}
+                continue
+            try:
+                seen[name] = self._symptoms(name, run, plan, status)
+                if self._first and status.state == "broken" and self._now - _last_sign(run, status) > FORGET_SECONDS:
+                    for entry in seen[name]:
+                        entry.told = True
+                    old += 1
+                self._tell(run, plan, seen[name], at_work=is_at_work(run, status, self._running_since(name)))
+            except Exception as error:  # a defect in one run's records must not hide the others
+                seen[name] = self._unreadable(
+                    run, getattr(error, "message", None) or f"{type(error).__name__}: {error}"
+                )
+        if silent is not None:
+            seen[SLURM_SYMPTOM] = self._silent(silent)
+        if old:
+            self._lines.append(
+                f"{self._folder}: {old} chains died more than a day ago, of which nobody is told: `relayrun status`"
+            )
+        return seen
+
+    def _is_known_gone(self, name: str, run: Run) -> bool:
+        """Whether somebody was told that nothing goes on with a chain, and it was not submitted again since."""
+        since = [known["since"] for cause, known in self._before.seen.get(name, {}).items() if _is_gone(cause, known)]
+        try:
+            return bool(since) and run.plan.stat().st_mtime < max(since)
+        except OSError:
+            return False
+
+    def _purged(self, run: Run, plan: Plan) -> list[_SeenSymptom]:
+        """What the site would soon remove of a chain that has ended: nobody else looks after it."""
+        newest = Lineage(run).durable() if plan.purge_days else None
+        found = None if newest is None else purge.checkpoint_purge(newest.iteration, newest.path, plan.purge_days)
+        told = purged_soon([] if found is None else [found], now=self._now)
+        return [self._seen(self._name(run), symptom) for symptom in told]
+
+    def _symptoms(self, name: str, run: Run, plan: Plan, status: RunStatus) -> list[_SeenSymptom]:
+        job = running_job(status)
+        if job is not None:
+            known = self._before.running.get(name, {})
+            same = known.get("job") == job.id
+            self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
+        policy, since = notices.read_notice_policy(run), self._running_since(name)
+        if (
+            status.state in ("running", "queued")
+            and quota.is_measurement_due(run, now=self._now)
+            and is_owned_by_this_user(run)
+        ):
+            with contextlib.suppress(OSError):  # a full disk is told as such
+                quota.measure_quotas(run, plan, now=self._now)
+        found = find_symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
+        if status.state == "waiting":
+            found += self._never_begins(run)
+        return [self._seen(name, symptom) for symptom in found]
+
+    def _never_begins(self, run: Run) -> list[Symptom]:
+        """Why a run that waits does not begin; of runs with the same trouble the first one tells it."""
+        membership = read_membership(run)
+        stuck = {} if membership is None else self._stuck.get(membership.folder, {})
+        why = stuck.get(membership.member, stuck.get("")) if membership is not None else None
+        if membership is None or why is None:
+            return []
+        alike = [name for name, reason in stuck.items() if reason == why]
+        self._stuck[membership.folder] = {name: reason for name, reason in stuck.items() if reason != why}
+        return [never_starts(run, why, whole="" in alike, others=len(alike) - 1)]
+
+    def _running_since(self, name: str) -> float | None:
+        """From which look on the run's job was seen running in each; None where none runs."""
+        return self._running[name]["since"] if name in self._running else None
+
+    def _seen(self, name: str, symptom: Symptom) -> _SeenSymptom:
+        known = self._before.seen.get(name, {}).get(symptom.cause, {})
+        return _SeenSymptom(symptom, since=float(known.get("since", self._now)), told=bool(known.get("told", False)))
+
+    def _as_before(self, name: str) -> list[_SeenSymptom]:
+        """What was seen of a run before Slurm stopped answering; it is neither told now nor forgotten."""
+        causes = self._before.seen.get(name, {})
+        return [self._seen(name, Symptom(event="stopped", cause=cause, reason="")) for cause in causes]
+
+    def _unreadable(self, run: Run, why: str) -> list[_SeenSymptom]:
+        """A run whose records cannot be read has no notices that could be trusted: a line says it."""
+        name = self._name(run)
+        entry = self._seen(name, Symptom(event="stopped", cause="unreadable", reason=f"it cannot be looked at: {why}"))
+        if self._is_due(entry, self._settle):
+            entry.told = self._say(name, entry.symptom.cause, entry.symptom.reason)
+        return [entry]
+
+    def _silent(self, why: str) -> list[_SeenSymptom]:
+        entry = self._seen(SLURM_SYMPTOM, Symptom(event="stopped", cause="no answer", reason=why))
+        if self._is_due(entry, SILENT_SLURM_SECONDS if shutil.which("squeue") else 0.0):
+            entry.told = self._say(SLURM_SYMPTOM, entry.symptom.cause, f"nothing is known of the jobs: {why}")
+        return [entry]
+
+    def _is_due(self, entry: _SeenSymptom, patience: float) -> bool:
+        return not entry.told and self._now - entry.since >= patience
+
+    def _tell(self, run: Run, plan: Plan, entries: Sequence[_SeenSymptom], *, at_work: bool) -> None:
+        """Have the run's notices tell what is due; a line tells what they cannot."""
+        due = [entry for entry in entries if self._is_due(entry, max(self._settle, entry.symptom.patience))]
+        name = self._name(run)
+        try:
+            policy = notices.read_trusted_notice_policy(run) if is_owned_by_this_user(run) else None
+            written: Mapping[str, object] = {}
+            complaints: list[str] = []
+            if policy is not None:
+                more = [self._notice(run, plan, entry) for entry in due]
+                complaints = write_due_notices(run, plan, policy, now=self._now, at_work=at_work, more=more)
+                written = notices.known_notices(run)
+                unsent_notices.start_sender(run, policy, again_and_again=True)
+        except (RelayrunError, OSError, TypeError, ValueError) as error:
+            policy, written = None, {}
+            complaints = [getattr(error, "message", None) or f"{type(error).__name__}: {error}"]
+        for entry in due:
+            if policy is not None and (self._id(entry) in written or not policy.wants(entry.symptom.event)):
+                entry.told = True
+            else:
+                usual = f"relayrun resume {run.path}" if entry.symptom.event == "stopped" else ""
+                go_on = entry.symptom.go_on or usual
+                entry.told = self._say(name, entry.symptom.cause, entry.symptom.reason, go_on=go_on)
+        if complaints and (due or at_work):  # they are tried again with the next look
+            self._say(name, "notices", f"its notices cannot be written: {'; '.join(complaints)}")
+
+    def _notice(self, run: Run, plan: Plan, entry: _SeenSymptom) -> Notice:
+        symptom = entry.symptom
+        return make_notice(
+            run,
+            plan,
+            self._id(entry),
+            cause=f"{symptom.event}-{symptom.cause}" if symptom.event == "stopped" else symptom.event,
+            time=self._now,
+            reason=symptom.reason,
+            go_on=symptom.go_on,
+        )
+
+    def _id(self, entry: _SeenSymptom) -> str:
+        """The id of its notice: the same for as long as the trouble lasts."""
+        since = entry.since if self._settle else self._now // QUIET_SECONDS * QUIET_SECONDS
+        return entry.symptom.notice or f"{entry.symptom.event}-{entry.symptom.cause}-{int(since)}"
+
+    def _say(self, name: str, cause: str, reason: str, *, go_on: str = "") -> bool:
+        """Print a line, at most one of a run and cause an hour; return whether it is said."""
+        key = f"{name} {cause}"
+        if key in self._said:
+            return False
+        self._said[key] = self._now
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._now))
+        self._lines.append(f"{clock} {name}: {reason}" + (f"\n  -> {go_on}" if go_on else ""))
+        return True
+
+    def _name(self, run: Run) -> str:
+        return os.path.relpath(run.path, self._folder)
+
+
+def check_folder(folder: Path, *, now: float) -> list[str]:
+    """Look once after the runs of a folder; return the lines to print.
+
+    Raises InputError where it is no folder, or may not be written into; RelayrunError where it cannot be looked into.
+    """
+    if not folder.is_dir():
+        raise InputError("there is no such folder", where=folder, hint="give the folder that your runs lie in")
+    try:
+        return CronCheck(folder, now=now).look()
+    except OSError as error:
+        raise InputError(
+            f"it cannot be looked after: {error.strerror or error}",
+            where=error.filename or folder,
+            hint="the sentinel keeps what it saw in the folder that it looks after",
+        ) from None
+
+
+def _is_gone(cause: str, known: Mapping[str, Any]) -> bool:
+    return cause.startswith("gone-") and bool(known.get("told"))
+
+
+def _last_sign(run: Run, status: RunStatus) -> float:
+    """When something was last known to happen in a run, in seconds since 1970."""
+    ended = 0.0 if status.last_job is None else status.last_job.end_time or 0.0
+    with contextlib.suppress(OSError):
+        return max(run.plan.stat().st_mtime, status.updated, ended)
+    return max(status.updated, ended)

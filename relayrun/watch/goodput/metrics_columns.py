@@ -1,0 +1,153 @@
+"""The lines of a metrics.jsonl as columns of numbers, read fast: a run may have a million of them.
+
+A program writes its lines in one form, again and again. So a line that was parsed gives a pattern, which splits a whole
+block of lines into numbers and into what has another form: evaluations, rewinds, torn lines. That alone is parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.control.rundir.ways_back import METRICS_CHUNK, resets_iteration
+
+Column = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsBlock:
+    """Lines that follow each other."""
+
+    rows: int
+    columns: Mapping[str, Column]
+    """The numbers under each name that was asked for, one a line; NaN where a line has none."""
+    records: Mapping[int, Mapping[str, Any]]
+    """Lines that were parsed, whole, by their number in the block."""
+
+    def part(self, first: int, end: int) -> MetricsBlock:
+        """Lines `first` to before `end`."""
+        return MetricsBlock(
+            rows=end - first,
+            columns={name: column[first:end] for name, column in self.columns.items()},
+            records={row - first: record for row, record in self.records.items() if first <= row < end},
+        )
+
+
+_NUMBER = rb"[-+0-9.eE]++"
+_OTHER = {dict: rb"\{[^{}\n]*+\}", list: rb"\[[^\[\]\n]*+\]", str: rb'"[^"\\\n]*+"', bool: rb"(?:true|false)"}
+
+
+@dataclass(frozen=True)
+class _LineForm:
+    """One form of lines: a pattern that matches the whole of a line, with a group for each number that is wanted."""
+
+    pattern: re.Pattern[bytes]
+    numbers: Sequence[str]
+
+
+def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlock]:
+    """Yield the lines of an attempt's metrics, oldest first; a missing file has none.
+
+    `names`: of the numbers that are wanted. What is no whole JSON object is left out: a killed writer left it.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below, where the generator is
+    except FileNotFoundError:
+        return
+    form: _LineForm | None = None
+    with file:
+        while lines := file.readlines(METRICS_CHUNK):
+            if not lines[-1].endswith(b"\n"):
+                lines.pop()
+            if form is None:
+                form = _first_line_form(lines, names)
+            block, odd = _block(lines, form, names)
+            if 2 * odd > block.rows:  # the program writes another form by now
+                form = _first_line_form(lines[::-1], names)
+            if block.rows:
+                yield block
+
+
+def _block(lines: Sequence[bytes], form: _LineForm | None, names: Sequence[str]) -> tuple[MetricsBlock, int]:
+    """The block of some lines, and how many of them were parsed."""
+    if form is None:
+        pieces: list[bytes] = [b"".join(lines)]
+        stride = 1
+    else:
+        pieces = form.pattern.split(b"".join(lines))
+        stride = len(form.numbers) + 1
+    between = pieces[::stride]  # what stands before the first line of this form, behind it, ...
+    records: dict[int, dict[str, Any]] = {}
+    places = []
+    row = 0
+    for number, text in enumerate(between):
+        if text:
+            for line in text.splitlines():
+                if (record := _parsed(line)) is not None:
+                    records[row] = record
+                    row += 1
+        if number + 1 < len(between):
+            places.append(row)
+            row += 1
+    columns = {name: np.full(row, np.nan) for name in names}
+    at = np.array(places, dtype=np.intp)
+    for number, name in enumerate(form.numbers if form is not None else (), start=1):
+        columns[name][at] = np.fromiter(map(float, pieces[number::stride]), dtype=np.float64, count=len(places))
+    for place, record in records.items():
+        for name in names:
+            value = record.get(name)
+            if type(value) in (int, float):
+                columns[name][place] = value
+    return MetricsBlock(rows=row, columns=columns, records=records), len(records)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None where it is torn."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _first_line_form(lines: Sequence[bytes], names: Sequence[str]) -> _LineForm | None:
+    """The form of the first line that has one."""
+    for line in lines[:10]:
+        record = _parsed(line)
+        if record is None or "evaluation_seconds" in record or resets_iteration(record):  # few, and wanted whole
+            continue
+        if (form := _line_form(line, record, names)) is not None:
+            return form
+    return None
+
+
+def _line_form(line: bytes, record: Mapping[str, Any], names: Sequence[str]) -> _LineForm | None:
+    """The form of a line; None where it does not match its own form, or what is wanted of it is no number."""
+    parts, numbers = [], []
+    for name, value in record.items():
+        key = re.escape(json.dumps(name, ensure_ascii=False).encode()) + rb": "
+        kind = type(value)
+        if value is None:
+            parts.append(key + rb"null")
+        elif kind in (int, float):
+            numbers += [name] if name in names else []
+            parts.append(key + (rb"(" + _NUMBER + rb")" if name in names else _NUMBER))
+        elif name in names or kind not in _OTHER:
+            return None
+        else:
+            parts.append(key + _OTHER[kind])
+    pattern = re.compile(rb"^\{" + rb", ".join(parts) + rb"\}\n", re.M)
+    if not numbers or pattern.fullmatch(line) is None:
+        return None
+    try:
+        [float(value) for value in pattern.split(line)[1:-1]]
+    except ValueError:
+        return None
+    return _LineForm(pattern, tuple(numbers))

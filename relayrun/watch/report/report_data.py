@@ -1,0 +1,272 @@
+"""All that a page shows of a run. The metrics are read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from relayrun.config.compose import compose
+from relayrun.config.compose.differences import config_differences
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.stop import stop_reason
+from relayrun.errors import RelayrunError
+from relayrun.files import read_json
+from relayrun.tokens.order.schedule import Schedule
+from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
+from relayrun.watch.goodput.attribution import Mask
+from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, to_microseconds
+from relayrun.watch.goodput.metrics_columns import MetricsBlock
+from relayrun.watch.report.series import EMPTY_SERIES, Points, Series, reduce_points
+
+SHOWN_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes")
+"""Numbers of the metrics that have a chart."""
+
+BAND_COLUMNS = 240
+"""Columns of the band of goodput over time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationSteps:
+    """What one allocation's attempt trained that counts."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigChange:
+    """A revision of the config, and what it changed."""
+
+    revision: int
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRead:
+    """What was read of one data set, up to the durable checkpoint."""
+
+    dataset: str
+    weight: float
+    """Share of the samples in the newest phase; 0: the data set has left the mixture."""
+    samples: int
+    epochs: float | None
+    """None where the data set does not say how long an epoch is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReportData:
+    """A run as a page shows it. Times are seconds since 1970."""
+
+    run: Run
+    plan: Plan
+    account: NodeTimeAccount
+    series: dict[str, Series]
+    """By the names of `SHOWN`, over iterations; those that count."""
+    last: dict[str, float]
+    """The newest value of each of them, and of `iteration`."""
+    validation: dict[str, Series]
+    """Loss of each validation set."""
+    trained: Sequence[AllocationSteps | None]
+    """An entry for each stay of the account."""
+    band: Sequence[dict[str, float]]
+    """Share of the nodes' time by part, column by column from `band_start`, each `band_seconds` long."""
+    band_start: float
+    band_seconds: float
+    checkpoints: Sequence[CheckpointCommit]
+    """Those that count, rising."""
+    evaluations: Sequence[evaluations.Result]
+    data: Sequence[DatasetRead]
+    data_missing: str
+    """Why it is not known what was read; empty where it is."""
+    changes: Sequence[ConfigChange]
+    config: str
+    """The newest revision of the config."""
+    stop: str | None
+    """Why the chain ended; None while it has not."""
+
+    @property
+    def name(self) -> str:
+        return self.account.name
+
+
+@dataclass
+class _NodeTimeBand:
+    """Node time by part and column."""
+
+    grain: int
+    columns: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def sink(self, stay: NodeAllocation) -> BookedPartSink:
+        def take(part: str, amount: int, start: int, end: int) -> None:
+            first, last = start // self.grain, max(start, end - 1) // self.grain
+            for column in range(first, last + 1):
+                inside = min(end, (column + 1) * self.grain) - max(start, column * self.grain)
+                share = inside / (end - start) if end > start else 1.0
+                sums = self.columns.setdefault(column, {})
+                sums[part] = sums.get(part, 0.0) + amount * share
+
+        return take
+
+
+@dataclass
+class _MetricLines:
+    """What counts of the metrics."""
+
+    columns: dict[str, list[Points]] = field(
+        default_factory=lambda: {name: [] for name in ("iteration", *SHOWN_METRICS)}
+    )
+    validation: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    trained: dict[int, AllocationSteps] = field(default_factory=dict)
+    """By the place of the stay."""
+
+    def seen(self, place: int) -> Callable[[MetricsBlock, Mask], None]:
+        def take(block: MetricsBlock, counts: Mask) -> None:
+            steps = counts & ~np.isnan(block.columns["iteration"])
+            for row, record in block.records.items():
+                if "validation" in record:
+                    steps[row] = False
+                    if counts[row]:
+                        self._evaluated(record)
+            if not steps.any():
+                return
+            for name, parts in self.columns.items():
+                parts.append(block.columns[name][steps])
+            numbers = self.columns["iteration"][-1]
+            before = self.trained.get(place)
+            first = int(numbers[0]) if before is None else before.first
+            self.trained[place] = AllocationSteps(first=first, last=int(numbers[-1]))
+
+        return take
+
+    def _evaluated(self, record: Any) -> None:
+        validation = record["validation"]
+        for name, loss in validation.items() if isinstance(validation, dict) else ():
+            if isinstance(loss, (int, float)):
+                self.validation.setdefault(str(name), []).append((float(record["iteration"]), float(loss)))
+
+    def joined(self) -> dict[str, Points]:
+        return {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in self.columns.items()}
+
+
+def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
+    """Read a run. Raises RunDirError where no attempt has begun, or a record is damaged."""
+    facts = read_run_facts(run, now=now)
+    begin, grain = _columns_of(facts)
+    band, lines = _NodeTimeBand(grain), _MetricLines()
+    places = {id(stay): place for place, stay in enumerate(facts.stays)}
+    found = account_for_run(
+        run,
+        facts=facts,
+        sink=band.sink,
+        seen=lambda stay: lines.seen(places[id(stay)]),
+        also=("grad_norm", "lr", "memory_bytes"),
+        grain=grain,
+    )
+    columns = lines.joined()
+    x = columns["iteration"]
+    rises = bool(np.all(np.diff(x) >= 0))
+    order = slice(None) if rises else np.argsort(x, kind="stable")
+    checkpoints = Lineage(run).line()
+    data, missing = datasets_read(run, max(0, checkpoints[-1].consumed_samples) if checkpoints else 0)
+    newest = max(run.revisions(), default=None)
+    return RunReportData(
+        run=run,
+        plan=facts.plan,
+        account=found,
+        series={
+            name: reduce_points(x[order], columns[name][order]) if x.size else EMPTY_SERIES for name in SHOWN_METRICS
+        },
+        last={name: float(values[-1]) for name, values in columns.items() if values.size and np.isfinite(values[-1])},
+        validation={name: _points(points) for name, points in sorted(lines.validation.items())},
+        trained=[lines.trained.get(place) for place in range(len(facts.stays))],
+        band=_column_shares(band, begin, grain, nodes=max(stay.nodes for stay in facts.stays)),
+        band_start=begin / MICROSECONDS_PER_SECOND,
+        band_seconds=grain / MICROSECONDS_PER_SECOND,
+        checkpoints=checkpoints,
+        evaluations=evaluations.evaluation_results(run),
+        data=data,
+        data_missing=missing,
+        changes=_config_changes(run),
+        config="" if newest is None else run.config_revision(newest).read_text(encoding="utf-8", errors="replace"),
+        stop=stop_reason(run),
+    )
+
+
+def _columns_of(facts: RunFacts) -> tuple[int, int]:
+    """Where the first column of the band begins, and how long each is, in microseconds."""
+    begin = min(stay.start if stay.submit is None else min(stay.submit, stay.start) for stay in facts.stays)
+    end = max(stay.end for stay in facts.stays)
+    grain = max(MICROSECONDS_PER_SECOND // 10, -(-to_microseconds(end - begin) // BAND_COLUMNS))
+    return to_microseconds(begin) // grain * grain, grain
+
+
+def _column_shares(band: _NodeTimeBand, begin: int, grain: int, *, nodes: int) -> list[dict[str, float]]:
+    """The band's columns as shares of what all nodes could have done in them."""
+    first = begin // grain
+    columns: list[dict[str, float]] = [{} for _ in range(max(band.columns, default=first) - first + 1)]
+    for number, sums in band.columns.items():
+        if number >= first:
+            columns[number - first] = {part: amount / (grain * nodes) for part, amount in sums.items()}
+    return columns
+
+
+def _points(points: Sequence[tuple[float, float]]) -> Series:
+    x, y = (np.array(values, dtype=np.float64) for values in zip(*sorted(points), strict=True))
+    return reduce_points(x, y)
+
+
+def datasets_read(run: Run, consumed: int) -> tuple[list[DatasetRead], str]:
+    """What was read of each data set up to so many samples; where that is not known, none and why.
+
+    It follows from the phases that the newest attempt wrote down: no file of the data is looked at.
+    """
+    for number in reversed(run.attempt_numbers()):
+        path = run.attempt(number).data
+        try:
+            state = read_json(path)
+            schedule = Schedule.from_json(state["phases"])
+            weights = schedule.phases[-1].weights
+            total = sum(weights.values())
+            found = []
+            for name, count in schedule.counts(consumed).items():
+                windows = int(state["datasets"][name].get("windows") or 0)
+                found.append(
+                    DatasetRead(
+                        dataset=name,
+                        weight=weights.get(name, 0) / total,
+                        samples=count,
+                        epochs=count / windows if windows else None,
+                    )
+                )
+            return found, ""
+        except FileNotFoundError:
+            continue
+        except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+            return [], f"{path} is not readable: {error}"
+    return [], "no attempt has written down its data order"
+
+
+def _config_changes(run: Run) -> list[ConfigChange]:
+    """What each revision of the config changed; the first one nothing."""
+    found = []
+    before = None
+    for revision in run.revisions():
+        try:
+            config = compose.read_resolved_config(run.config_revision(revision))
+        except (RelayrunError, OSError) as error:  # of another version, perhaps
+            found.append(ConfigChange(revision=revision, lines=[f"not readable: {getattr(error, 'message', error)}"]))
+            continue
+        if before is not None:
+            found.append(
+                ConfigChange(revision=revision, lines=config_differences(before, config) or ["the same settings"])
+            )
+        before = config
+    return found

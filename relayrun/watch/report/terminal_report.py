@@ -1,0 +1,176 @@
+"""The report of a run: a table of its attempts, the loss curve in the terminal, the relay and its loss as PNG.
+
+Everything is read from the run directory's records; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from relayrun.control.rundir import merged_metrics
+from relayrun.control.rundir.run import Run
+from relayrun.files import atomic_file, read_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptRow:
+    """What one attempt did. `tokens` counts what it computed, also what was computed again later."""
+
+    number: int
+    cause: str
+    reason: str
+    first_iteration: int
+    last_iteration: int
+    durable_iteration: int | None
+    tokens: int
+    seconds: float | None
+    tokens_per_second: float | None
+    """Mean speed over the attempt's iterations, weighted by tokens."""
+    trained: bool = True
+    """False where it ended before its first iteration; `first_iteration` and `last_iteration` are then its base."""
+    start_time: float = 0.0
+    """Seconds since 1970."""
+    commits: tuple[tuple[float, int], ...] = ()
+    """When a checkpoint was durable, in seconds since 1970, and its iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptsReport:
+    """A run as its records tell it."""
+
+    run: Run
+    attempts: list[AttemptRow]
+    iterations: list[int]
+    losses: list[float]
+    validation: dict[str, list[tuple[int, float]]]
+    """For each validation set (iteration, mean loss in nats per token), oldest first."""
+
+
+def read_attempts_report(run: Run) -> AttemptsReport:
+    """Gather a run's records."""
+    lines = merged_metrics.merged_metrics(run)
+    steps = [line for line in lines if "loss" in line]
+    validation: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, loss in line.get("validation", {}).items():
+            validation.setdefault(name, []).append((line["iteration"], loss))
+    return AttemptsReport(
+        run=run,
+        attempts=[row for number in run.attempt_numbers() if (row := _attempt_row(run, number)) is not None],
+        iterations=[line["iteration"] for line in steps],
+        losses=[line["loss"] for line in steps],
+        validation=validation,
+    )
+
+
+def _attempt_row(run: Run, number: int) -> AttemptRow | None:
+    attempt = run.attempt(number)
+    begin, end = attempt.read_begin(), attempt.read_end()
+    if begin is None:
+        return None
+    steps: list[dict[str, Any]] = [line for line in read_lines(attempt.metrics) if "loss" in line]
+    seconds = sum(line.get("step_seconds", 0.0) for line in steps)  # a foreign program need not say these
+    tokens = round(sum(line.get("tokens_per_second", 0.0) * line.get("step_seconds", 0.0) for line in steps))
+    return AttemptRow(
+        number=number,
+        cause=end.cause if end else "unknown",
+        reason=end.reason if end else "has not ended, or was killed",
+        first_iteration=steps[0]["iteration"] if steps else begin.base_iteration,
+        last_iteration=steps[-1]["iteration"] if steps else begin.base_iteration,
+        durable_iteration=end.durable_iteration if end else None,
+        tokens=tokens,
+        seconds=end.end_time - begin.start_time if end else None,
+        tokens_per_second=tokens / seconds if tokens and seconds else None,
+        trained=bool(steps),
+        start_time=begin.start_time,
+        commits=tuple((commit.time, commit.iteration) for commit in attempt.read_commits()),
+    )
+
+
+def attempts_table(report: AttemptsReport) -> Table:
+    """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
+    table = Table(title=f"attempts of {report.run.path.name}")
+    for name in ("attempt", "ended", "why", "iterations", "durable", "tokens", "wall s", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("ended", "why") else "right")
+    for row in report.attempts:
+        table.add_row(
+            str(row.number),
+            row.cause,
+            row.reason,
+            f"{row.first_iteration}–{row.last_iteration}" if row.trained else "none",
+            "" if row.durable_iteration is None else str(row.durable_iteration),
+            f"{row.tokens:,}",
+            "" if row.seconds is None else f"{row.seconds:.0f}",
+            "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        )
+    return table
+
+
+def terminal_curve(report: AttemptsReport, *, width: int = 90, height: int = 20) -> str:
+    """Return the loss curve as text, with a mark where an attempt began."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, height)
+    plotext.plot(report.iterations, report.losses, marker="braille", label="training loss")
+    for name, points in report.validation.items():
+        plotext.scatter([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
+    for row in report.attempts[1:]:
+        plotext.vline(row.first_iteration)
+    plotext.xlabel("iteration")
+    plotext.ylabel("nats per token")
+    return str(plotext.uncolorize(plotext.build()))
+
+
+def write_png(report: AttemptsReport, path: Path) -> None:
+    """Draw the relay, a bar for each attempt and a point for each durable checkpoint, and the loss below it, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), dpi=130, layout="constrained")
+    relay, loss = figure.subplots(2, 1, height_ratios=(min(3.0, 0.6 + 0.3 * len(report.attempts)), 3.0))
+    _draw_relay(report, relay)
+    loss.plot(report.iterations, report.losses, linewidth=1.1, label="training loss")
+    for name, points in report.validation.items():
+        loss.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
+    for row in filter(lambda row: row.trained, report.attempts):
+        loss.axvspan(
+            row.first_iteration - 0.5, row.last_iteration + 0.5, color=_colour(row), alpha=0.12, linewidth=0, zorder=0
+        )
+    loss.set(xlabel="iteration", ylabel="nats per token")
+    loss.legend(loc="upper right")
+    with atomic_file(path) as temporary:
+        FigureCanvasAgg(figure).print_png(temporary)
+
+
+def _draw_relay(report: AttemptsReport, axes: Any) -> None:
+    """Draw when each attempt ran, and what it handed on."""
+    begin = min(row.start_time for row in report.attempts)
+    last = max(
+        max([row.start_time + (row.seconds or 0.0), *(time for time, _ in row.commits)]) for row in report.attempts
+    )
+    scale, unit = next((each for each in _TIME_UNITS if last - begin >= 2 * each[0]), (1.0, "seconds"))
+    for place, row in enumerate(report.attempts):
+        end = last if row.seconds is None else row.start_time + row.seconds
+        left, width = (row.start_time - begin) / scale, (end - row.start_time) / scale
+        axes.barh(place, width, left=left, height=0.55, color=_colour(row), alpha=0.35)
+        axes.text(left + width, place, f"  {row.number}: {row.cause}", va="center", fontsize=7)
+        times = [(time - begin) / scale for time, _ in row.commits]
+        axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
+        if times and place + 1 < len(report.attempts):  # the baton
+            start = (report.attempts[place + 1].start_time - begin) / scale
+            axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
+    axes.set(xlabel=unit, yticks=[], ylim=(len(report.attempts) - 0.4, -0.6), xlim=(0, 1.1 * (last - begin) / scale))
+    axes.set_title("attempts, and the checkpoints that they handed on", fontsize=9, loc="left")
+
+
+_TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+
+
+def _colour(row: AttemptRow) -> str:
+    return f"C{(row.number - 1) % 10}"

@@ -1,0 +1,230 @@
+"""All that is known of one run as text for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from relayrun.control.scheduler.base import Job
+from relayrun.watch.status.broken import describe_job_end
+from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.status.standing import DamagedRun
+from relayrun.watch.status.standing_view import cron_check_line, format_loss, format_seconds, format_speed
+
+_USED_AGAIN = " (used again: there are too few others)"
+
+
+def run_status_table(status: RunStatus, *, now: float) -> Table:
+    """Return all that is known of one run, one fact a line; lines without a fact are left out."""
+    table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _lines(status, now):
+        if text:
+            table.add_row(name, escape(text))
+    return table
+
+
+def run_status_as_json(status: RunStatus | DamagedRun) -> dict[str, Any]:
+    """Return the facts of a status for JSON; a number that is none (a loss of NaN) is null."""
+    values: dict[str, Any] = _finite(asdict(status))
+    return values
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
+    attempt = ""
+    if status.attempt is not None and status.begin_time is not None:
+        attempt = f"{status.attempt}, job {status.job_id} on {status.nodes}, begun {format_seconds(now - status.begin_time)} ago"
+        attempt += f", now in {status.phase}" if status.phase else ""
+    step = f"{status.iteration} of {status.total_steps}" if status.total_steps else f"{status.iteration}"
+    step += f", {format_seconds(now - status.step_time)} ago" if status.step_time is not None else ""
+    limit = ""
+    if status.leave_time is not None and status.job_end_time is not None:
+        limit = (
+            f"saves and leaves at {_clock(status.leave_time)} or earlier, the job ends at {_clock(status.job_end_time)}"
+        )
+    failed = (
+        f"{status.failed_attempts} in a row without a new checkpoint; the chain stops at {status.max_failed_attempts}"
+    )
+    return [
+        ("directory", status.path),
+        ("state", status.state + (f": {words}" if (words := status.stop or status.broken) else "")),
+        ("go on", status.go_on or ""),
+        ("chain", f"{status.mode}, auto_requeue {'on' if status.auto_requeue else 'off'}"),
+        ("queue", _queue(status)),
+        ("fallback job", ", ".join(_job(job, status.pending.get(job.id)) for job in status.fallback_jobs)),
+        ("last job", _last_job(status, now)),
+        ("attempt", attempt or "none yet"),
+        ("time limit", limit),
+        ("iteration", step),
+        ("left", _remaining(status)),
+        ("loss", format_loss(status.loss)),
+        ("tokens/s", format_speed(status.tokens_per_second)),
+        ("durable", _durable(status)),
+        ("left out", _skipped_documents(status)),
+        ("mirror", _mirror(status, now)),
+        *(("disk", words) for words in status.disk),
+        *(("purge", purge.words(now)) for purge in status.purges),
+        *(("quota", words) for words in _quotas(status, now)),
+        ("left behind", _damaged_checkpoints(status)),
+        ("quarantine", _quarantine(status)),
+        ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
+        ("evaluations", _evaluations(status)),
+        ("failed rounds", f"{status.failed_rounds}; the last: {status.last_failed_round}" * bool(status.failed_rounds)),
+        ("node health", _node_health(status)),
+        ("straggler", status.straggler or ""),
+        ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
+        ("failed", failed if status.failed_attempts else ""),
+        ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
+        ("excluded", ", ".join(f"{node}{_USED_AGAIN * (node in status.used_again)}" for node in status.excluded)),
+        ("triggers", ", ".join(f"{t.name} by {t.user}, {format_seconds(now - t.time)} ago" for t in status.triggers)),
+        ("sentinel", "" if status.sentinel is None else cron_check_line(status.sentinel, now=now)),
+        ("notices", f"{status.unsent_notices} not sent: " * bool(status.unsent_notices) + status.unsent_reason),
+    ]
+
+
+def _node_health(status: RunStatus) -> str:
+    count = len(status.sick_nodes)
+    return f"{f'{count} findings; the last: ' if count > 1 else ''}{status.sick_nodes[-1]}" if count else ""
+
+
+def _queue(status: RunStatus) -> str:
+    if status.scheduler_error is not None:
+        return f"unknown: {status.scheduler_error}"
+    return ", ".join(_job(job, status.pending.get(job.id)) for job in status.jobs) or "no jobs"
+
+
+def _job(job: Job, reason: str | None) -> str:
+    return f"{job.id} ({job.state.lower()}" + (f": {reason})" if reason else ")")
+
+
+def _last_job(status: RunStatus, now: float) -> str:
+    job = status.last_job
+    if job is None:
+        return ""
+    ago = f", {format_seconds(now - job.end_time)} ago" if job.end_time is not None else ""
+    return f"{job.id}: {describe_job_end(job)}{ago} ({job.source})"
+
+
+def _quarantine(status: RunStatus) -> str:
+    """What lies in quarantine besides what is left behind, and why."""
+    told = {entry.path for entry in status.left_behind}
+    rest = [entry for entry in status.in_quarantine if entry.path not in told]
+    return "; ".join(f"{entry.iteration}, computed again since: {entry.why} ({entry.path})" for entry in rest)
+
+
+def _mirror(status: RunStatus, now: float) -> str:
+    """What is copied to the second place, and why not more."""
+    last = status.mirror
+    if last is None:
+        return ""
+    known = f"iteration {last.iteration} {'is' if last.seen else 'was'} copied and verified"
+    what = "no copy yet" if last.iteration is None else known
+    newest = status.durable_iteration or 0
+    behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
+    why = f": {last.complaint}" if last.complaint else ""
+    looked = f"looked {format_seconds(now - last.time)} ago"
+    if last.complaint and last.good_time is None:
+        looked += "; never was all well"
+    elif last.complaint and last.good_time is not None:
+        looked += f"; all was well {format_seconds(now - last.good_time)} ago"
+    return f"{what}{behind}{why} ({looked})"
+
+
+def _quotas(status: RunStatus, now: float) -> list[str]:
+    """How full what this run writes to is, and why that is not known."""
+    told = [
+        f"{each.words(now)} (looked {format_seconds(now - each.time)} ago)"
+        for each in status.quotas
+        if each.is_told(now)
+    ]
+    return [*told, *filter(None, [status.quota_complaint])]
+
+
+def _skipped_documents(status: RunStatus) -> str:
+    """What streams could not read and left out."""
+    return "; ".join(
+        f"{name}: " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+        for name, counts in status.left_out.items()
+    )
+
+
+def _damaged_checkpoints(status: RunStatus) -> str:
+    """Iterations with one reason together: two checkpoints are often torn in one way."""
+    parts: dict[tuple[bool, str], list[int]] = {}
+    for entry in status.left_behind:
+        parts.setdefault((entry.quarantined, entry.why), []).append(entry.iteration)
+    texts = []
+    for (quarantined, why), iterations in parts.items():
+        names = " and ".join(filter(None, [", ".join(map(str, iterations[:-1])), str(iterations[-1])]))
+        verb = "are" if len(iterations) > 1 else "is"
+        texts.append(f"{names} {verb} {'in quarantine' if quarantined else 'not whole'}: {why}")
+    return "; ".join(texts)
+
+
+def _evaluations(status: RunStatus) -> str:
+    """The newest result, how many there are, and what failed last."""
+    parts = []
+    done = [result for result in status.evaluations if result.status == "done"]
+    failed = [result for result in status.evaluations if result.status == "failed"]
+    if done:
+        tasks = ", ".join(
+            f"{task} " + " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "stderr" not in name)
+            for task, metrics in done[-1].results.items()
+        )
+        parts.append(f"iteration {done[-1].iteration}: {tasks}; {len(done)} done")
+    if failed:
+        parts.append(f"{len(failed)} failed, the last of iteration {failed[-1].iteration}: {failed[-1].error}")
+    if waiting := status.waiting_evaluations:
+        parts.append("no result yet: " + ", ".join(f"iteration {n} ({job})" for n, job in waiting.items()))
+    if unqueued := status.unqueued_evaluations:
+        numbers = ", ".join(map(str, list(unqueued)[:5])) + ", ..." * (len(unqueued) > 5)
+        why = next((f": {words}" for words in reversed(unqueued.values()) if words), "")
+        parts.append(f"{len(unqueued)} wanted and not queued (iteration {numbers}){why}")
+    return "; ".join(parts)
+
+
+def _durable(status: RunStatus) -> str:
+    if status.durable_iteration is None:
+        return status.durable_fault or ""
+    if status.durable_path is None:
+        return "nothing saved yet"
+    age = f", {format_seconds(status.durable_age)} old" if status.durable_age is not None else ""
+    return f"iteration {status.durable_iteration}{age}: {status.durable_path}"
+
+
+def _remaining(status: RunStatus) -> str:
+    left = status.remaining
+    if left is None or not left.iterations:
+        return ""
+    pace = f"the last {left.attempts} attempts" if left.attempts > 1 else "one attempt"
+    text = f"{format_seconds(left.seconds)} of running jobs, {left.node_hours:,.1f} node hours, at the pace of {pace}"
+    if left.earliest_end is not None:
+        text += f"; done at {_clock(left.earliest_end)} if no job waits"
+    if left.queue_seconds is not None:
+        text += f"; the last jobs waited {format_seconds(left.queue_seconds)} each, which is not in it"
+    return text
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
