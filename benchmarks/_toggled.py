@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from relayrun.train.checkpoint.memory import MemoryTier
+from relayrun.train.checkpoint.memory_tier import MemoryTier
 from relayrun.train.hooks import Hook, StepStart
-from relayrun.train.reporting.heartbeat import HeartbeatWriter
-from relayrun.train.reporting.sections import SectionReporter
-from relayrun.train.reporting.stragglers import Stragglers
+from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter
+from relayrun.train.reporting.metrics import Stragglers
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "heartbeats": [

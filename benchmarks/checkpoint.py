@@ -38,8 +38,8 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_json, read_lines, write_json
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 INTERVAL = 8
 VOCABULARY = 16384
@@ -229,19 +229,19 @@ def program(run: Run) -> int:
         "WANDB_MODE": "disabled",
     }
     from relayrun.train import __main__ as training
-    from relayrun.train.checkpoint import saver
-    from relayrun.train.signals import SignalFlag
+    from relayrun.train.checkpoint import save_and_restore
+    from relayrun.train.requests import SignalFlag
 
-    due = saver.Saver.due
+    due = save_and_restore.Saver.due
     held = {}
 
-    def alternating(self: saver.Saver, position: Any) -> None:
+    def alternating(self: save_and_restore.Saver, position: Any) -> None:
         self._asynchronous = is_beside(position.iteration)
         started = time.thread_time()
         due(self, position)
         held[position.iteration] = time.thread_time() - started
 
-    saver.Saver.due = alternating  # type: ignore[method-assign]
+    save_and_restore.Saver.due = alternating  # type: ignore[method-assign]
     sys.argv = ["relayrun.train", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())
     write_json(run.path / HELD, held)

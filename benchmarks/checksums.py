@@ -105,8 +105,8 @@ def program(run: Run) -> None:
         "WANDB_MODE": "disabled",
     }
     from relayrun.train import __main__ as training
-    from relayrun.train.checkpoint import host_copy, saver
-    from relayrun.train.signals import SignalFlag
+    from relayrun.train.checkpoint import async_writer, save_and_restore
+    from relayrun.train.requests import SignalFlag
 
     class Nothing:
         def __init__(self, _data: object = b"") -> None: ...
@@ -119,29 +119,29 @@ def program(run: Run) -> None:
         target.copy_(source)
         return "0" * 32
 
-    with_hashes = (xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest)
+    with_hashes = (xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, async_writer._copy_and_digest)
     without = (Nothing, lambda _data: "0" * 32, copied)
     spent: dict[int, dict[str, float]] = {}
     copying: list[float] = []
-    fill = host_copy.HostCopy.fill
+    fill = async_writer.HostCopy.fill
 
-    def timed(self: host_copy.HostCopy, shards: Any, stream: Any) -> host_copy.HostAllocation:
+    def timed(self: async_writer.HostCopy, shards: Any, stream: Any) -> async_writer.HostAllocation:
         started = time.thread_time()
         late = fill(self, shards, stream)
         copying.append(time.thread_time() - started)
         return late
 
-    def alternating(self: saver.Saver, position: Any) -> None:
+    def alternating(self: save_and_restore.Saver, position: Any) -> None:
         if position.iteration == self.saved_iteration:
             return
         kind = with_hashes if position.iteration % 2 else without
-        xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest = kind  # type: ignore[misc,assignment]
+        xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, async_writer._copy_and_digest = kind  # type: ignore[misc,assignment]
         started = time.process_time()
         self._begin(position, (), leaving=True)
         spent[position.iteration] = {"save": time.process_time() - started, "copy": copying.pop()}
 
-    host_copy.HostCopy.fill = timed  # type: ignore[method-assign]
-    saver.Saver.due = alternating  # type: ignore[method-assign]
+    async_writer.HostCopy.fill = timed  # type: ignore[method-assign]
+    save_and_restore.Saver.due = alternating  # type: ignore[method-assign]
     sys.argv = ["relayrun.train", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())
     write_json(run.path / HELD, spent)

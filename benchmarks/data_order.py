@@ -26,16 +26,15 @@ from typing import Any
 import _results
 import numpy as np
 
-from relayrun.config.sections.rampup import BatchSizes
-from relayrun.tokens.order import documents
+from relayrun.config.sections.training import BatchSizes
+from relayrun.tokens.order import sample_rows
 from relayrun.tokens.order.batches import BatchReader
+from relayrun.tokens.order.datasets import Dataset, DatasetSpec, WindowOrder
 from relayrun.tokens.order.permutation import Permutation, permutation_key
 from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
-from relayrun.tokens.order.samples import Dataset, WindowOrder
 from relayrun.tokens.order.schedule import Interleave, integer_weights
-from relayrun.tokens.order.spec import DatasetSpec
-from relayrun.tokens.shards.indexed import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
+from relayrun.tokens.shards.shard import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC, ShardWriter
 
 SHARDS = 1000
 SEQ_LENGTH = 4096
@@ -194,8 +193,8 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
                 rows = micro_batch.tokens
                 tokens = torch.from_numpy(rows)
                 if flags:
-                    mask = torch.from_numpy(documents.eod_loss_mask(rows[:, :-1], EOD))
-                    places = torch.from_numpy(documents.document_positions(rows[:, :-1], EOD))
+                    mask = torch.from_numpy(sample_rows.eod_loss_mask(rows[:, :-1], EOD))
+                    places = torch.from_numpy(sample_rows.document_positions(rows[:, :-1], EOD))
                 else:
                     if ones is None or positions is None:
                         ones = torch.ones(micro, rows.shape[1] - 1)

@@ -107,7 +107,7 @@ class Attention:
     def documents(self, count: int) -> Any:
         import torch
 
-        from relayrun.train.model.documents import PackedDocuments
+        from relayrun.train.model.packed_documents import PackedDocuments
 
         return PackedDocuments(lengths=[[self.length // count] * count], device=torch.device("cpu"))
 

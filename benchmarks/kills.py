@@ -52,8 +52,8 @@ from relayrun.control.rundir.plan import Plan  # noqa: E402
 from relayrun.control.rundir.records import AttemptOutcome  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.files import read_lines, write_json  # noqa: E402
-from relayrun.lab import compare_runs, ranks, timeline, verdict  # noqa: E402
-from relayrun.lab.verdict import KillEvent, KillReport  # noqa: E402
+from relayrun.lab import compare_runs, random_kills  # noqa: E402
+from relayrun.lab.random_kills import KillEvent, KillReport  # noqa: E402
 from tests.slurm import power_loss  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
@@ -180,8 +180,8 @@ class Drill:
             "turns": turns,
         }
         share = figures["spares"]["effective_training_time"]
-        if share["min"] < verdict.MIN_TRAINING_SHARE:
-            untrue.append(f"effective training time {_part(share)}, {verdict.MIN_TRAINING_SHARE:.0%} wanted")
+        if share["min"] < random_kills.MIN_TRAINING_SHARE:
+            untrue.append(f"effective training time {_part(share)}, {random_kills.MIN_TRAINING_SHARE:.0%} wanted")
         figures["does_not_hold"] = untrue
         _print(figures)
         print(_results.write("kills", figures, self.options.output))
@@ -265,12 +265,12 @@ class Drill:
     def _signal(self, run: Run, generator: random.Random, kind: str) -> list[KillEvent]:
         """Kill or stop a random rank."""
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-        chosen = self._soon(run, lambda: ranks.signal_random_rank(run, generator, number))
+        chosen = self._soon(run, lambda: random_kills.signal_random_rank(run, generator, number))
         return [] if chosen is None else [KillEvent(time=time.time(), kind=kind, rank=chosen.rank, node=chosen.node)]
 
     def _lose(self, run: Run, generator: random.Random, kind: str) -> list[KillEvent]:
         """Lose a node that trains: another than the batch host, or that one: then Slurm begins the job again."""
-        nodes = self._soon(run, lambda: sorted({process.node for process in ranks.living_ranks(run)}))
+        nodes = self._soon(run, lambda: sorted({process.node for process in random_kills.living_ranks(run)}))
         begin = run.attempt(run.attempt_numbers()[-1]).read_begin()
         if not nodes or begin is None:
             return []
@@ -300,7 +300,7 @@ class Drill:
     def _wait_for_first_step(self, run: Run) -> float:
         def first() -> float | None:
             try:
-                return timeline.measure_timeline(run).began
+                return random_kills.measure_timeline(run).began
             except ValueError:
                 return None
 
@@ -389,7 +389,7 @@ class Turn:
     def _compare(self) -> None:
         whole, bare = self._runs["undisturbed"], self._runs["bare"]
         for name, run in (("undisturbed", whole), ("bare", bare)):
-            line = timeline.measure_timeline(run)
+            line = random_kills.measure_timeline(run)
             self.figures[name] = {
                 "seconds": line.seconds,
                 "step_seconds": line.step,
@@ -404,7 +404,7 @@ class Turn:
         for name in (each for each in spares if each in self._runs):
             run, until = self._runs[name], self._last if name == "spares" else self._part
             restarts = self._drill.restarts[run.path.name]
-            shown = verdict.report_kills(run, whole, last=until, events=self._events[name], restarts=restarts)
+            shown = random_kills.report_kills(run, whole, last=until, events=self._events[name], restarts=restarts)
             self.figures[name] = shown.figures() | {
                 "spare_nodes": spares[name],
                 "load_average": self._drill.load[run.path.name],
@@ -418,7 +418,7 @@ class Turn:
 def seconds_to(run: Run, iteration: int) -> float:
     """Wall time of a run of one job without rounds, from the begin of its first step to the end of this one."""
     times = {line["iteration"]: float(line["time"]) for line in read_lines(run.attempt(1).metrics) if "loss" in line}
-    return times[iteration] - timeline.measure_timeline(run).began
+    return times[iteration] - random_kills.measure_timeline(run).began
 
 
 def _print_run(name: str, shown: KillReport, figures: dict[str, Any]) -> None:

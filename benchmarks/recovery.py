@@ -45,7 +45,7 @@ sys.path.insert(0, str(ROOT))  # for the tests' workspace
 import _results  # noqa: E402
 
 from relayrun.config.compose import yaml_file  # noqa: E402
-from relayrun.control.rundir import rounds  # noqa: E402
+from relayrun.control.rundir import restarts  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.control.scheduler.tasks import free_port  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
@@ -208,26 +208,26 @@ class Native:
         attempt = self.run.attempt(1)
 
         def done() -> bool:
-            failed = rounds.read_failed_restarts(attempt)
+            failed = restarts.read_failed_restarts(attempt)
             base = failed[-1].next_iteration if failed else 0
-            return rounds.newest_recorded_iteration(attempt) >= base + count if attempt.begin.exists() else False
+            return restarts.newest_recorded_iteration(attempt) >= base + count if attempt.begin.exists() else False
 
         _wait(done, self.folder)
 
     def kill(self) -> tuple[float, int]:
         """SIGKILL rank 1; return the seconds to the next step, and the steps lost."""
         attempt = self.run.attempt(1)
-        count = len(rounds.read_failed_restarts(attempt))
+        count = len(restarts.read_failed_restarts(attempt))
         os.kill(_forked(self.run), signal.SIGKILL)
         killed = time.time()
         _wait(
             lambda: (
-                len(rounds.read_failed_restarts(attempt)) > count
-                and "all" in rounds.read_failed_restarts(attempt)[-1].seconds
+                len(restarts.read_failed_restarts(attempt)) > count
+                and "all" in restarts.read_failed_restarts(attempt)[-1].seconds
             ),
             self.folder,
         )
-        failed = rounds.read_failed_restarts(attempt)[-1]
+        failed = restarts.read_failed_restarts(attempt)[-1]
         return failed.time + failed.seconds["all"] - killed, failed.steps_lost
 
     def end(self) -> None:

@@ -27,10 +27,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _results import spread, write
 
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.shards.verify import verify_shards
-from relayrun.tokens.tokenize.record import RECORD_FILE, RECORD_FORMAT
+from relayrun.tokens.shards.shard import ShardWriter
+from relayrun.tokens.tokenize.shard_folder import RECORD_FILE, RECORD_FORMAT
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS, SHARD_TOKENS, VOCABULARY = 4, 25_000_000, 128_256

@@ -26,11 +26,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.document_window import DocumentWindowSection
-from relayrun.config.sections.streams import SourceKind, StreamSection
-from relayrun.tokens.order.length_order import measure_length_order
-from relayrun.tokens.order.rows import SampleRow
+from relayrun.config.sections.data import DataSource, DocumentWindowSection, SourceKind, StreamSection
+from relayrun.tokens.order.document_lengths import measure_length_order
+from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from relayrun.tokens.streams.files import freeze_text_files

@@ -33,10 +33,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.mixture.stream_worker import StreamWorker
-from relayrun.tokens.order.lanes import LaneReader
+from relayrun.tokens.order.sampler import LaneReader
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer

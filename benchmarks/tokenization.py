@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 from _results import spread, write
 
 from relayrun.lab.demo.corpus import build_corpus
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 
 CACHE = Path(tempfile.gettempdir()) / "relayrun-benchmarks" / "tokenization-2"
 DOOR = Path(__file__).resolve().parents[1] / "scripts/tokenization/preprocess_megatron.py"

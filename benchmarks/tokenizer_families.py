@@ -46,7 +46,7 @@ BARE_TOO = ("Llama 3", "GPT-2", "o200k", "Tekken")
 
 START = """
 import sys
-from relayrun.tokens.tokenize.pool import one_thread
+from relayrun.tokens.tokenize.processes import one_thread
 one_thread()
 import relayrun.tokens.tokenize.pipeline
 from relayrun.tokens.tokenize.encode.engines import select

@@ -31,15 +31,15 @@ import _results
 import numpy as np
 
 from relayrun import places
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import ModelSection, RunConfig
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_lines
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 SEED = 28
 GPU_STEPS, GPU_WARM_UP, GPU_TURNS = 30, 10, 3
@@ -145,20 +145,19 @@ def one_rank() -> None:
 def in_turns(run: Run, pairs: int, steps: int) -> int:
     """The CPU part: the real loop, held after every turn for as many bare steps."""
     one_rank()
-    from relayrun.train import loop, parallel
+    from relayrun.train import distributed, loop
     from relayrun.train.model import cpu_patches
-    from relayrun.train.reporting.heartbeat import HeartbeatWriter
-    from relayrun.train.reporting.timings import Timings
-    from relayrun.train.signals import SignalFlag
+    from relayrun.train.reporting.liveness import HeartbeatWriter, Timings
+    from relayrun.train.requests import SignalFlag
 
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
-    config = compose.read_resolved_config(run.config_revision(1))
+    config = resolve.read_resolved_config(run.config_revision(1))
     cpu_patches.patch_for_cpu()
     import torch
 
     torch.set_num_threads(1)
-    ranks = parallel.start_process_groups(config)
+    ranks = distributed.start_process_groups(config)
     timings = Timings(begin)
     pulse = HeartbeatWriter(run.attempt(1).heartbeats, node="localhost", active=True, iteration=0, timings=timings)
     training = loop.TrainingLoop(run, begin, config, ranks, SignalFlag(), timings, pulse)
@@ -207,7 +206,7 @@ def bare_stepper(config: RunConfig, ranks: Any) -> Any:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from relayrun.train.model.gpt import ModelStage as TrainingModel
-    from relayrun.train.optimizer.optimizer import ScheduledOptimizer
+    from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
     settings = config.training
     model = TrainingModel(config, ranks, SMALL_VOCABULARY, eod=0)
@@ -299,7 +298,7 @@ def program(run: Run) -> int:
     """The training program as every rank runs it; prints its metrics without the first steps."""
     one_rank()
     from relayrun.train import __main__ as training
-    from relayrun.train.signals import SignalFlag
+    from relayrun.train.requests import SignalFlag
 
     sys.argv = ["relayrun.train", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())

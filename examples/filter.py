@@ -13,7 +13,7 @@ from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 
 from relayrun.tokens.tokenize import MegatronTokenWriter
-from relayrun.tokens.tokenize.executor import KillAwareExecutor
+from relayrun.tokens.tokenize.datatrove_pipeline import KillAwareExecutor
 
 TASKS = 4
 

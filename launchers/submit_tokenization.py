@@ -4,7 +4,7 @@
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.submit_dumps import add_submit_dumps_arguments
+from relayrun.cli.data.dumps import add_submit_dumps_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_submit_dumps_arguments, __doc__))

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from relayrun import client
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 
@@ -39,7 +39,7 @@ def config(folder: Path, name: str, *, last: int, pace: list[str], **sections: d
         values[section] = (values.get(section) or {}) | changes if isinstance(values.get(section), dict) else changes
     path = folder / f"{name}.yaml"
     path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
-    compose.load_run_config(path)
+    resolve.load_run_config(path)
     return path
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from relayrun.train.checkpoint.metadata import read_metadata
+from relayrun.train.checkpoint.reader import read_metadata
 
 
 class Command:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.config.compose import compose
-from relayrun.control.rundir import rounds
+from relayrun.config.compose import resolve
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import (
     AttemptEnd,
@@ -22,7 +22,7 @@ from relayrun.control.rundir.records import (
     RankFailure,
     StartTimes,
 )
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
 from tests.history import ROOT, make_history
@@ -73,7 +73,7 @@ def _configs(run: Run) -> None:
     run.config.mkdir(exist_ok=True)
     for revision, values in ((1, ["checkpoint.interval=500"]), (2, [f"checkpoint.interval={SAVED_EVERY}"])):
         settings = ["project=ada", "name=llama3-8b", f"training.steps={STEPS}", *values]
-        text = compose.dump_run_config(compose.load_run_config(ROOT / "configs/runs/llama3-1b.yaml", settings))
+        text = resolve.dump_run_config(resolve.load_run_config(ROOT / "configs/runs/llama3-1b.yaml", settings))
         run.config_revision(revision).write_text(text.replace(str(ROOT), "/users/ada/relayrun"))
 
 
@@ -189,7 +189,7 @@ def _starts_a_rank_again(run: Run, clock: _Clock, *, at: int, back: int) -> None
         steps_lost=at - back,
         seconds={"end": 3.1, "records": 0.2, "fork": 1.0, "groups": 4.8, "load": 9.2, "step": 61.0, "all": 79.3},
     )
-    rounds.record_failed_restart(run.attempt(3), failed)
+    restarts.record_failed_restart(run.attempt(3), failed)
     append_line(run.attempt(3).metrics, {"iteration": back, "round": 2})
     clock.at += 20
 

@@ -13,10 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.document_window import DocumentWindowSection
-from relayrun.config.sections.streams import StreamSection
-from relayrun.tokens.order.rows import SampleRow
+from relayrun.config.sections.data import DataSource, DocumentWindowSection, StreamSection
+from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.manifest import DatasetManifest

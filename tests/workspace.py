@@ -13,7 +13,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.shard import ShardWriter
 from tests import warm
 
 VOCABULARY = 300

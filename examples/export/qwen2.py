@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from relayrun.train.export.joins import QKV
-from relayrun.train.export.llama import ATTENTION_PREFIX, LAYER_PREFIX, LLAMA
-from relayrun.train.export.model_mapping import Weight
+from relayrun.train.export.model_families import ATTENTION_PREFIX, LAYER_PREFIX, LLAMA
+from relayrun.train.export.model_mapping import QKV, Weight
 
 BIASES = Weight(
     ATTENTION_PREFIX + "linear_qkv.bias",  # its name in a checkpoint: all layers in one tensor

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The batch script of the fallback job, which Slurm starts where a job of the chain has failed: see
-# relayrun/control/chain/fallback_job.py. A part of the rendered script, behind again.sh, whose `give_up` has the last word.
+# relayrun/control/chain/failover.py. A part of the rendered script, behind again.sh, whose `give_up` has the last word.
 #
 # Needs what again.sh and log.sh need, RELAYRUN_ROOT, RELAYRUN_HOST_PYTHON.
 

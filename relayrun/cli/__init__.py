@@ -1,4 +1,14 @@
-"""The `relayrun` command, one module a verb. Launchers and scripts call the same functions."""
+"""The `relayrun` command: its verbs, in five groups.
+
+run     submit, check, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
+data    data, dumps, mixture
+model   export, upload, import, checkpoint
+watch   status, logs, report, goodput, runs, notify, sentinel
+site    init, completion, gpu-check, drill
+
+`COMMANDS` names for each verb the function that adds its arguments. A call imports only the module of its verb.
+Input: a command line. Output: text, JSON or files, and an exit code. Launchers and scripts call the same functions.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +29,19 @@ COMMANDS = {
     ),
     "submit": ("relayrun.cli.run.submit:add_submit_arguments", "submit a training run"),
     "check": (
-        "relayrun.cli.run.check:add_check_arguments",
+        "relayrun.cli.run.submit:add_check_arguments",
         "what a submit would refuse or warn of, and the plan of the run",
     ),
-    "resume": ("relayrun.cli.run.resume:add_resume_arguments", "submit a run again as it was submitted last"),
-    "launch": ("relayrun.cli.run.launch:add_launch_arguments", "what the sbatch scripts of launchers/ call"),
+    "resume": ("relayrun.cli.run.submit:add_resume_arguments", "submit a run again as it was submitted last"),
+    "launch": ("relayrun.cli.run.submit:add_launch_arguments", "what the sbatch scripts of launchers/ call"),
     "config": (
-        "relayrun.cli.run.config:add_config_arguments",
+        "relayrun.cli.run.settings:add_config_arguments",
         "the settings of a run config, or of a run, and where each value comes from",
     ),
-    "explain": ("relayrun.cli.run.explain:add_explain_arguments", "what a setting means; without NAME: all settings"),
-    "diff": ("relayrun.cli.run.diff:add_diff_arguments", "what differs in the settings of two run configs or runs"),
+    "explain": ("relayrun.cli.run.settings:add_explain_arguments", "what a setting means; without NAME: all settings"),
+    "diff": ("relayrun.cli.run.settings:add_diff_arguments", "what differs in the settings of two run configs or runs"),
     "data": (
-        "relayrun.cli.data.data:add_data_arguments",
+        "relayrun.cli.data.inspect_data:add_data_arguments",
         "what a run reads: show samples, the ledger, the difference of two runs",
     ),
     "dumps": (
@@ -39,16 +49,16 @@ COMMANDS = {
         "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node",
     ),
     "mixture": (
-        "relayrun.cli.data.mixture:add_mixture_arguments",
+        "relayrun.cli.data.shards:add_mixture_arguments",
         "token shards as data sets of a run: mixed by weight, listed, checked",
     ),
-    "export": ("relayrun.cli.model.export:add_export_arguments", "a checkpoint in the form that other programs read"),
+    "export": ("relayrun.cli.model.convert:add_export_arguments", "a checkpoint in the form that other programs read"),
     "upload": (
-        "relayrun.cli.model.upload:add_upload_arguments",
+        "relayrun.cli.model.convert:add_upload_arguments",
         "an exported folder to a repository of the Hugging Face hub",
     ),
     "import": (
-        "relayrun.cli.model.import_checkpoint:add_import_arguments",
+        "relayrun.cli.model.convert:add_import_arguments",
         "a checkpoint, to start a run from, of another program's model",
     ),
     "checkpoint": (
@@ -56,11 +66,11 @@ COMMANDS = {
         "whether a checkpoint still holds its bytes; copies of it in a second place",
     ),
     "gpu-check": (
-        "relayrun.cli.site.gpu_check:add_gpu_check_arguments",
+        "relayrun.cli.site.lab:add_gpu_check_arguments",
         "what this machine's GPUs do with relayrun, in eight minutes",
     ),
     "drill": (
-        "relayrun.cli.site.drill:add_drill_arguments",
+        "relayrun.cli.site.lab:add_drill_arguments",
         "faults on purpose, on your cluster: which ones a chain survives, and what each costs",
     ),
     "completion": (
@@ -81,7 +91,7 @@ COMMANDS = {
         "one look after the runs of folders, for cron: tells what no job can tell",
     ),
     "goodput": (
-        "relayrun.cli.watch.goodput:add_goodput_arguments",
+        "relayrun.cli.watch.report:add_goodput_arguments",
         "where the node hours of runs went: every second of every node in one named part",
     ),
     "runs": (

@@ -1,1 +1,9 @@
-"""Ranks killed every minute, nodes lost every ten: what training lost by it, and whether it changed anything."""
+"""Experiments on an installation: they submit small runs, disturb or measure them, and report the result.
+
+faults          injects faults into a chain on a cluster and compares the result with an undisturbed run
+random_kills    compares a run whose ranks and nodes were killed at random with an undisturbed run
+gpucheck        measures whether training works on this machine's GPUs, and how fast
+demo            raw text to a trained model on one machine
+
+Input: a cluster or a machine. Output: a table, a JSON file and a page. In the package only `cli/` imports it.
+"""

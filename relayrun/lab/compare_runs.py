@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir.lineage import newest_commit_at
+from relayrun.control.rundir.checkpoint_records import newest_commit_at
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.files import read_lines

@@ -1,1 +1,12 @@
-"""From a run config to a queued job: what is checked, what is frozen, and the job that is made of it."""
+"""From a run config to a queued job.
+
+    submission            checks a config, writes the run directory, queues one job
+    check/                what a submit refuses or warns of
+    run_plan, policies    plan.json and the records beside it, which the jobs read instead of the config
+    forecast              parameters, memory, hours, node hours and checkpoint sizes of a run
+    initial_checkpoint    what a run begins from; code_snapshot: the code that it runs
+    megatron_lm/          from settings and launchers to the command line of Megatron-LM
+    launcher_environment  variables of the Bash launchers as settings
+    campaign, project, move_run          sweeps and stages; a new project; moves a run directory
+In comes a checked config; out go a run directory and a job. docs/check.md and docs/launchers.md explain it.
+"""

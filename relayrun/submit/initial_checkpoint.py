@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, ModelSection, RunConfig
-from relayrun.config.sections.transformer import TransformerSection
+from relayrun.config.sections.model import TransformerSection
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.find_runs import find_run, split_iteration
-from relayrun.control.rundir.lineage import BEGINNING, ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_checkpoints
@@ -23,7 +23,7 @@ from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.export import megatron_settings
-from relayrun.train.export.checkpoint_source import committed_config, find_checkpoint
+from relayrun.train.export.source_and_target import committed_config, find_checkpoint
 from relayrun.train.model.size import pad_to_multiple
 
 _FOLDER = re.compile(r"iter_(\d+)")

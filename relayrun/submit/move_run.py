@@ -27,7 +27,7 @@ from typing import Any
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import append_line, free_space, fsync_directory, read_json, read_lines, write_json
-from relayrun.tokens.stores.checksum import HashingFile, file_checksum
+from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 CHUNK_BYTES = 8 << 20
 """Bytes that are copied at a time."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relayrun import places
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.errors import ConfigError, InputError
@@ -82,7 +82,7 @@ def make_project(folder: Path, *, cluster: str) -> dict[str, bool]:
         raise InputError("this is no folder", where=folder)
     name = folder.absolute().name
     made = _write(folder, _files(name if re.fullmatch(NAME_PATTERN, name) else "my-project", cluster))
-    config = compose.require_native(compose.load_run_config(folder / RUN_CONFIG))
+    config = resolve.require_native(resolve.load_run_config(folder / RUN_CONFIG))
     return made | _write(folder, {LAUNCHER_PATH: launcher_text(config, RUN_CONFIG)})
 
 

@@ -1,25 +1,117 @@
-"""The plan of a run: what the supervisor and the jobs need of a config, so that they need no config."""
+"""The plan of a run: from a config to plan.json, so that the supervisor and the jobs need no config.
+
+`make_plan` returns the plan; `trainer_settings` the settings of the trainer in it; `node_health_plan` what the agents
+check on each node.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from relayrun import places
 from relayrun.config.compose import determinism
-from relayrun.config.compose.elastic import elastic_nodes
-from relayrun.config.compose.schema import CommonConfig, JobSection, MegatronConfig, RunConfig
-from relayrun.config.sections.sbatch import sbatch_script_options
-from relayrun.control import chain_decide
-from relayrun.control.rundir.lead import first_grace_period
-from relayrun.control.rundir.lineage import BEGINNING, ResumePoint
+from relayrun.config.compose.layout_rules import elastic_nodes
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, JobSection, MegatronConfig, RunConfig
+from relayrun.config.sections.job_script import sbatch_script_options
+from relayrun.control import decisions
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
+from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import gres
+from relayrun.control.rundir.time_limit import first_grace_period
+from relayrun.control.scheduler import slurm_commands
+from relayrun.control.trainers.command import CommandSettings
 from relayrun.slurmtime import parse_time
-from relayrun.submit import node_health
-from relayrun.submit.trainer_settings import checkpoints_kept, save_interval, stop_after, total_steps, trainer_settings
+from relayrun.submit.megatron_lm.command_line import command_line
+
+
+def node_health_plan(config: CommonConfig) -> dict[str, object]:
+    """What is looked for on each node, for the plan; nothing where nobody looks."""
+    chain, job = config.chain, config.job
+    if chain.node_health == "off":
+        return {}
+    limits, python = chain.node_health_limits, config.cluster.python or sys.executable
+    return asdict(
+        HealthPlan(
+            mode=chain.node_health,
+            memory=None if limits.memory_gb == "auto" else limits.memory_gb * 1e9,
+            shm=limits.shm_gb * 1e9,
+            tmp=limits.tmp_gb * 1e9,
+            clock_seconds=limits.clock_seconds,
+            open_files=limits.open_files,
+            slower=limits.slower,
+            command=chain.node_health_command,
+            command_seconds=limits.command_seconds,
+            gpus=job.gpus_per_node,
+            gpu_program=[python, "-P", "-m", "relayrun.train.gpu_health"] if job.gpus_per_node else [],
+            probe_program=[python, "-P", "-m", "relayrun.train.node_benchmark"],
+        )
+    )
+
+
+def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
+    """Return the settings of the config's trainer, as its class in `relayrun.control.trainers` reads them; {} for native.
+
+    Raises ConfigError, and InputError where data that a command names are not there.
+    """
+    if isinstance(config, CommandConfig):
+        return asdict(command_settings(config))
+    if isinstance(config, MegatronConfig):
+        return asdict(command_line(config, run).settings)
+    return {}
+
+
+def total_steps(config: CommonConfig, settings: dict[str, Any]) -> int | None:
+    """Return the run's last iteration; None where only its program knows it. `settings`: those of its trainer."""
+    if isinstance(config, RunConfig):
+        return config.training.steps
+    if isinstance(config, CommandConfig):
+        return config.command.steps
+    return int(settings["total_steps"])
+
+
+def stop_after(config: CommonConfig) -> int | None:
+    """Return the iteration before the last one at which the run is to stop; None where it is to go on."""
+    training = config.training if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if training is None else training.stop_after
+
+
+def save_interval(config: CommonConfig) -> int | None:
+    """Return the iterations between two saves; None where only the run's program, or a flag of its own, says it."""
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if checkpoint is None else checkpoint.interval
+
+
+def checkpoints_kept(config: CommonConfig) -> int | None:
+    """Return how many of the newest checkpoints a rule keeps; None where only the run's program knows it."""
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if checkpoint is None else checkpoint.keep_last
+
+
+def command_settings(config: CommandConfig) -> CommandSettings:
+    """Return what the chain needs to know of a program of the user's own."""
+    command = config.command
+    return CommandSettings(
+        run=command_words(config, command.run),
+        resume=command_words(config, command.resume),
+        progress=command.progress,
+        progress_file=command.progress_file,
+        save_signal=command.save_signal,
+        save_file=command.save_file,
+        leave_signal=command.leave_signal,
+        leave_file=command.leave_file,
+        **command.checkpoint.model_dump(),
+    )
+
+
+def command_words(config: CommandConfig, words: Sequence[str]) -> list[str]:
+    """Return words of a command with `{python}` filled in; what an attempt decides is filled in by the trainer."""
+    return [word.replace("{python}", config.cluster.python or sys.executable) for word in words]
 
 
 def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base: ResumePoint = BEGINNING) -> Plan:
@@ -51,12 +143,12 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         recovery=config.chain.recovery,
         max_failed_rounds=config.chain.max_failed_rounds,
         fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
-        node_health=node_health.node_health_plan(config),
+        node_health=node_health_plan(config),
         time_limit=time_limit,
         lead=lead,
         lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,
         lead_ceiling=time_limit / 2 if fixed is None else fixed,
-        signal_lead=chain_decide.default_signal_seconds(lead) if signal_lead == "auto" else signal_lead,
+        signal_lead=decisions.default_signal_seconds(lead) if signal_lead == "auto" else signal_lead,
         hang_timeout=config.chain.hang_timeout,
         start_timeout=config.chain.start_timeout,
         nodes=job.nodes,
@@ -110,7 +202,7 @@ def sbatch_options(job: JobSection) -> dict[str, str | None]:
     """Where a job runs and what else it asks for, by sbatch's long names; None: an option without a value."""
     further = sbatch_script_options(job.sbatch)
     found: dict[str, str | None] = {**job.placement}
-    if job.gpus_per_node and not gres.asks_for_gpus(further):
+    if job.gpus_per_node and not slurm_commands.asks_for_gpus(further):
         found["gpus-per-node"] = str(job.gpus_per_node)
     if job.exclusive:
         found["exclusive"] = None

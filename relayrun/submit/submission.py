@@ -19,27 +19,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayrun import places
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
-from relayrun.control.chain import fallback, job_script, successor
+from relayrun.control.chain import job_script, jobs
 from relayrun.control.chain.campaign import condition_readiness
 from relayrun.control.notify import notices
 from relayrun.control.rundir import campaign, mirror, triggers
 from relayrun.control.rundir.campaign import Campaign, CampaignMembership
-from relayrun.control.rundir.lineage import BEGINNING, ResumePoint, lineage_commits, resume_point
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, lineage_commits, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import history
+from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_atomic
-from relayrun.submit import code_snapshot, evaluation_job, initial_checkpoint, mirror_policy, notice_policy
-from relayrun.submit.check import owner, state
+from relayrun.submit import code_snapshot, initial_checkpoint, policies
+from relayrun.submit.check import existing_run
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.report import CheckReport, check_run
-from relayrun.submit.check.state import SubmitIntent
 from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
@@ -79,7 +79,7 @@ def submit_run(
 
 def queue_first_job(run: Run, plan: Plan) -> str:
     """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    return successor.queue_first_job(run, plan, _scheduler(plan, run))
+    return jobs.queue_first_job(run, plan, _scheduler(plan, run))
 
 
 def adopt_job(
@@ -113,7 +113,7 @@ def adopt_job(
     intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with prepared_run(config, intent, adopted=job.options) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
-        fallback.queue_fallback_job(run, plan, job.id, options=job.options)
+        jobs.queue_fallback_job(run, plan, job.id, options=job.options)
         return run
 
 
@@ -155,12 +155,12 @@ def prepared_run(
     log_folder(run).mkdir(parents=True, exist_ok=True)
     with _submit_lock(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
-        owner.refuse_other_owner(run, take_over=intent.take_over, now=time.time())
-        mirror_policy.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
-        state.refuse_after_end(run, resume=intent.resume)
-        state.check_stop_after(config, run)
-        state.check_time_limit(config, make_plan(config, run, places.CODE_ROOT, revision=0), run)
-        state.refuse_other_trainer(config, run)
+        existing_run.refuse_other_owner(run, take_over=intent.take_over, now=time.time())
+        policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
+        existing_run.refuse_after_end(run, resume=intent.resume)
+        existing_run.check_stop_after(config, run)
+        existing_run.check_time_limit(config, make_plan(config, run, places.CODE_ROOT, revision=0), run)
+        existing_run.refuse_other_trainer(config, run)
         if isinstance(config, RunConfig):
             assert found.manifest is not None  # without data there is an error
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
@@ -179,14 +179,16 @@ def prepared_run(
                 barrier,
             )
         _acknowledge_stale(run)
-        owner.claim_run(run, plan, take_over=intent.take_over, now=time.time())  # a queued job may have begun meanwhile
+        existing_run.claim_run(
+            run, plan, take_over=intent.take_over, now=time.time()
+        )  # a queued job may have begun meanwhile
         write_atomic(run.job_script, job_script.job_script(plan, run), mode=0o777)
         if plan.fallback_job:
             write_atomic(run.fallback_script, job_script.fallback_script(plan, run), mode=0o777)
-        evaluation_job.write_evaluation_policy(config, plan, run)
-        mirror_policy.write_mirror_policy(config, run, take_over=intent.take_over)
+        policies.write_evaluation_policy(config, plan, run)
+        policies.write_mirror_policy(config, run, take_over=intent.take_over)
         run.stop.unlink(missing_ok=True)
-        notice_policy.write_notice_policy(config, run)  # behind STOP, which would be told once more
+        policies.write_notice_policy(config, run)  # behind STOP, which would be told once more
         yield run, plan
 
 
@@ -298,10 +300,10 @@ def _refuse_while_live(run: Run) -> None:
         return
     plan = Plan.load(run)
     scheduler = _scheduler(plan, run)
-    for job_id in history.abandoned_local_jobs(plan, run):
+    for job_id in job_history.abandoned_local_jobs(plan, run):
         scheduler.cancel(job_id)
         log.info("job %s of this run is cancelled: the terminal that would have started it has gone", job_id)
-    state.refuse_while_live(run, plan, scheduler)
+    existing_run.refuse_while_live(run, plan, scheduler)
 
 
 def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) -> RunConfig:
@@ -309,7 +311,7 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
 
     Data sets that stand in the manifest are never changed, so attempts of older revisions keep theirs.
     """
-    evolved = state.evolved_data(config, run, found, accept=accept)
+    evolved = existing_run.evolved_data(config, run, found, accept=accept)
     if evolved is None:
         found.write(run.manifest)
         return config
@@ -317,7 +319,7 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
         log.info("accepted: %s", note)
     if evolved.manifest != Manifest.read(run.manifest):
         evolved.manifest.write(run.manifest)
-    before = compose.read_resolved_config(run.config_revision(run.revisions()[-1]))
+    before = resolve.read_resolved_config(run.config_revision(run.revisions()[-1]))
     if not isinstance(before, RunConfig):  # it was another trainer's, before the first checkpoint
         return evolved.config
     if resume_point(run).path is not None and integer_mixture_weights(evolved.config) != integer_mixture_weights(
@@ -333,7 +335,7 @@ def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:
     training, revisions = config.training, run.revisions()
     mean = training.resolved_loss_mean
     if revisions:
-        former = compose.read_resolved_config(run.config_revision(revisions[-1]))
+        former = resolve.read_resolved_config(run.config_revision(revisions[-1]))
         before = former.training.resolved_loss_mean if isinstance(former, RunConfig) else mean
         mean = training.loss_mean or before
         if mean != before and config.data.masks_loss:
@@ -345,10 +347,10 @@ def _add_revision(run: Run, config: CommonConfig) -> int:
     """Write the config as a new revision, unless it is the newest one already."""
     run.config.mkdir(exist_ok=True)
     revisions = run.revisions()
-    if revisions and compose.read_resolved_config(run.config_revision(revisions[-1])) == config:
+    if revisions and resolve.read_resolved_config(run.config_revision(revisions[-1])) == config:
         return revisions[-1]
     number = max(revisions, default=0) + 1
-    write_atomic(run.config_revision(number), compose.dump_run_config(config))
+    write_atomic(run.config_revision(number), resolve.dump_run_config(config))
     return number
 
 

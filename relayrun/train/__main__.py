@@ -1,4 +1,6 @@
-"""`python -m relayrun.train --run-dir R --attempt N`, one process per rank.
+"""`python -m relayrun.train --run-dir R --attempt N`: one process per rank.
+
+Before training, the first rank of a node without an agent checks its node.
 
 Exit codes: 0 done, saved or exit; 3 fatal (another attempt would fail in the same way); 1 anything else.
 Rank 0 leaves `outcome.json`, written last; there is none with code 1, and where another rank had the fatal error:
@@ -22,21 +24,53 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relayrun.control.agent import node_facts, node_findings
+from relayrun.control.rundir import node_health
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.plan import read_plan_format
+from relayrun.control.rundir.node_health import HealthPlan, NodeHistory
+from relayrun.control.rundir.plan import Plan, read_plan_format
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
-from relayrun.train import megatron_versions, own_node
-from relayrun.train.reporting import agent_link
-from relayrun.train.reporting.heartbeat import HeartbeatWriter, is_first_of_node, node_name
-from relayrun.train.reporting.timings import Timings
-from relayrun.train.signals import SignalFlag, dump_stacks_on_request
+from relayrun.train import megatron_versions
+from relayrun.train.reporting import liveness
+from relayrun.train.reporting.liveness import HeartbeatWriter, Timings, is_first_of_node, node_name
+from relayrun.train.requests import SignalFlag, dump_stacks_on_request
 
-if TYPE_CHECKING:  # it takes long to import
+if TYPE_CHECKING:
     from relayrun.config.compose.schema import RunConfig
 
 log = logging.getLogger(__name__)
+
+
+class UnhealthyNode(RelayrunError):
+    """Ranks cannot train on this node; they may on another one."""
+
+
+def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
+    """Put on record what is wrong with this node. Raises SickNode where ranks cannot train here."""
+    if not run.plan.exists():  # started by hand: nobody has said what to look for
+        return
+    plan = HealthPlan.looked_for(Plan.load(run).node_health)
+    if plan is None:
+        return
+    facts = node_facts.gather_facts(plan, attempt.path)
+    sick = ""
+    for found in node_findings.findings_of_facts(node, facts, plan, NodeHistory.of(run)):
+        seen = replace(found, time=time.time(), action="ended" if found.hard else "warned")
+        log.warning("%s", seen.told)
+        try:
+            node_health.record_finding(attempt, seen)
+        except OSError as error:
+            log.warning("that is not on record: %s", error)
+        sick = sick or (found.words if found.hard else "")
+    if sick:
+        raise UnhealthyNode(
+            f"ranks cannot train on {node}: {sick}",
+            hint="the next job leaves the node out; chain.node_health and chain.node_health_limits decide what is "
+            "looked for",
+        )
+
 
 FATAL_EXIT_CODE = 3
 
@@ -60,7 +94,7 @@ DEVICE_ASSERTION = re.compile(r"\bdevice|\bcuda\b", re.I)
 TORN_FILE_ERRORS = (UnicodeError, json.JSONDecodeError)
 """Kinds of ValueError that a file system which is away for a while causes, too."""
 
-PROGRAM_MODULES = ("relayrun.config.compose.compose", "relayrun.train.loop", "relayrun.train.reporting.debugging")
+PROGRAM_MODULES = ("relayrun.config.compose.resolve", "relayrun.train.loop", "relayrun.train.reporting.debugging")
 """What `main` imports after its first sign of life."""
 
 FAILURE_TEXT_LIMIT = 2000
@@ -102,11 +136,11 @@ def main(flag: SignalFlag) -> int:
             active=is_first_of_node(),
             iteration=base,
             timings=timings,
-            rare=agent_link.memory_folder() is not None,
+            rare=liveness.memory_folder() is not None,
         )
         pulse.beat()
-        if is_first_of_node() and not agent_link.has_agent():
-            own_node.check_node_at_start(run, attempt, node)
+        if is_first_of_node() and not liveness.has_agent():
+            check_node_at_start(run, attempt, node)
         quiet_libraries()
         megatron_versions.check_version()
         # from here on imports that take long; nsys must be around the process before torch is there
@@ -142,9 +176,9 @@ def main(flag: SignalFlag) -> int:
 @functools.cache
 def read_attempt_config(revision: Path) -> RunConfig:
     """Read a revision of a run's config, which never changes; a process that forks ranks has read it for them."""
-    from relayrun.config.compose import compose
+    from relayrun.config.compose import resolve
 
-    return compose.require_native(compose.read_resolved_config(revision))
+    return resolve.require_native(resolve.read_resolved_config(revision))
 
 
 def quiet_libraries() -> None:

@@ -22,18 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from relayrun.control.agent.lines import Message
-from relayrun.control.agent.rank_server import RankServer, StartedProcess
-from relayrun.control.agent.sections import SET_UP, ActivityPage
-from relayrun.control.agent.server import RANK_SIGNALS
+from relayrun.control.agent.hang_detection import SET_UP, ActivityPage
+from relayrun.control.agent.messages import Message
+from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, StartedProcess
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
 from relayrun.errors import RelayrunError, log_to_stderr
 from relayrun.train import node_benchmark
-from relayrun.train.reporting.agent_link import AGENT_SOCKET_VARIABLE, memory_folder
-from relayrun.train.signals import SignalFlag
+from relayrun.train.reporting.liveness import AGENT_SOCKET_VARIABLE, memory_folder
+from relayrun.train.requests import SignalFlag
 
 log = logging.getLogger(__name__)
 

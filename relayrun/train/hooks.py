@@ -54,13 +54,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
-from relayrun.control.rundir.rewinds import Rollback
+from relayrun.control.rundir.restarts import Rollback
 
 if TYPE_CHECKING:  # they import torch and pydantic
     from relayrun.config.compose.schema import RunConfig
+    from relayrun.train.distributed import Ranks
     from relayrun.train.model.gpt import ModelStage
-    from relayrun.train.optimizer.optimizer import ScheduledOptimizer
-    from relayrun.train.parallel import Ranks
+    from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One attempt on one rank: set up, train until something says leave, save, say how it went."""
+"""One attempt on one rank: set up, check the data, train until something asks to leave, save, record the outcome."""
 
 from __future__ import annotations
 
@@ -12,45 +12,60 @@ from functools import partial
 import torch
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir import rewinds, rounds
+from relayrun.config.sections.data import DataSection
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lead import GRACE_SAVES
-from relayrun.control.rundir.lineage import Lineage, ResumePoint
+from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint
 from relayrun.control.rundir.records import AttemptOutcome, AttemptOutcomeName, AttemptStart, StartTimes
-from relayrun.control.rundir.rewinds import Rollback
+from relayrun.control.rundir.restarts import Rollback
 from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.time_limit import GRACE_SAVES
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_order, validation_sets
 from relayrun.tokens.mixture.stream_worker import StreamWorker
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.rows import row_statistics
+from relayrun.tokens.order.sample_rows import row_statistics
+from relayrun.tokens.shards.checks import check_tokenizer
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams.run_tokenizer import loss_token_ids
-from relayrun.train import determinism, parallel
-from relayrun.train.checkpoint.memory import MemoryTier
-from relayrun.train.checkpoint.restore import StateRestorer
-from relayrun.train.checkpoint.saver import FINAL_SAVE_TRIES, Saver
-from relayrun.train.checkpoint.state import Checkpointer
-from relayrun.train.control import RequestPoller
-from relayrun.train.data_check import check_data
+from relayrun.train import distributed
+from relayrun.train.checkpoint.checkpointer import Checkpointer
+from relayrun.train.checkpoint.memory_tier import MemoryTier
+from relayrun.train.checkpoint.save_and_restore import FINAL_SAVE_TRIES, Saver, StateRestorer
+from relayrun.train.distributed import Ranks
+from relayrun.train.hook_list import attempt_hooks
 from relayrun.train.hooks import Action, Gradients, Step, StepStart, UpdateVerdict, ValidationResult
 from relayrun.train.loss_guard import LossGuard
 from relayrun.train.model import cpu_patches
 from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.model.size import peak_flops
-from relayrun.train.optimizer.optimizer import ScheduledOptimizer
-from relayrun.train.own_hooks import attempt_hooks
-from relayrun.train.parallel import Ranks
-from relayrun.train.reporting import agent_link
-from relayrun.train.reporting.heartbeat import HeartbeatWriter
-from relayrun.train.reporting.measures import IntervalMetrics
-from relayrun.train.reporting.metrics import Metrics
-from relayrun.train.reporting.sections import SectionReporter
-from relayrun.train.reporting.stragglers import Stragglers
-from relayrun.train.reporting.timings import Timings
-from relayrun.train.signals import SignalFlag
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
+from relayrun.train.reporting import liveness
+from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter, Timings
+from relayrun.train.reporting.metrics import IntervalMetrics, Metrics, Stragglers
+from relayrun.train.requests import RequestPoller, SignalFlag
 from relayrun.train.validation import Validation
+
+
+def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:
+    """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
+
+    A missing file may be a file system that is away for a while: the next attempt may find it again. Nor may a shard
+    have been made anew with another tokenizer since the submit; a run that began before this was looked at goes on.
+    """
+    try:
+        manifest.verify(mixture)
+    except InputError as error:
+        if all(line.endswith(": missing") for line in manifest.differences(mixture)):
+            raise
+        raise FatalTrainingError(error.message, hint=error.hint) from None
+    try:
+        allow = data.allow_other_tokenizer or not manifest.tokenizer_ids
+        check_tokenizer(manifest, mixture, allow=allow, ends_matter=data.depends_on_ends)
+    except InputError as error:
+        raise FatalTrainingError(error.message, where=error.where, hint=error.hint) from None
+
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +96,7 @@ class TrainingLoop:
         self.timings = timings
         self.pulse = pulse
         self.sections = pulse.sections = SectionReporter(
-            agent_link.memory_folder(), ranks.rank, timings=timings, hang_timeout=config.chain.hang_timeout
+            liveness.memory_folder(), ranks.rank, timings=timings, hang_timeout=config.chain.hang_timeout
         )
         manifest = Manifest.read(run.manifest)
         ranks.on_first_rank(partial(check_data, manifest, mixture_datasets(config), config.data), InputError)
@@ -97,7 +112,7 @@ class TrainingLoop:
             vocabulary_size=manifest.vocabulary_size,
         )
         timings.expect_evaluation(self.evaluation.samples)
-        self.control = RequestPoller(run, begin, ranks, flag, agent=agent_link.memory_folder())
+        self.control = RequestPoller(run, begin, ranks, flag, agent=liveness.memory_folder())
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = ModelStage(
             config,
@@ -177,7 +192,7 @@ class TrainingLoop:
 
     def _memory_tier(self) -> MemoryTier | None:
         """Copies of the state in this node's memory, where there is an agent to keep them."""
-        folder = agent_link.memory_folder()
+        folder = liveness.memory_folder()
         if folder is None or not self.config.checkpoint.memory_interval:
             return None
         return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics)
@@ -286,7 +301,7 @@ class TrainingLoop:
             waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
         self.measures.of_weights(number)
-        parallel.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
+        distributed.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
         updated = time.perf_counter()
         self.sections.enter("report")
         self.position.advance(skipped=verdict.action is Action.SKIP)
@@ -313,8 +328,8 @@ class TrainingLoop:
                 save_seconds=self.saver.stall_seconds,
                 model_tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak is None else flops / self.peak,
-                memory_bytes=parallel.peak_memory(self.ranks),
-                **parallel.gpu_memory_fields(self.ranks),
+                memory_bytes=distributed.peak_memory(self.ranks),
+                **distributed.gpu_memory_fields(self.ranks),
                 **measured,
                 time=time.time(),
                 skipped=verdict.reason,
@@ -377,7 +392,7 @@ class TrainingLoop:
                 next_sample=self.position.consumed_samples,
                 time=time.time(),
             )
-            self.ranks.on_first_rank(partial(rewinds.record_rollback, self.attempt, rewind), RollbackFailed)
+            self.ranks.on_first_rank(partial(restarts.record_rollback, self.attempt, rewind), RollbackFailed)
             self.saver.saved_iteration = taken.iteration
         self.hooks.at_rewind(rewind)
         self.reader = self._set_out()
@@ -428,9 +443,9 @@ def train_attempt(
     cpu_patches.patch_for_cpu()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
-    determinism.enable_determinism(config)
-    parallel.require_gpu(config)
-    ranks = parallel.start_process_groups(config)
+    distributed.enable_determinism(config)
+    distributed.require_gpu(config)
+    ranks = distributed.start_process_groups(config)
     for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(GRACE_SAVES), InputError):
         timings.save(seconds)
     training = TrainingLoop(run, begin, config, ranks, flag, timings, pulse)
@@ -438,8 +453,8 @@ def train_attempt(
         times = StartTimes(
             process=process_began, imported=imported, initialised=training.initialised, loaded=time.time()
         )
-        source = training.source if training.source in rounds.STATE_SOURCES else "disk"
-        agent_link.tell_agent("started", **asdict(times), source=source, iteration=training.position.iteration)
+        source = training.source if training.source in restarts.STATE_SOURCES else "disk"
+        liveness.tell_agent("started", **asdict(times), source=source, iteration=training.position.iteration)
         if not run.attempt(begin.attempt).started.exists():  # of later rounds, rounds.jsonl has the times
             record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
@@ -448,7 +463,7 @@ def train_attempt(
         training.memory.finish()
     training.reader.close()
     training.metrics.say(f"leaving at iteration {outcome.iteration}: {outcome.outcome} ({outcome.reason})")
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
     training.hooks.close()
 
 
@@ -461,7 +476,7 @@ def record_rollback(run: Run, attempt: Attempt, rewind: Rollback) -> str:
             f"{rewind.base_iteration}, to go back to, is not the newest of this run",
             where=run.checkpoints,
         )
-    rewinds.record_rollback(attempt, rewind)
+    restarts.record_rollback(attempt, rewind)
     return newest.commit.path
 
 

@@ -177,7 +177,7 @@ def measure_node(*, place: int, nodes: int, address: str, port: int, gpus: int) 
 
 def main() -> int:
     """Measure this node, and tell the agent at the other end of the socket."""
-    from relayrun.control.agent.lines import MessageSocket
+    from relayrun.control.agent.messages import MessageSocket
 
     parser = argparse.ArgumentParser(prog="relayrun.train.node_benchmark", description="Measures a node.")
     for name in ("place", "nodes", "port", "gpus", "socket"):

@@ -9,11 +9,11 @@ import torch
 
 from relayrun.config.compose.schema import TrainingSection
 from relayrun.tokens.order.batches import check_row
-from relayrun.tokens.order.held_out import ValidationSet
-from relayrun.tokens.order.rows import RowBatch
+from relayrun.tokens.order.datasets import ValidationSet
+from relayrun.tokens.order.sample_rows import RowBatch
+from relayrun.train.distributed import Ranks
 from relayrun.train.loss import LossSum
 from relayrun.train.model.gpt import MicroBatch, ModelStage
-from relayrun.train.parallel import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)

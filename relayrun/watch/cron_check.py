@@ -24,10 +24,10 @@ from relayrun.control.chain.campaign import start_due_members
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import make_notice, write_due_notices
 from relayrun.control.notify.notices import QUIET_SECONDS, Notice
-from relayrun.control.rundir import purge
+from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.campaign import campaign_folders, read_membership
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.find_runs import find_runs_below
-from relayrun.control.rundir.lineage import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, is_owned_by_this_user
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
@@ -36,7 +36,7 @@ from relayrun.watch.status import cron_check_record
 from relayrun.watch.status.cron_check_record import LATE_CHECK_SECONDS, CronCheckRecord
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.standing import DamagedRun
+from relayrun.watch.status.summary import DamagedRun
 from relayrun.watch.symptoms import (
     Symptom,
     find_symptoms,
@@ -212,7 +212,9 @@ class CronCheck:
     def _purged(self, run: Run, plan: Plan) -> list[_SeenSymptom]:
         """What the site would soon remove of a chain that has ended: nobody else looks after it."""
         newest = Lineage(run).durable() if plan.purge_days else None
-        found = None if newest is None else purge.checkpoint_purge(newest.iteration, newest.path, plan.purge_days)
+        found = (
+            None if newest is None else storage_limits.checkpoint_purge(newest.iteration, newest.path, plan.purge_days)
+        )
         told = purged_soon([] if found is None else [found], now=self._now)
         return [self._seen(self._name(run), symptom) for symptom in told]
 

@@ -1,14 +1,24 @@
-"""A running attempt as lines on a terminal: one every few seconds."""
+"""Follow a running job: new lines of its logs, and its progress from the metrics.
+
+`job_log_files` and `rank_messages` find what a job and one rank wrote. `LogFollower` and `ProgressFollower` return or
+print what was added since the last call.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from relayrun.control.chain import failure_reason
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.errors import RunDirError
 
 
 class ProgressFollower:
@@ -60,3 +70,77 @@ class ProgressFollower:
             with contextlib.suppress(ValueError):  # what a rank left that was killed, before a new round went on
                 found.append(json.loads(line))
         return found
+
+
+def job_log_files(run: Run, attempt: int | None = None) -> list[Path]:
+    """The standard output and standard error of the job of an attempt, the newest one by default.
+
+    Where no attempt has begun, those of the newest job that wrote any. Raises RunDirError where there is none.
+    """
+    numbers = run.attempt_numbers()
+    if attempt is not None and attempt not in numbers:
+        known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+        raise RunDirError(f"this run has no attempt {attempt}; there are: {known}", where=run.attempts)
+    for number in [attempt] if attempt is not None else numbers[:-3:-1]:  # the last one may be about to begin
+        begin = run.attempt(number).read_begin()
+        if begin is not None and begin.log is not None:
+            return _log_pair(Path(begin.log))
+    plan = Plan.load(run)
+    found = [
+        path for folder in (Path(plan.log_folder), run.path) for path in folder.glob(f"{plan.job_name}-[0-9]*.err")
+    ]
+    if attempt is None and found:
+        return _log_pair(max(found, key=lambda path: path.stat().st_mtime))
+    what = "no job of this run has written a log" if attempt is None else f"attempt {attempt} has no log on record"
+    raise RunDirError(what, where=plan.log_folder, hint="`relayrun status` says what its jobs do")
+
+
+def rank_messages(run: Run, attempt: int, rank: int) -> str:
+    """What one rank of an attempt left behind: its last words, and its stacks where they were asked for.
+
+    Raises RunDirError where it left nothing.
+    """
+    said = [f"{failure.node}: {failure.error}" for failure in failure_reason.read_failures(run.attempt(attempt), rank)]
+    stacks = run.stacks(attempt) / f"rank-{rank:04}.txt"
+    if stacks.exists() and stacks.stat().st_size:
+        said.append(f"{stacks}:\n{stacks.read_text(encoding='utf-8', errors='replace')}")
+    if not said:
+        hint = "what all ranks write is in the job's log: leave out --rank"
+        raise RunDirError(f"rank {rank} of attempt {attempt} left no words", where=run.attempt(attempt).path, hint=hint)
+    return "\n".join(said)
+
+
+@dataclass
+class LogFollower:
+    """Goes along with the logs of a chain: `poll` gives what is new, of each job that comes."""
+
+    run: Run
+    seen: dict[Path, int] = field(default_factory=dict)
+    """How far each file was read."""
+
+    def poll(self) -> list[tuple[Path, bytes]]:
+        """What was added since the last call, by file; of a file that was cut off, all of it again."""
+        try:
+            current = job_log_files(self.run)
+        except RunDirError:
+            return []
+        found = []
+        for path in dict.fromkeys([*self.seen, *current]):
+            try:
+                with open(path, "rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    at = self.seen.get(path, 0)
+                    file.seek(at if at <= size else 0)
+                    text = file.read()
+                    self.seen[path] = file.tell()
+            except OSError:  # removed, or a file system that is away for a while
+                continue
+            if text:
+                found.append((path, text))
+        for path in [path for path in self.seen if path not in current]:
+            del self.seen[path]
+        return found
+
+
+def _log_pair(err: Path) -> list[Path]:
+    return [err.with_suffix(".out"), err]

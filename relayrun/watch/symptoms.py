@@ -37,12 +37,12 @@ from relayrun.control.notify.events import low_disk_text, quota_notice_id, stall
 from relayrun.control.notify.notices import NoticePolicy
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import DAY_SECONDS, PurgeForecast
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import history
+from relayrun.control.rundir.storage_limits import DAY_SECONDS, PurgeForecast
+from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Job
 from relayrun.files import read_lines_backwards, temporary_prefix
 from relayrun.watch.status.run_status import RunStatus
@@ -177,12 +177,12 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
         reason = status.pending.get(job.id)
         if not job.waits or reason is None:
             continue
-        if history.never_starts(reason):
+        if job_history.never_starts(reason):
             held = "hel" in reason.lower() or "hold" in reason.lower()
             words = f"job {job.id} waits, and never starts unless a person changes something: {reason}"
             go_on = f"scontrol release {job.id}" if held else f"scontrol show job {job.id}"
             yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=go_on)
-        elif history.waits_for_budget(reason):
+        elif job_history.waits_for_budget(reason):
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
             yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=f"scontrol show job {job.id}")
 

@@ -46,7 +46,7 @@ def _start(run: Run, *options: str) -> None:
     nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
     os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "relayrun.watch.deliver", str(run.path), *options],
+        [sys.executable, "-m", "relayrun.watch.send_notices", str(run.path), *options],
         os.environ | {"PYTHONPATH": str(places.CODE_ROOT), "PYTHONSAFEPATH": "1"},
         file_actions=nowhere,
         setsid=True,

@@ -4,7 +4,7 @@
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.dump_size import add_dump_size_arguments
+from relayrun.cli.data.dumps import add_dump_size_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_dump_size_arguments, __doc__))

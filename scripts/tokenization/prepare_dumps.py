@@ -4,7 +4,7 @@
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.prepare_dumps import add_prepare_arguments
+from relayrun.cli.data.dumps import add_prepare_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_prepare_arguments, __doc__))

@@ -9,7 +9,7 @@ On several nodes: submit_reshard.sh.
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.reshard import add_shuffle_arguments
+from relayrun.cli.data.tokenize import add_shuffle_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_shuffle_arguments, __doc__))

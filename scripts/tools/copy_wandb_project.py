@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from relayrun.errors import InputError, run_main
-from relayrun.train.reporting.wandb_copy import WandbProject, copy_project
+from relayrun.train.reporting.wandb_runs import WandbProject, copy_project
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ Links are followed, and the paths are absolute. Folders come in the order given,
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.shard_prefixes import add_prefixes_arguments
+from relayrun.cli.data.shards import add_prefixes_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_prefixes_arguments, __doc__))

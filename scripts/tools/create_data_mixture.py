@@ -12,7 +12,7 @@ to OUTPUT/dataset_mixture_summary.txt, and as JSON with every shard beside it.
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.create_mixture import add_create_mixture_arguments
+from relayrun.cli.data.shards import add_create_mixture_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_create_mixture_arguments, __doc__))

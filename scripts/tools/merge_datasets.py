@@ -10,7 +10,7 @@ its inputs and the checksums of its files.
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.merge_shards import add_merge_shards_arguments
+from relayrun.cli.data.shards import add_merge_shards_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_merge_shards_arguments, __doc__))

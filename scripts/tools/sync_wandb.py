@@ -10,13 +10,12 @@ import argparse
 import os
 import sys
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.errors import InputError, RunDirError, run_main
-from relayrun.train.reporting import wandb_evaluations
-from relayrun.train.reporting.points import PointReader
-from relayrun.train.reporting.sinks import WandB
+from relayrun.train.reporting import wandb_runs
+from relayrun.train.reporting.trackers import PointReader, WandB
 
 
 def main() -> int:
@@ -29,7 +28,7 @@ def main() -> int:
         run = find_runs.find_run(name)
         if not run.attempt_numbers():
             raise RunDirError("this run has not begun", where=run.path)
-        config = compose.read_resolved_config(run.config_revision(run.revisions()[-1]))
+        config = resolve.read_resolved_config(run.config_revision(run.revisions()[-1]))
         streams = update_tracker_runs(run)
         for number, stream in enumerate(streams):
             sink = WandB(run, stream, config, "online")
@@ -43,7 +42,7 @@ def main() -> int:
                 f"{config.project}/{config.name}: id {stream.id}: the service had iteration {before}, "
                 f"sent up to {sink.mark}"
             )
-        wandb_evaluations.send_evaluations(run, config, "online")
+        wandb_runs.send_evaluations(run, config, "online")
     return 0
 
 

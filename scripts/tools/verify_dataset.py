@@ -8,7 +8,7 @@ verify_dataset.py tokens/web --tokenizer tokenizer/
 import sys
 
 from relayrun.cli import as_program
-from relayrun.cli.data.verify_shards import add_verify_shards_arguments
+from relayrun.cli.data.shards import add_verify_shards_arguments
 
 if __name__ == "__main__":
     sys.exit(as_program(add_verify_shards_arguments, __doc__))

@@ -11,8 +11,8 @@ import pytest
 
 from relayrun.errors import InputError
 from relayrun.tokens.shards import pending_merges
-from relayrun.tokens.shards.indexed import Shard, ShardWriter
 from relayrun.tokens.shards.pending_merges import unmerged_dumps
+from relayrun.tokens.shards.shard import Shard, ShardWriter
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/tokenization/submit_merge.sh"
 

@@ -26,8 +26,8 @@ from relayrun.errors import log_to_stderr
 from relayrun.files import append_line
 from relayrun.train import __main__ as program
 from relayrun.train import fork_server
-from relayrun.train.reporting import agent_link
-from relayrun.train.signals import SignalFlag, dump_stacks_on_request
+from relayrun.train.reporting import liveness
+from relayrun.train.requests import SignalFlag, dump_stacks_on_request
 
 SAVE = 5
 STEPS = 20
@@ -45,14 +45,14 @@ def rank_main(flag: SignalFlag) -> int:
     attempt = run.attempt(options.attempt)
     begin = attempt.read_begin()
     assert begin is not None
-    rank, number, world = int(os.environ["RANK"]), agent_link.restart_number(), int(os.environ["WORLD_SIZE"])
+    rank, number, world = int(os.environ["RANK"]), liveness.restart_number(), int(os.environ["WORLD_SIZE"])
     assert (os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]) == (str(rank), str(world))
     dump_stacks_on_request(run.stacks(options.attempt) / f"rank-{rank:04}.txt")
     base = begin.base_iteration if options.base_iteration is None else options.base_iteration
     append_line(attempt.path / f"starts-{rank}.jsonl", {"round": number, "base": base, "pid": os.getpid()})
     now = time.time()
     if rank == 0:
-        agent_link.tell_agent("started", process=now, imported=now, initialised=now, loaded=now)
+        liveness.tell_agent("started", process=now, imported=now, initialised=now, loaded=now)
     at = base
     while True:
         fault(number, rank, at, run, options.attempt)
@@ -87,7 +87,7 @@ def rank_main(flag: SignalFlag) -> int:
             beat = Heartbeat(node="n", iteration=at, phase="step", time=time.time(), step_p95=None, save_p95=None)
             beat.write(attempt.heartbeats / "n.json")
             if at == base + 1:
-                agent_link.tell_agent("stepped", time=time.time())
+                liveness.tell_agent("stepped", time=time.time())
 
 
 def fault(number: int, rank: int, at: int, run: Run, attempt: int) -> None:

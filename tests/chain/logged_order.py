@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relayrun.tokens.order.samples import WindowOrder
-from relayrun.tokens.order.spec import DatasetSpec
+from relayrun.tokens.order.datasets import DatasetSpec, WindowOrder
 
 
 class Logged:

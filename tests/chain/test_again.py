@@ -13,8 +13,7 @@ import pytest
 
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import base
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import LocalQueue

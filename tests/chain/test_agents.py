@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.chain import job_script
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
@@ -64,7 +64,7 @@ def test_two_nodes_start_all_ranks_again_when_one_of_them_dies(make_run: MakeRun
         lines = list(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))
         assert [(line["round"], line["base"]) for line in lines] == [(1, 0), (2, 5), (3, 10)]
         assert len({line["pid"] for line in lines}) == 3
-    found = rounds.read_failed_restarts(nodes.attempt)
+    found = restarts.read_failed_restarts(nodes.attempt)
     assert [(failed.culprit, failed.steps_lost) for failed in found] == [
         ("rank 1 on n1: killed by SIGKILL", 2),
         ("rank 0 on n0: OSError: away", 2),
@@ -83,7 +83,7 @@ def test_a_node_that_is_lost_ends_the_attempt_on_all_nodes(make_run: MakeRun) ->
     wait_for(stands, words=nodes.log)
     nodes.agents[1].kill()
     assert nodes.wait() == [1, -signal.SIGKILL]
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.again, failed.reason, failed.rank) == (False, "the agent of n1 is gone", None)
     pids = [next(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
     wait_for(lambda: not any(lives(pid) for pid in pids), words="one dies with the other")
@@ -179,7 +179,7 @@ def test_a_spare_node_goes_on_where_another_one_was_lost(make_run: MakeRun) -> N
     assert outcome is not None
     assert (outcome.outcome, outcome.iteration) == ("done", 20)
     assert steps.started(0) == steps.started(1) == [(1, 0), (2, 5), (3, 10)]
-    first, second = rounds.read_failed_restarts(steps.attempt)
+    first, second = restarts.read_failed_restarts(steps.attempt)
     assert (first.node, first.lost, first.rank) == ("n0", {"n0": "n2"}, None)
     assert (second.culprit, second.lost) == ("rank 1 on n1: killed by SIGKILL", {})
     assert "n2 takes the place of n0" in steps.log()
@@ -197,7 +197,7 @@ def test_fewer_nodes_go_on_where_no_spare_one_is_left(make_run: MakeRun) -> None
     steps.wait_for(3, 17)
     os.kill(steps.agent(2), signal.SIGKILL)
     assert steps.starter.wait(300) != 0, steps.log()
-    first, second, third = rounds.read_failed_restarts(steps.attempt)
+    first, second, third = restarts.read_failed_restarts(steps.attempt)
     assert (first.lost, first.nodes, first.again) == ({"n1": ""}, 2, True)
     assert (
         "n1: its agent is gone, at iteration 7; 2 nodes go on without spare ones; again from iteration 5" in first.told

@@ -25,10 +25,9 @@ from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignM
 from relayrun.control.rundir.evaluations import EvaluationPolicy, EvaluationResult, SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.scheduler.slurm_command import TooManyJobsError
+from relayrun.control.scheduler.slurm_commands import TooManyJobsError
 from tests.campaigns import ROOT
 from tests.history import began
 from tests.owners import give_away

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.submit.trainer_settings import trainer_settings
+from relayrun.submit.run_plan import trainer_settings
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.command_examples import (
     LAST_CHECKPOINT,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, make_run: MakeRun, tmp_path: Path) -> None:
     last = 20
     pace = ["--save-at=5", "--hold-at=12", f"--held={tmp_path / 'held'}"]
-    made = compose.load_run_config(config(tmp_path, name, last=last, pace=pace))
+    made = resolve.load_run_config(config(tmp_path, name, last=last, pace=pace))
     uncut = Uncut(tmp_path, name, last)
     settings = trainer_settings(made, Run(tmp_path / "run"))
     run, plan = make_run(

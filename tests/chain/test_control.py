@@ -14,10 +14,10 @@ import pytest
 
 from relayrun import cli
 from relayrun.cli.run import stop
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import slurm_command
+from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.errors import RunDirError, user_name
@@ -118,7 +118,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("relayrun.control.rundir.stop.write_atomic", refuse)
+    monkeypatch.setattr("relayrun.control.rundir.run.write_atomic", refuse)
     monkeypatch.setattr("relayrun.control.rundir.triggers.write_json", refuse)
 
 
@@ -126,7 +126,7 @@ def on_slurm(make_run: MakeRun, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """A run whose job runs, with another one and a fallback job behind it."""
     run, plan = make_run(scheduler="slurm", fallback_job=True)
     slurm = FakeSlurm(folder / "jobs.json", plan.job_name)
-    monkeypatch.setattr(slurm_command.subprocess, "run", lambda command, **given: slurm.run(command, given["input"]))
+    monkeypatch.setattr(slurm_commands.subprocess, "run", lambda command, **given: slurm.run(command, given["input"]))
     slurm.add(state="RUNNING")
     slurm.add()
     slurm.add(plan.fallback_job_name, after="2")
@@ -200,7 +200,7 @@ def test_a_stop_without_files_says_of_every_job_whether_it_was_asked(
     run.triggers.symlink_to("/dev/null/triggers")
     if not hears:
         trainer = SimpleNamespace(leave_signal=None)
-        monkeypatch.setattr("relayrun.control.chain.cancel.trainer_of", lambda *_: trainer)
+        monkeypatch.setattr("relayrun.control.chain.jobs.trainer_of", lambda *_: trainer)
     assert cli.main(["stop", str(run.path)]) == 0
     said = capsys.readouterr().out
     assert "no job was there" not in said

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
-from relayrun.control.chain.copier import CheckpointCopier
+from relayrun.config.compose import resolve
+from relayrun.control.chain.background import CheckpointCopier
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.mirror import MirrorPolicy
 from relayrun.control.rundir.run import Run
@@ -88,16 +88,16 @@ def test_a_submit_says_where_copies_go_and_keeps_their_name(tmp_path: Path) -> N
     workspace = Workspace.make(tmp_path)
     (tmp_path / "second").mkdir()
     place = {"path": str(tmp_path / "second"), "keep_every": 50}
-    plan = submission.submit_run(compose.load_run_config(workspace.config("run", checkpoint={"mirror": place})))
+    plan = submission.submit_run(resolve.load_run_config(workspace.config("run", checkpoint={"mirror": place})))
     policy = mirror.read_mirror_policy(plan.run)
     assert policy is not None
     assert policy.folder == f"{tmp_path}/second/tests/tiny"
     assert (policy.keep_last, policy.keep_every, policy.megabytes_per_second) == (2, 50, None)
     submission.mirror_policy.prepare(
-        compose.load_run_config(workspace.config("run", checkpoint={"mirror": place})), plan.run
+        resolve.load_run_config(workspace.config("run", checkpoint={"mirror": place})), plan.run
     )
     assert mirror.read_mirror_policy(plan.run) == policy
-    submission.mirror_policy.prepare(compose.load_run_config(workspace.config("run")), plan.run)
+    submission.mirror_policy.prepare(resolve.load_run_config(workspace.config("run")), plan.run)
     assert mirror.read_mirror_policy(plan.run) is None
 
 
@@ -115,21 +115,21 @@ def test_a_submit_says_where_copies_go_and_keeps_their_name(tmp_path: Path) -> N
 def test_a_place_that_is_no_folder_or_store_is_refused(tmp_path: Path, path: str, words: str) -> None:
     workspace = Workspace.make(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        compose.load_run_config(workspace.config("run", checkpoint={"mirror": {"path": path}}))
+        resolve.load_run_config(workspace.config("run", checkpoint={"mirror": {"path": path}}))
 
 
 def test_a_submit_tries_a_store_and_says_where_copies_go(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     (tmp_path / "second").mkdir()
     place = {"path": f"file://{tmp_path}/second/"}
-    plan = submission.submit_run(compose.load_run_config(workspace.config("run", checkpoint={"mirror": place})))
+    plan = submission.submit_run(resolve.load_run_config(workspace.config("run", checkpoint={"mirror": place})))
     policy = mirror.read_mirror_policy(plan.run)
     assert policy is not None
     assert policy.folder == f"file://{tmp_path}/second/tests/tiny"
     assert list((tmp_path / "second").iterdir()) == []
     nowhere = {"path": f"file://{tmp_path}/nowhere"}
     with pytest.raises(Exception, match="there is no such bucket or folder") as error:
-        submission.submit_run(compose.load_run_config(workspace.config("other", checkpoint={"mirror": nowhere})))
+        submission.submit_run(resolve.load_run_config(workspace.config("other", checkpoint={"mirror": nowhere})))
     assert "checkpoint.mirror.path" in str(error.value)
     assert not (tmp_path / "other/plan.json").exists()
 
@@ -140,7 +140,7 @@ def test_a_place_that_is_not_there_or_in_the_run_is_refused_before_anything_is_q
     for path, words in ((tmp_path / "nowhere", "there is no such folder"), (tmp_path / "run/inside", "lost with it")):
         with pytest.raises(Exception, match=words) as error:
             submission.submit_run(
-                compose.load_run_config(workspace.config("run", checkpoint={"mirror": {"path": str(path)}}))
+                resolve.load_run_config(workspace.config("run", checkpoint={"mirror": {"path": str(path)}}))
             )
         assert "checkpoint.mirror.path" in str(error.value)
     assert not (tmp_path / "run/plan.json").exists()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.training import BatchSizes
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.files import read_json, read_lines
-from relayrun.tokens.order.progress import TrainingProgress
+from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.order.schedule import Schedule
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends

@@ -19,14 +19,13 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.chain import nodes, supervisor
+from relayrun.control.chain import excluded_nodes, supervisor
 from relayrun.control.chain.watch import Watch
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, CheckpointCommit
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.train.checkpoint import publish
 from tests.history import make_history, trained
 
@@ -367,7 +366,7 @@ def test_a_successor_that_is_queued_late_leaves_out_the_bad_nodes_too(stage: Sta
     no_successor(stage)
     stage.run.attempt(4).retry_successor.touch()
     for attempt in (1, 2):
-        nodes.record_node_failures(stage.run, attempt, {"n1": "node failure"}, now=time.time())
+        excluded_nodes.record_node_failures(stage.run, attempt, {"n1": "node failure"}, now=time.time())
 
     def look() -> int:
         beside = Watch(stage.run, 4)
@@ -386,8 +385,8 @@ def test_a_successor_that_is_queued_late_leaves_out_the_bad_nodes_too(stage: Sta
 @pytest.mark.parametrize("name", ["saved", "exit"])
 def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
     """The training loop's own way out: the last save, the outcome, the answer to the trigger."""
-    from relayrun.train.control import RequestPoller
     from relayrun.train.loop import TrainingLoop
+    from relayrun.train.requests import RequestPoller
 
     assert fresh_begin(stage).code == 0
     if name == "exit":

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import fallback_job, job_script, supervisor
+from relayrun.control.chain import failover, job_script, supervisor
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
-from relayrun.control.scheduler.job_text import parse_job
+from relayrun.control.scheduler.slurm_commands import parse_job
 from tests.waiting import wait_for
 
 from .exhaustion import KILL, Reached, run_child
@@ -24,7 +24,7 @@ from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, tod
 def run_fallback_job(stage: Stage) -> Reached | None:  # noqa: F811
     """Let Slurm start the fallback job, if it would; return how that ended."""
     for job_id in stage.slurm.start_fallback_jobs():
-        reached = run_child(lambda: fallback_job.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=job_id)
+        reached = run_child(lambda: failover.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=job_id)
         stage.slurm.set(job_id, state="FAILED" if reached.code else "COMPLETED")
         return reached
     return None
@@ -77,7 +77,7 @@ def test_faults_of_the_fallback_job_itself(stage: Stage, everything: bool) -> No
     (own,) = stage.slurm.start_fallback_jobs()
 
     def look() -> int:
-        return fallback_job.run_fallback_job(stage.run)
+        return failover.run_fallback_job(stage.run)
 
     def check(reached: Reached) -> str:
         if reached.code:
@@ -146,7 +146,7 @@ def test_a_job_that_the_controller_has_forgotten(stage: Stage) -> None:  # noqa:
     stage.slurm.set(own, comment=f"relayrun:starts-only-if-job={job}-fails,failed-begins=3")
     assert stage.slurm.start_fallback_jobs() == [own]
     stage.slurm.write({key: fields for key, fields in stage.slurm.jobs().items() if key != job})
-    reached = run_child(lambda: fallback_job.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=own)
+    reached = run_child(lambda: failover.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=own)
     assert reached.code == 0, reached.output
     (following,) = stage.slurm.pending()
     assert stage.slurm.jobs()[following]["comment"] == "relayrun:begin-failed=4@"
@@ -219,7 +219,7 @@ def test_what_it_takes_over_from_the_jobs_of_the_chain(stage: Stage, small: bool
         stage.slurm.demanded = "gres"
     stage.slurm.set("1", state="FAILED")
     (old,) = stage.slurm.start_fallback_jobs()
-    reached = run_child(lambda: fallback_job.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=old)
+    reached = run_child(lambda: failover.run_fallback_job(stage.run), stage.run_path, stage.slurm, job=old)
     assert reached.code == 0, reached.output
     (new,) = stage.slurm.fallback_jobs()
     asked = stage.slurm.jobs()[new]["options"]

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun, fast_package

@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 
 from relayrun import cli
-from relayrun.config.compose import compose
-from relayrun.control.chain import guard, supervisor
+from relayrun.config.compose import resolve
+from relayrun.control.chain import supervisor, watch
 from relayrun.control.chain.watch import Watch
-from relayrun.control.failed_attempts import count_failed_attempts
+from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.merged_metrics import MergedViews, valid_lines
 from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, CheckpointCommit
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RunDirError
@@ -196,7 +195,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
     for entry in (
         lambda: supervisor.watch_attempt(run, 4, batch_pid=1),
         lambda: supervisor.end_attempt(run, 4, 0),
-        lambda: guard.run_guard(run, 4, batch_pid=1),
+        lambda: watch.run_guard(run, 4, batch_pid=1),
         lambda: Plan.load(run),
     ):
         with pytest.raises(RunDirError, match=message) as caught:
@@ -219,7 +218,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
     assert rank.returncode == 1
     assert message in rank.stderr
     workspace = Workspace.make(tmp_path)
-    config = compose.load_run_config(workspace.config("run"), [])
+    config = resolve.load_run_config(workspace.config("run"), [])
     with pytest.raises(RunDirError, match=message):
         submission.submit_run(config, resume=True)
     assert read_json(run.plan) == newer

@@ -10,7 +10,7 @@ import pytest
 from relayrun.control.agent import coordinator as module
 from relayrun.control.agent.coordinator import Coordinator
 from relayrun.control.chain import supervisor
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import Hang
 from tests.unit.test_spare_nodes import Nodes, one  # noqa: F401
 
@@ -58,7 +58,7 @@ def test_a_late_agent_without_which_the_others_began_is_a_spare_one(
     nodes.lose(2)
     nodes.end(0, 1)
     assert nodes.places() == [1, 0, None]
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.lost, failed.again) == ({"n2": "n0"}, True)
 
 
@@ -81,7 +81,7 @@ def test_an_agent_that_never_comes_ends_the_attempt_with_its_name_on_record(
     nodes.coordinator.look()
     assert (nodes.coordinator.code, nodes.all[0].last) == (1, {"kind": "leave", "code": 1})
     assert nodes.said == ["n1 has not said hello for 301 s; it is given up"]
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.round, failed.lost, failed.again) == (0, {"n1": ""}, False)
     told = "n1: has not said hello for 301 s; 2 nodes are to train, and 1 are left"
     assert failed.told == f"before the first round: {told}"
@@ -93,7 +93,7 @@ def test_where_no_agent_comes_no_node_is_blamed(tmp_path: Path, monkeypatch: pyt
     later(monkeypatch, 301)
     nodes.coordinator.look()
     assert nodes.coordinator.code == 1
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.node, failed.lost) == ("n0, n1, n2", {})
 
 
@@ -102,7 +102,7 @@ def test_nodes_that_are_lost_before_the_first_round_are_on_record(tmp_path: Path
     nodes.hello(0)
     nodes.lose(1, "the step of its agent ended with exit code 1")
     assert nodes.coordinator.code == 1
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.culprit, failed.lost) == ("n1: the step of its agent ended with exit code 1", {"n1": ""})
 
 
@@ -126,11 +126,11 @@ def test_a_node_whose_ranks_do_not_end_is_given_up(one: Nodes, monkeypatch: pyte
     one.end(0, 2)
     later(monkeypatch, 59)
     one.coordinator.look()
-    assert not rounds.read_failed_restarts(one.attempt)
+    assert not restarts.read_failed_restarts(one.attempt)
     later(monkeypatch, 61)
     one.coordinator.look()
     assert one.places() == [0, None, 1]
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.culprit, failed.lost) == ("rank 1 on n0: killed by SIGKILL", {"n1": "n2"})
     assert one.said[0] == "n1: its ranks have not ended within 60 s; it is given up"
     assert one.all[1].last == {"kind": "leave", "code": 1}
@@ -146,7 +146,7 @@ def test_without_a_spare_node_it_ends_the_attempt_with_these_words(
     later(monkeypatch, 61)
     nodes.coordinator.look()
     assert nodes.coordinator.code == 137
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.again, failed.reason) == (False, "n1: its ranks have not ended within 60 s")
 
 
@@ -165,7 +165,7 @@ def test_a_rank_that_died_before_its_node_or_another_was_lost_stays_the_first_ca
     later(monkeypatch, 26)
     one.lose(1, "no word from its agent for 20 s")
     one.end(0, 2)
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.rank, failed.node, failed.lost) == (1, "n0", {"n1": "n2"})
 
 
@@ -174,7 +174,7 @@ def test_a_rank_that_died_on_the_lost_node_itself_is_the_first_cause(one: Nodes)
     one.dead(1, 2, code=-11)
     one.lose(1)
     one.end(0, 2)
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert failed.culprit == "rank 2 on n1: killed by SIGSEGV"
 
 
@@ -182,7 +182,7 @@ def test_a_hang_may_name_a_rank_of_an_older_layout(one: Nodes) -> None:  # noqa:
     hang = Hang(iteration=7, phase="data", seconds=61.0, silent=[], late={"9": "data"}, time=1.0)
     one.coordinator._hung(hang)
     one.end(0, 1, 2)
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.rank, failed.node) == (9, "")
 
 

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control import signs
+from relayrun.control import chain_state
 from relayrun.control.chain import supervisor, watch
 from relayrun.control.chain.watch import Watch
-from relayrun.control.failed_attempts import count_failed_attempts
+from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, Hang, Heartbeat, SuccessorJob
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RunDirError, SchedulerError
@@ -228,9 +227,9 @@ def test_an_attempt_whose_heartbeats_are_rare_lives_for_longer_after_the_last(
     last = time.time() + 1000
     beat = Heartbeat(node="n", iteration=1, phase="step", time=last, step_p95=None, save_p95=None, interval=interval)
     beat.write(attempt.heartbeats / "n.json")
-    found = signs.newest_life_sign(run, plan, now=last + plan.hang_timeout + 59)
+    found = chain_state.newest_life_sign(run, plan, now=last + plan.hang_timeout + 59)
     assert (found is not None) == lives
-    assert signs.newest_life_sign(run, plan, now=last + plan.hang_timeout + 61) is None
+    assert chain_state.newest_life_sign(run, plan, now=last + plan.hang_timeout + 61) is None
 
 
 @pytest.mark.parametrize(("interval", "reads"), [(0.0, 60), (60.0, 10)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.files import read_lines
 from tests.checkpoints import contents, raw

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control import chain_decide
+from relayrun.control import decisions
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
 from tests.waiting import wait_for
@@ -70,7 +69,7 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
     assert [record.cause for record in ends(run)] == ["done"]
     reason = "iteration 3 is durable, and training.stop_after ends the run there"
     assert stop_reason(run) == reason
-    assert chain_decide.is_done_reason(reason)
+    assert decisions.is_done_reason(reason)
     run.stop.unlink()
     run_chain(run, plan)  # a job that a person queues by hand finds nothing to do
     assert stop_reason(run) == reason

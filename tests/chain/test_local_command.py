@@ -11,7 +11,7 @@ import pytest
 
 from relayrun import client
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from tests.chain.test_local_chain import CUT, ends, logs, run_chain

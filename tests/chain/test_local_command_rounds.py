@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import rounds, triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir import restarts, triggers
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local import LocalScheduler
@@ -92,7 +92,7 @@ def test_ranks_that_die_start_again_in_their_job_from_the_newest_checkpoint(make
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [(each.rank, each.words, each.durable_iteration, each.next_iteration) for each in found] == [
         (1, "killed by SIGKILL", 5, 5),
         (1, "ended with exit code 3", 5, 5),
@@ -134,7 +134,7 @@ def test_a_program_that_dies_behind_its_last_save_is_not_started_again(make_run:
     run, plan = make(make_run, "0:0:20:whole", auto_requeue=True)
     run_chain(run, plan)
     (record,) = ends(run)
-    (failed,) = rounds.read_failed_restarts(run.attempt(1))
+    (failed,) = restarts.read_failed_restarts(run.attempt(1))
     assert (failed.again, failed.reason) == (False, "iteration 20 is the last one, and it is saved")
     assert run.stop.read_text().startswith("the last iteration, 20, is durable"), record
     assert losses(run) == undisturbed(LAST)[0]
@@ -146,7 +146,7 @@ def test_a_hang_becomes_a_round_and_no_child_lives_on(make_run: MakeRun) -> None
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [each.rank for each in found] == [None, 1]
     assert found[0].words.startswith("hang: ")
     assert_undisturbed(run)
@@ -191,7 +191,7 @@ def test_what_asks_ranks_to_leave_reaches_those_of_a_later_round(make_run: MakeR
     scheduler.run_queue(lambda _event: None, act)
     (record,) = ends(run)
     assert record.cause == {"limit": "saved", "exit": "exit"}[how], logs(run)
-    assert len(rounds.read_failed_restarts(run.attempt(1))) == 1
+    assert len(restarts.read_failed_restarts(run.attempt(1))) == 1
     assert record.durable_iteration % 5 == 0
     assert [at for at, _ in losses(run)] == list(range(1, record.durable_iteration + 1))
 
@@ -215,7 +215,7 @@ def test_kills_at_any_time_change_no_bit(make_run: MakeRun) -> None:
     assert not chain.is_alive()
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    assert 3 <= len(rounds.read_failed_restarts(run.attempt(1))) <= killed
+    assert 3 <= len(restarts.read_failed_restarts(run.attempt(1))) <= killed
     assert_undisturbed(run, last=200)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.sections.container import ContainerSection
-from relayrun.control.rundir.lineage import resume_point
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.config.sections.job_script import ContainerSection
+from relayrun.control.rundir.checkpoint_records import resume_point
+from relayrun.control.rundir.run import stop_reason
 from tests import stand_ins
 
 from .conftest import MakeRun

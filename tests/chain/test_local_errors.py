@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.nodes import read_node_failures
+from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab import ranks
+from relayrun.lab import random_kills
 from tests.workspace import Workspace, ends, steps
 
 from .test_local_recovery import assert_same_run, with_kills
@@ -59,10 +59,10 @@ def test_a_stopped_rank_is_named_and_a_round_begins(tmp_path: Path) -> None:
         generator = random.Random(1)
         after = 0
         while len(stopped) < STOPS and not over.wait(0.05):
-            if len(rounds.read_failed_restarts(run.attempt(1))) < len(stopped) or newest(run) < after + BETWEEN:
+            if len(restarts.read_failed_restarts(run.attempt(1))) < len(stopped) or newest(run) < after + BETWEEN:
                 continue
             over.wait(generator.uniform(0, 0.3))
-            chosen = generator.choice(ranks.living_ranks(run))
+            chosen = generator.choice(random_kills.living_ranks(run))
             after = newest(run)
             stopped.append((chosen.rank, time.time()))
             os.kill(chosen.pid, signal.SIGSTOP)
@@ -73,7 +73,7 @@ def test_a_stopped_rank_is_named_and_a_round_begins(tmp_path: Path) -> None:
     over.set()
     stopper.join(300)
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [failed.rank for failed in found] == [rank for rank, _ in stopped], [failed.told for failed in found]
     assert len(found) == STOPS
     longest = max(line["step_seconds"] for line in read_lines(run.metrics_view) if "step_seconds" in line)
@@ -102,7 +102,7 @@ def test_slow_saves_and_reads_are_no_hang(tmp_path: Path) -> None:
     done = submit(workspace.config("slow", **values))
     run = workspace.run("slow")
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    assert rounds.read_failed_restarts(run.attempt(1)) == []
+    assert restarts.read_failed_restarts(run.attempt(1)) == []
     assert sorted(steps(run)) == list(range(1, total + 1))
     stood = [line["data_seconds"] for line in read_lines(run.metrics_view) if line.get("data_seconds", 0) > 4]
     assert len(stood) >= 6, "of rank 0"
@@ -115,7 +115,7 @@ def test_a_rank_that_reads_for_ever_is_a_hang_of_its_section(tmp_path: Path) -> 
     values = settings(40, hooks=[hook], hang_timeout=60, auto_requeue=False) | {"job": {"time": "20"}}
     done = submit(workspace.config("late", **values))
     run = workspace.run("late")
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [(failed.rank, failed.again) for failed in found] == [(1, True), (1, False)], done.stderr
     assert [end.cause for end in ends(run)] == ["hang"]
     assert (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from relayrun.control.log import LOG_PREFIX
+from relayrun.control.job_log import LOG_PREFIX
 from relayrun.control.rundir.records import AttemptStart
 from tests.chain.test_local_training import ROOT, submit
 from tests.checkpoints import assert_same_bytes

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import read_tracker_runs
 from relayrun.control.trainers import megatron_lm_checkpoints
-from relayrun.control.trainers.files import least_file_sizes
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.control.trainers.megatron_lm_program import MegatronDialect, least_file_sizes
 from relayrun.files import read_lines
-from relayrun.train.reporting import wandb_files
+from relayrun.train.reporting import trackers
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.waiting import wait_for
@@ -152,9 +151,9 @@ def test_three_attempts_cut_by_a_real_time_limit(make_run: MakeRun, tmp_path: Pa
     assert named == there
     assert named
     (stream,) = read_tracker_runs(run)
-    files = wandb_files.offline_wandb_files(run.path / "wandb", stream.id)
+    files = trackers.offline_wandb_files(run.path / "wandb", stream.id)
     assert len(files) == len(records)  # one run there
-    told = [row["_step"] for path in files for row in wandb_files.wandb_history(path) if "lm loss" in row]
+    told = [row["_step"] for path in files for row in trackers.wandb_history(path) if "lm loss" in row]
     assert told == list(range(1, 101))
 
 

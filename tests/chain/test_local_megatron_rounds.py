@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import rounds
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir import restarts
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect
@@ -63,11 +63,11 @@ def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: Ma
         os.truncate(torn, torn.stat().st_size - 1)
         os.kill(rank_pids(run)[1], signal.SIGKILL)
         wait_for(
-            lambda: len(rounds.read_failed_restarts(run.attempt(1))) == 1 and resume_point(run).iteration >= 10, 600
+            lambda: len(restarts.read_failed_restarts(run.attempt(1))) == 1 and resume_point(run).iteration >= 10, 600
         )
         os.kill(rank_pids(run)[0], signal.SIGKILL)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [(each.rank, each.words, each.next_iteration) for each in found] == [
         (1, "killed by SIGKILL", 5),
         (0, "killed by SIGKILL", 10),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from tests.workspace import Workspace, ends
@@ -33,7 +33,7 @@ def sources(run: Run) -> list[tuple[str, int, int]]:
     """Return for each failed round where the next one had its state from, which iteration, steps computed again."""
     return [
         (failed.source, failed.next_iteration, failed.steps_lost)
-        for failed in rounds.read_failed_restarts(run.attempt(1))
+        for failed in restarts.read_failed_restarts(run.attempt(1))
     ]
 
 

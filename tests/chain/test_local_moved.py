@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.chain import supervisor
-from relayrun.control.rundir.lineage import ResumePoint, is_checkpoint_of, resume_point
+from relayrun.control.rundir.checkpoint_records import ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.records import AttemptStart, CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import history
+from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import RunDirError
 from relayrun.submit import submission
@@ -49,7 +49,7 @@ def test_a_moved_run_goes_on_from_its_checkpoint(make_run: MakeRun, tmp_path: Pa
 
 def trained(workspace: Workspace, folder: str) -> Run:
     """A run that was submitted and saved iteration 5, and has no job any more."""
-    submission.submit_run(compose.load_run_config(workspace.config(folder)))
+    submission.submit_run(resolve.load_run_config(workspace.config(folder)))
     run = workspace.run(folder)
     began(run, 1, base=0)
     attempt = run.attempt(1)
@@ -65,7 +65,7 @@ def trained(workspace: Workspace, folder: str) -> Run:
 @pytest.mark.slow
 def test_a_submit_after_a_move_renders_all_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job that was queued in the old place is a local one that nobody starts any more."""
-    monkeypatch.setattr(history, "ANSWER_SECONDS", -1.0)
+    monkeypatch.setattr(job_history, "ANSWER_SECONDS", -1.0)
     workspace = Workspace.make(tmp_path)
     old = trained(workspace, "old-place")
     new = Run(tmp_path / "new-place")

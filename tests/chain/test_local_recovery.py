@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab.ranks import signal_random_rank
+from relayrun.lab.random_kills import signal_random_rank
 from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
@@ -47,7 +47,7 @@ def with_kills(*kills: str) -> dict[str, Any]:
 
 
 def first_causes(run: Run) -> list[tuple[int, int | None, str]]:
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert all(failed.again for failed in found)
     return [(failed.round, failed.rank, failed.words) for failed in found]
 
@@ -81,7 +81,7 @@ def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
     killed = "killed by SIGKILL"
     assert first_causes(run) == [(number, rank, killed) for number, rank in enumerate([1, 0, 1, 0, 0], start=1)]
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [(failed.iteration, failed.durable_iteration) for failed in found][:3] == [(0, 0), (2, 0), (6, 5)]
     assert found[3].durable_iteration == 5  # the save of iteration 10 was killed before it counted
     assert found[4].durable_iteration == 10
@@ -116,7 +116,7 @@ def test_ranks_go_on_from_memory_and_never_from_copies_that_were_changed(tmp_pat
     done = submit(config)
     run = workspace.run("killed")
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [(failed.next_iteration, failed.source, failed.steps_lost) for failed in found[:3]] == [
         (3, "memory", 0),
         (7, "memory", 0),
@@ -160,7 +160,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     over.set()
     killer.join(300)
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert 3 <= len(found) <= len(killed)  # two may die in one round
     assert all(failed.again for failed in found)
     if memory:  # a rank may be killed while it copies the iteration that all have done

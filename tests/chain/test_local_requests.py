@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir import rounds, triggers
+from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
-from relayrun.lab import ranks
+from relayrun.lab import random_kills
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
@@ -72,12 +72,12 @@ class Chain:
         return found
 
     def kill(self, rank: int) -> None:
-        (pid,) = [one.pid for one in ranks.living_ranks(self.run) if one.rank == rank]
+        (pid,) = [one.pid for one in random_kills.living_ranks(self.run) if one.rank == rank]
         os.kill(pid, signal.SIGKILL)
 
     def newest(self) -> int:
         """The newest iteration on record since the newest round began."""
-        return rounds.newest_recorded_iteration(self.run.attempt(1))
+        return restarts.newest_recorded_iteration(self.run.attempt(1))
 
 
 def touch(run: Run, name: triggers.TriggerName) -> float:
@@ -114,7 +114,7 @@ def test_triggers_are_answered_once_in_whichever_round_they_are_touched(tmp_path
     answer = chain.answer("exit", touched=touched)
     assert chain.process.wait(PATIENCE) == 0
     assert [(end.cause, end.durable_iteration) for end in ends(run)] == [("exit", answer["iteration"])]
-    assert [(failed.rank, failed.again) for failed in rounds.read_failed_restarts(run.attempt(1))] == [
+    assert [(failed.rank, failed.again) for failed in restarts.read_failed_restarts(run.attempt(1))] == [
         (0, True),
         (1, True),
         (1, True),

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import rounds, triggers
+from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
@@ -65,7 +65,7 @@ def test_what_a_rank_has_forked_ends_with_its_round_and_hides_no_end_of_the_serv
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    assert [told(failed) for failed in rounds.read_failed_restarts(run.attempt(1))] == [
+    assert [told(failed) for failed in restarts.read_failed_restarts(run.attempt(1))] == [
         (1, 1, "killed by SIGKILL", 7, 5, 2),
         (2, None, "the server that forks ranks ended (-9)", 12, 10, 2),
     ]
@@ -83,7 +83,7 @@ def test_ranks_that_die_are_started_again_inside_their_job(make_run: MakeRun) ->
     assert run.attempt_numbers() == [1]
     assert starts(run, 0) == starts(run, 1) == [(1, 0), (2, 5), (3, 5), (4, 10), (5, 10)]
     assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 21))
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [told(failed) for failed in found] == [
         (1, 1, "killed by SIGKILL", 7, 5, 2),
         (2, 0, "killed by SIGKILL", 5, 5, 0),
@@ -105,9 +105,9 @@ def test_the_same_error_at_the_same_iteration_ends_the_attempt_at_its_second_tim
     (record,) = ends(run)
     assert (record.cause, record.exit_code, record.durable_iteration) == ("failed", 1, 5)
     words = "RuntimeError: no room on port 4711; the same failure as before, at the same iteration 7"
-    node = rounds.read_failed_restarts(run.attempt(1))[0].node
+    node = restarts.read_failed_restarts(run.attempt(1))[0].node
     assert record.reason.startswith(f"rank 1 on {node}: {words}")
-    assert [failed.again for failed in rounds.read_failed_restarts(run.attempt(1))] == [True, False]
+    assert [failed.again for failed in restarts.read_failed_restarts(run.attempt(1))] == [True, False]
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_rounds_without_a_later_state_to_start_from_end_the_attempt(make_run: Ma
     """The second one brings iteration 5."""
     run, plan = make(make_run, "1:0:5:SIGKILL", "2:0:7:SIGKILL", "0:0:8:SIGKILL", max_failed_rounds=2)
     run_chain(run, plan)
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     assert [(failed.base_iteration, failed.next_iteration) for failed in found] == [(0, 0), (0, 5), (5, 5), (5, 5)]
     (record,) = ends(run)
     assert record.cause == "failed"
@@ -130,7 +130,7 @@ def test_what_every_start_would_meet_starts_nobody_again(make_run: MakeRun, what
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == cause
-    again = [failed.again for failed in rounds.read_failed_restarts(run.attempt(1))]
+    again = [failed.again for failed in restarts.read_failed_restarts(run.attempt(1))]
     assert again == ([False] if cause == "fatal" else [True, False])  # an exit code alone is known the second time
 
 
@@ -158,7 +158,7 @@ def test_ranks_that_are_asked_to_leave_are_not_started_again(make_run: MakeRun) 
     run_with(run, plan, ask_and_kill)
     (record,) = ends(run)
     assert (
-        len(rounds.read_failed_restarts(run.attempt(1))) <= 1
+        len(restarts.read_failed_restarts(run.attempt(1))) <= 1
     )  # rank 0 may have left before its neighbour's end was noticed
     assert starts(run, 0) == [(1, 0)]
     assert record.cause in ("failed", "saved")
@@ -220,7 +220,7 @@ def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stack
     run_with(run, plan, stop_a_rank)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    failed = rounds.read_failed_restarts(run.attempt(1))[0]
+    failed = restarts.read_failed_restarts(run.attempt(1))[0]
     assert (failed.rank, failed.iteration, failed.durable_iteration, failed.again) == (1, 7, 5, True)
     assert failed.words.startswith("hang: no progress for ")
     assert failed.words.endswith("ranks 1 did not answer")
@@ -242,7 +242,7 @@ def test_a_server_that_hangs_holds_up_no_round(make_run: MakeRun) -> None:
     run_with(run, plan, stop_the_server)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    failed = rounds.read_failed_restarts(run.attempt(1))[0]
+    failed = restarts.read_failed_restarts(run.attempt(1))[0]
     assert failed.again
     assert failed.words.startswith("hang: no progress for ")
     assert "the server that forks ranks did not end them within 30 s; it is killed" in logs(run)
@@ -255,7 +255,7 @@ def test_a_server_that_hangs_in_its_imports_ends_the_attempt_with_words(make_run
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause != "done", logs(run)
-    assert [(failed.words, failed.again) for failed in rounds.read_failed_restarts(run.attempt(1))] == [
+    assert [(failed.words, failed.again) for failed in restarts.read_failed_restarts(run.attempt(1))] == [
         ("the server that forks ranks has not done its imports within 4 s", True),
         ("the server that forks ranks has not done its imports within 4 s", False),
     ]
@@ -268,7 +268,7 @@ def test_ranks_that_hang_at_one_iteration_again_and_again_end_the_attempt(make_r
     (record,) = ends(run)
     assert record.cause == "hang"
     assert record.reason.startswith("hang: no progress for ")
-    assert [failed.again for failed in rounds.read_failed_restarts(run.attempt(1))] == [True, False]
+    assert [failed.again for failed in restarts.read_failed_restarts(run.attempt(1))] == [True, False]
 
 
 def pids_of(run: Run) -> list[int]:

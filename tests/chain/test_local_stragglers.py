@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.rundir.stragglers import Straggler
+from relayrun.control.rundir.node_health import Straggler
 from relayrun.files import read_lines
 from tests.workspace import Workspace, ends
 

@@ -12,9 +12,8 @@ import pytest
 from relayrun import files
 from relayrun.cli import main
 from relayrun.control.rundir.records import RankFailure
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import write_stop
-from relayrun.watch import logs
+from relayrun.control.rundir.run import Run, write_stop
+from relayrun.watch import follow
 from tests.history import began
 from tests.waiting import read_line
 
@@ -86,7 +85,7 @@ def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeyp
 def test_following_goes_on_from_job_to_job_and_misses_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     first = write_log(run, 1, out="a", err="b")
-    following = logs.LogFollower(run)
+    following = follow.LogFollower(run)
     assert following.poll() == [(first.with_suffix(".out"), b"a"), (first, b"b")]
     assert following.poll() == []
     with open(first, "a") as file:

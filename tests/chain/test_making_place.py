@@ -8,12 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.control.chain import orphaned, successor, supervisor
-from relayrun.control.chain.successor import pending_jobs
+from relayrun.control.chain import failover, jobs, supervisor
+from relayrun.control.chain.jobs import pending_jobs
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import SuccessorJob
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.control.scheduler.slurm import Slurm
 
@@ -39,7 +38,7 @@ def loses_its_batch_host(stage: Stage, monkeypatch: Patch, mode: str = "requeue"
     begun(stage, mode)
     stage.slurm.down = {"n0"}
     stage.slurm.set("1", lost="n1,n2,n3")
-    monkeypatch.setattr(orphaned, "FIRST_NODE_SECONDS", 0.0)
+    monkeypatch.setattr(failover, "FIRST_NODE_SECONDS", 0.0)
     monkeypatch.setattr("relayrun.control.scheduler.slurm.Slurm._node_is_down", lambda *_: True)
 
 
@@ -47,7 +46,7 @@ def agent(stage: Stage, *, attempt: int = 4, job: str = "1") -> Reached:  # noqa
     """What an agent of another node does, to its end."""
 
     def closes() -> int:
-        return orphaned.close_orphaned_attempt(stage.run, attempt, node=0, number_of_round=0)
+        return failover.close_orphaned_attempt(stage.run, attempt, node=0, number_of_round=0)
 
     reached = run_child(closes, stage.run_path, stage.slurm, job=job)
     assert reached.code == 1, reached.output
@@ -229,7 +228,7 @@ def another_agent_acts(monkeypatch: Patch, act: Callable[[], None]) -> None:
             act()
         return jobs
 
-    monkeypatch.setattr(successor, "pending_jobs", found)
+    monkeypatch.setattr(jobs, "pending_jobs", found)
 
 
 def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811
@@ -244,7 +243,7 @@ def test_another_agent_has_queued_the_one_job_that_may_be_queued(stage: Stage, m
 def makes_place(stage: Stage, job_id: str) -> None:  # noqa: F811
     """What another agent does at last."""
     cancels = Mock(cancel=lambda own: stage.slurm.set(own, state="CANCELLED"))
-    successor.cancel_replaced_job(stage.run.attempt(4), cancels, own="1", job_id=job_id)
+    jobs.cancel_replaced_job(stage.run.attempt(4), cancels, own="1", job_id=job_id)
 
 
 def test_two_agents_queue_a_job_each(stage: Stage, monkeypatch: Patch) -> None:  # noqa: F811

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.control.chain import guard, job_script, next_nodes, nodes, successor, supervisor
-from relayrun.control.rundir import rounds
+from relayrun.control.chain import excluded_nodes, job_script, jobs, supervisor, watch
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.scheduler.factory import scheduler_for_plan
 
 from .exhaustion import Reached, run_child
@@ -26,7 +26,7 @@ from .test_fallback_job import run_fallback_job
 
 def struck(stage: Stage, *names: str) -> None:  # noqa: F811
     for attempt in (1, 2):
-        nodes.record_node_failures(stage.run, attempt, dict.fromkeys(names, "node failure"), now=time.time())
+        excluded_nodes.record_node_failures(stage.run, attempt, dict.fromkeys(names, "node failure"), now=time.time())
 
 
 def waiting_job(stage: Stage) -> dict[str, Any]:  # noqa: F811
@@ -70,7 +70,7 @@ def test_one_that_can_be_replaced_is(stage: Stage, waits: bool) -> None:  # noqa
 def test_of_several_the_worst_are_left_out(stage: Stage, waits: bool) -> None:  # noqa: F811
     replace(Plan.load(stage.run), nodes=40).write(stage.run.plan)  # a twentieth of which are two
     struck(stage, "n1", "n2")
-    nodes.record_node_failures(stage.run, 3, {"n2": "node failure"}, now=time.time())
+    excluded_nodes.record_node_failures(stage.run, 3, {"n2": "node failure"}, now=time.time())
     stage.slurm.down = {"n0", "n3"}
     excluded, said = next_job(stage, waits=waits)
     assert excluded == "n2"
@@ -119,7 +119,7 @@ def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
         steps_lost=1,
         lost=nodes_lost,
     )
-    rounds.record_failed_restart(stage.run.attempt(4), failed_round)
+    restarts.record_failed_restart(stage.run.attempt(4), failed_round)
 
 
 def test_a_lost_node_takes_no_bad_ones_place_though_slurm_takes_it_to_be_up(stage: Stage) -> None:  # noqa: F811
@@ -247,13 +247,13 @@ def batch_script_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch, *, gua
     monkeypatch.setattr(
         "relayrun.control.scheduler.slurm.Slurm.kill_wait", lambda _self: 30.0 if guard_on == "n0" else 0.1
     )
-    monkeypatch.setattr("relayrun.control.chain.guard.is_process_alive", lambda _pid: False)
+    monkeypatch.setattr("relayrun.control.chain.watch.is_process_alive", lambda _pid: False)
     monkeypatch.setenv("SLURMD_NODENAME", guard_on)
 
     def guarded() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a library may have started a thread in the fork
-        return guard.run_guard(stage.run, 4, batch_pid=1)
+        return watch.run_guard(stage.run, 4, batch_pid=1)
 
     reached = run_child(guarded, stage.run_path, stage.slurm)
     assert reached.code == 0, reached.output
@@ -342,7 +342,7 @@ def test_a_first_job_with_a_spare_node_that_is_not_up_is_refused_with_what_to_se
 
     def first() -> int:
         plan = Plan.load(stage.run)
-        successor.queue_first_job(stage.run, plan, scheduler_for_plan(plan, stage.run, patience=0))
+        jobs.queue_first_job(stage.run, plan, scheduler_for_plan(plan, stage.run, patience=0))
         return 0
 
     reached = run_child(first, stage.run_path, stage.slurm)
@@ -353,7 +353,7 @@ def test_a_first_job_with_a_spare_node_that_is_not_up_is_refused_with_what_to_se
 def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> None:
     plan = Mock(outlives_nodes=True, nodes=4, nodes_of_job=6, elastic_nodes=(2, 1))
     asked = {
-        given: next_nodes._without_reduced_nodes(plan, {"nodes": given, "time": "5"})
+        given: excluded_nodes._without_reduced_nodes(plan, {"nodes": given, "time": "5"})
         for given in ("5", "2", "5-6", "8")
     }
     assert asked == {given: {"time": "5"} for given in ("5", "2", "5-6")} | {"8": {"nodes": "8", "time": "5"}}

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
-from relayrun.control.chain import nodes
-from relayrun.control.rundir import merged_metrics, node_health, rounds
+from relayrun.config.compose import resolve
+from relayrun.control.chain import excluded_nodes
+from relayrun.control.rundir import merged_metrics, node_health, restarts
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.files import read_lines
-from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.submission import prepared_run
 from relayrun.watch.status import queue, run_status
 from tests.checkpoints import assert_same_bytes
@@ -62,7 +62,7 @@ def test_a_sick_node_is_left_out_and_the_spare_one_takes_its_place(make_run: Mak
     assert (found.node, found.check, found.value, found.limit, found.hard) == ("n0", "command", 3, 0, True)
     assert found.told.endswith("disk /scratch has gone (exit status 3); left out")
     assert found.told in steps.log()
-    assert [failed.culprit for failed in rounds.read_failed_restarts(steps.attempt)] == [
+    assert [failed.culprit for failed in restarts.read_failed_restarts(steps.attempt)] == [
         "rank 1 on n2: killed by SIGKILL"
     ]
     measured = [line["node"] for line in read_lines(steps.run.node_health) if "matmul" in line]
@@ -77,7 +77,7 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_round(make_run: MakeRun, 
     os.kill(next(read_lines(steps.attempt.path / "starts-0.jsonl"))["pid"], signal.SIGKILL)
     assert steps.starter.wait(300) == 0, steps.log()
     assert steps.started(0) == steps.started(1) == [(1, 0), (2, 5)]
-    (failed,) = rounds.read_failed_restarts(steps.attempt)
+    (failed,) = restarts.read_failed_restarts(steps.attempt)
     assert (failed.culprit, failed.lost) == ("rank 0 on n0: killed by SIGKILL", {"n1": "n2"})
     (found,) = node_health.read_findings(steps.attempt)
     assert (found.node, found.check, found.value, found.limit, found.round) == ("n1", "open_files", 200, 500, 1)
@@ -97,9 +97,9 @@ def test_a_sick_node_that_nobody_replaces_ends_its_job_and_the_next_one_leaves_i
     words = f"the site's own check ({sys.executable}): no scratch (exit status 1)"
     assert words in record.reason
     assert starts(run, 0) == []
-    (strike,) = nodes.read_node_failures(run)
+    (strike,) = excluded_nodes.read_node_failures(run)
     assert (strike.sick, strike.reason) == (True, words[:200])
-    assert nodes.worst_nodes([strike], nodes=1, now=strike.time) == [strike.node]
+    assert excluded_nodes.worst_nodes([strike], nodes=1, now=strike.time) == [strike.node]
     status = run_status.read_run_status(run, queue.query_queue(run), now=strike.time)
     assert status.sick_nodes == [f"{strike.node}: {words}; ends the attempt, no other node takes its place"]
 
@@ -113,7 +113,7 @@ def test_what_is_less_is_told_and_ends_nothing_where_nobody_takes_the_place(make
     assert record.cause == "done", logs(run)
     found = node_health.read_findings(run.attempt(1))
     assert [(each.check, each.action, each.round) for each in found] == [("tmp", "warned", 0), ("tmp", "warned", 1)]
-    assert nodes.read_node_failures(run) == []
+    assert excluded_nodes.read_node_failures(run) == []
 
 
 @pytest.mark.long
@@ -128,7 +128,7 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
         "sick", **SETTINGS, chain={"recovery": "node"}, cluster={"environment": environment}, job={"ntasks_per_node": 2}
     )
     with prepared_run(
-        compose.load_run_config(config), SubmitIntent(resume=False, accept_data_change=False, take_over=False)
+        resolve.load_run_config(config), SubmitIntent(resume=False, accept_data_change=False, take_over=False)
     ) as (run, plan):
         own = looked_for(tmp_path, "n0")["node_health"]
         assert isinstance(own, dict)
@@ -181,7 +181,7 @@ def test_without_agents_the_first_rank_of_a_node_looks(tmp_path: Path) -> None:
     words = f"the site's own check ({sys.executable}): no scratch (exit status 1)"
     assert words in record.reason
     assert [(each.check, each.action) for each in node_health.read_findings(run.attempt(1))] == [("command", "ended")]
-    (strike,) = nodes.read_node_failures(run)
+    (strike,) = excluded_nodes.read_node_failures(run)
     assert strike.sick
     assert not list(read_lines(run.attempt(1).metrics))
     limits = {"tmp_gb": 1e9, "open_files": 10**9}

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.chain import background, messenger, supervisor
-from relayrun.control.chain.messenger import NoticeSender
+from relayrun.control.chain import background, supervisor
+from relayrun.control.chain.background import NoticeSender
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import write_due_notices
 from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
@@ -28,13 +28,12 @@ from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, Hang
-from relayrun.control.rundir.rewinds import Rollback, record_rollback
-from relayrun.control.rundir.run import Run, is_owned_by_this_user
-from relayrun.control.rundir.stop import write_stop
+from relayrun.control.rundir.restarts import Rollback, record_rollback
+from relayrun.control.rundir.run import Run, is_owned_by_this_user, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.watch import deliver, unsent_notices
+from relayrun.watch import send_notices, unsent_notices
 from tests.history import STEP, began
 from tests.owners import give_away
 from tests.receivers import Mailbox, Web
@@ -54,7 +53,7 @@ def tell(run: Run, *urls: str, events: tuple[str, ...] = notices.NOTICE_EVENTS, 
         "failed_attempts": 2,
         "no_progress": 1e9,
         "disk_checkpoints": 2,
-        "program": [sys.executable, "-m", "relayrun.watch.deliver"],
+        "program": [sys.executable, "-m", "relayrun.watch.send_notices"],
     }
     policy = NoticePolicy(**(values | changes))
     notices.write_notice_policy(run, policy)
@@ -86,7 +85,7 @@ def end(run: Run, number: int, cause: str, *, progress: bool = False, action: st
 
 def sent(run: Run, **environment: str) -> list[str]:
     """Send what is due; what could not be sent."""
-    return deliver.send_due_notices(run, job=False, environment=environment)
+    return send_notices.send_due_notices(run, job=False, environment=environment)
 
 
 def states(run: Run) -> dict[str, list[str]]:
@@ -103,7 +102,7 @@ def states(run: Run) -> dict[str, list[str]]:
 
 def test_without_a_policy_nobody_looks(run: Run) -> None:
     write_stop(run, "fatal: it broke")
-    messenger.send_notices(run, Plan.load(run))
+    background.send_notices(run, Plan.load(run))
     assert not notices.notices_folder(run).exists()
 
 
@@ -256,7 +255,7 @@ def test_a_full_disk_stops_nothing_and_the_notice_comes_later(run: Run, monkeypa
         assert write_due_notices(run, Plan.load(run), policy, now=1.0, at_work=True) == [
             "OSError: [Errno 28] No space left on device"
         ]
-        messenger.send_notices(run, Plan.load(run))
+        background.send_notices(run, Plan.load(run))
     assert len(noted(run)) == 1
 
 
@@ -333,7 +332,7 @@ def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
         noted(run)
     write_stop(run, "fatal: it broke")
     noted(run)
-    command = [sys.executable, "-m", "relayrun.watch.deliver", str(run.path)]
+    command = [sys.executable, "-m", "relayrun.watch.send_notices", str(run.path)]
     for process in [subprocess.Popen(command) for _ in range(3)]:
         process.wait(300)
     assert sorted(json.loads(content)["event"] for _, _, content in web.requests) == ["failed", "stopped"]
@@ -364,13 +363,13 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
 @pytest.mark.slow
 def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process that sends does: this one takes no notice of SIGTERM."""
-    monkeypatch.setattr(messenger, "NOTICES_END_SECONDS", 0.5)
+    monkeypatch.setattr(background, "NOTICES_END_SECONDS", 0.5)
     monkeypatch.setattr(background, "TERMINATE_SECONDS", 0.1)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     tell(run, "http://127.0.0.1:1/", program=[sys.executable, "-c", stubborn])
     write_stop(run, "fatal: it broke")
     began_at = time.monotonic()
-    messenger.send_notices(run, Plan.load(run))
+    background.send_notices(run, Plan.load(run))
     assert 0.5 <= time.monotonic() - began_at < 300
     assert len(notices.pending_notices(run)) == 1
 
@@ -432,7 +431,7 @@ def test_a_look_at_another_users_run_starts_and_sends_nothing_whatever_its_plan_
             assert web.requests == []
     with monkeypatch.context() as patch:
         give_away(patch, run.path / "notices/policy.json")
-        messenger.send_notices(run, Plan.load(run))
+        background.send_notices(run, Plan.load(run))
         assert not (run.path / "ran").exists()
         assert "this file belongs to" in capfd.readouterr().err
         for verb in ("test", "send"):
@@ -483,20 +482,22 @@ def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(
     write_stop(run, "fatal: it broke")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOOK", secret)
-        messenger.send_notices(run, Plan.load(run))
+        background.send_notices(run, Plan.load(run))
     assert web.requests[0][1] == f"/{secret}"
     assert list(states(run).values()) == [["waits"] * 3]
-    assert "relayrun.watch.deliver" in seen.read_text()
+    assert "relayrun.watch.send_notices" in seen.read_text()
     assert secret not in seen.read_text()
     for path in run.path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
 def test_a_python_that_is_not_there_is_replaced_by_the_batch_scripts(run: Run, web: Web) -> None:
-    policy = tell(run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.watch.deliver"])
+    policy = tell(
+        run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.watch.send_notices"]
+    )
     assert policy.program[0] == "/no/such/python"
     write_stop(run, "fatal: it broke")
-    messenger.send_notices(run, Plan.load(run))
+    background.send_notices(run, Plan.load(run))
     assert len(web.requests) == 1
 
 
@@ -505,7 +506,7 @@ def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None
     write_stop(run, "fatal: it broke")
     noted(run)
     bare = subprocess.run(
-        [sys.executable, "-S", "-m", "relayrun.watch.deliver", str(run.path)],
+        [sys.executable, "-S", "-m", "relayrun.watch.send_notices", str(run.path)],
         capture_output=True,
         text=True,
         check=False,

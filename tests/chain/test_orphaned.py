@@ -12,11 +12,11 @@ from typing import cast
 
 import pytest
 
-from relayrun.control import journal
-from relayrun.control.chain import orphaned as module
+from relayrun.control import job_log
+from relayrun.control.chain import failover as module
 from relayrun.control.chain import supervisor
-from relayrun.control.log import log_line
-from relayrun.control.rundir import rounds
+from relayrun.control.job_log import log_line
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
@@ -123,7 +123,7 @@ def test_a_file_system_or_a_slurm_that_is_away_is_asked_again(
     monkeypatch.setattr(module.Plan, "load", loaded)
     assert close(monkeypatch, run, cluster) == 1
     assert cluster.done == ["requeue 1"]
-    (failed,) = rounds.read_failed_restarts(run.attempt(1))
+    (failed,) = restarts.read_failed_restarts(run.attempt(1))
     assert (failed.node, failed.words) == ("n0", "the batch host is lost")
     said = capsys.readouterr().err
     assert "Stale file handle" in said
@@ -182,7 +182,7 @@ module.become([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=P
     assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"
 
 
-@pytest.mark.parametrize("say", [log_line, partial(journal.log_node_line, "n0")], ids=["supervisor", "coordinator"])
+@pytest.mark.parametrize("say", [log_line, partial(job_log.log_node_line, "n0")], ids=["supervisor", "coordinator"])
 def test_a_line_of_the_log_that_cannot_be_written_ends_nobody(
     monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
 ) -> None:

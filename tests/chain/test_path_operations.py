@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
-from relayrun.control.rundir import rounds, triggers
+from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.run import Run
-from relayrun.lab import ranks
+from relayrun.lab import random_kills
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
@@ -64,7 +64,7 @@ def words_of(process: Path) -> list[bytes]:
 def counted(run: Run) -> dict[str, Counted]:
     """Watch the processes of each node, by place, for SECONDS: `watch`, `agent 0`, `server 0`, `rank 0`, ..."""
     processes = {"watch": watch_of(run)}
-    for rank in ranks.living_ranks(run):
+    for rank in random_kills.living_ranks(run):
         server = parent(rank.pid)
         of_node = {"agent": parent(server), "server": server, "rank": rank.pid}
         processes |= {f"{what} {rank.rank}": pid for what, pid in of_node.items()}
@@ -109,12 +109,12 @@ def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) ->
 
     def steady() -> bool:
         assert chain.poll() is None, (tmp_path / "log").read_text()
-        return rounds.newest_recorded_iteration(run.attempt(1)) >= STEPS_BEFORE
+        return restarts.newest_recorded_iteration(run.attempt(1)) >= STEPS_BEFORE
 
     wait_for(steady, 600, step=0.5)
-    before = rounds.newest_recorded_iteration(run.attempt(1))
+    before = restarts.newest_recorded_iteration(run.attempt(1))
     found = counted(run)
-    steps = rounds.newest_recorded_iteration(run.attempt(1)) - before
+    steps = restarts.newest_recorded_iteration(run.attempt(1)) - before
     triggers.touch_trigger(run, "exit")
     assert chain.wait(300) == 0, (tmp_path / "log").read_text()
     assert [end.cause for end in ends(run)] == ["exit"]

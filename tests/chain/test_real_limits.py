@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from relayrun.control.chain import successor, supervisor
+from relayrun.control.chain import jobs, supervisor
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
 
@@ -73,7 +73,7 @@ def test_with_the_time_that_was_asked_for_the_lead_is_the_plans_and_a_warning_is
 
 def test_a_successor_asks_for_the_time_of_the_plan() -> None:
     job = Job(id="1", name="j", state="RUNNING", options={"time": "00:08:00", "nodes": "2"})
-    assert successor.successor_options(job, Slurm()) == {"nodes": "2"}
+    assert jobs.successor_options(job, Slurm()) == {"nodes": "2"}
 
 
 @pytest.mark.parametrize("held", ["PENDING", "RESV_DEL_HOLD"])

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.agent import connections, protocol
+from relayrun.control.agent import connections
+from relayrun.control.agent import messages as agent_messages
 from relayrun.control.agent.connections import AgentConnections
-from relayrun.control.agent.lines import MessageSocket
+from relayrun.control.agent.messages import MessageSocket
 from tests.unit.test_spare_nodes import NAMES, Nodes
 from tests.waiting import wait_for
 
@@ -186,7 +187,9 @@ def test_every_message_of_a_real_agent_is_understood() -> None:
         {"kind": "asked", "why": "SIGTERM"},
         {"kind": "unheard of"},
     ]
-    assert [protocol.message_error(json.loads(json.dumps(message))) for message in messages] == [""] * len(messages)
+    assert [agent_messages.message_error(json.loads(json.dumps(message))) for message in messages] == [""] * len(
+        messages
+    )
 
 
 def test_a_stranger_that_says_nothing_is_closed_after_a_while(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from relayrun.control import take_over
+from relayrun.control import chain_state
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir.plan import Plan
 from relayrun.submit import submission
-from relayrun.submit.check import owner
+from relayrun.submit.check import existing_run
 from tests.waiting import wait_for
 
 from .exhaustion import PAUSE, Child, start_child
@@ -45,7 +45,7 @@ class Meeting:
             os.geteuid = lambda: OTHER
             plan = replace(Plan.load(run), owner=OTHER)
             with submission._undone_on_error(run, []):
-                owner.claim_run(run, plan, take_over=True, now=time.time())
+                existing_run.claim_run(run, plan, take_over=True, now=time.time())
             return 0
 
         return self._start(program, at, "submit")
@@ -60,7 +60,7 @@ class Meeting:
 
         def program() -> int:
             clock = SimpleNamespace(sleep=wait, monotonic=lambda: now[0])
-            vars(take_over)["time"] = clock
+            vars(chain_state)["time"] = clock
             return supervisor.begin_attempt(self.stage.run)
 
         return self._start(program, at, "begin")

@@ -24,7 +24,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect, megatron_dialect_of
 from relayrun.places import CODE_ROOT
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.workspace import steps
 
 HERE = Path(__file__).resolve().parent

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
 from tests.readme import ROOT, copy_tracked
 
@@ -33,14 +33,14 @@ def test_the_configs_of_the_page_are_some(tmp_path: Path) -> None:
     whole, part = blocks("yaml")
     assert whole == (EXAMPLES / "plain.yaml").read_text(encoding="utf-8")
     (tmp_path / "run.yaml").write_text(f"include: ['{EXAMPLES / 'plain.yaml'}']\n{part}", encoding="utf-8")
-    config = compose.load_run_config(tmp_path / "run.yaml")
+    config = resolve.load_run_config(tmp_path / "run.yaml")
     assert isinstance(config, CommandConfig)
     assert config.command.checkpoint.whole_when == "trainer_state.json"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_has_a_config_that_finds_it(path: Path) -> None:
-    config = compose.load_run_config(path)
+    config = resolve.load_run_config(path)
     assert isinstance(config, CommandConfig)
     assert str(EXAMPLES / f"{path.stem}.py") in config.command.run
 

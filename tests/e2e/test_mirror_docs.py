@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from relayrun import places
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.train.mirror.choose import destination_at
-from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.train.mirror.destination import CopyRateLimit
+from relayrun.train.mirror.sync import destination_at
 from tests.checkpoints import assert_same_bytes
 from tests.readme import ROOT
 from tests.workspace import Workspace, steps
@@ -38,7 +38,7 @@ def test_the_page_is_short_and_every_block_has_a_test() -> None:
 def test_the_section_is_one_of_a_run_config(tmp_path: Path, number: int, path: str) -> None:
     text = blocks("yaml")[number]
     (tmp_path / "run.yaml").write_text(f"include: ['{ROOT}/configs/runs/my-run.yaml']\n{text}")
-    config = compose.load_run_config(tmp_path / "run.yaml")
+    config = resolve.load_run_config(tmp_path / "run.yaml")
     assert isinstance(config, RunConfig)
     assert config.checkpoint.mirror is not None
     assert config.checkpoint.mirror.path == path

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from relayrun.tokens.mixture import audit
@@ -41,7 +41,7 @@ def test_the_sample_of_the_page_is_that_of_both_runs() -> None:
     (text,) = blocks("yaml")
     said = yaml_file.parse_yaml(text, source="page").values["data"]
     for name in ("og2_7b_thd_gqa", "og2_7b_thd_gqa_global_shuffle"):
-        data = compose.load_run_config(ROOT / f"configs/runs/{name}.yaml").model_dump()["data"]
+        data = resolve.load_run_config(ROOT / f"configs/runs/{name}.yaml").model_dump()["data"]
         assert {key: data[key] for key in said} == said
 
 

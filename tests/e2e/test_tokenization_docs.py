@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.tokens.tokenize.flags import OPTION_FLAGS
+from relayrun.tokens.tokenize.options import OPTION_FLAGS
 from tests.readme import ROOT, blocks, checkout, tokenize
 
 PAGE = (ROOT / "docs/tokenization.md").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ def test_every_program_and_option_that_is_named_exists() -> None:
             *(ROOT / "scripts").rglob("*.py"),
             *(ROOT / "launchers").glob("*.py"),
             *(ROOT / "relayrun/cli").glob("*.py"),
-            ROOT / "relayrun/tokens/tokenize/flags.py",
+            ROOT / "relayrun/tokens/tokenize/options.py",
         )
     )
     known += "".join(f'"{flag}"' for flag in OPTION_FLAGS.values())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.training import TrainingSection
 from relayrun.control.rundir.records import AttemptStart
@@ -38,7 +38,7 @@ def test_every_block_has_a_test_and_the_page_is_short() -> None:
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_every_section_is_one_of_a_run_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"include: ['{ROOT}/configs/runs/my-run.yaml']\n{text}")
-    compose.load_run_config(tmp_path / "run.yaml", ["optimizer.lr_warmup_steps=0", "training.global_batch_size=1024"])
+    resolve.load_run_config(tmp_path / "run.yaml", ["optimizer.lr_warmup_steps=0", "training.global_batch_size=1024"])
 
 
 def test_styles_and_policies_are_those_that_there_are() -> None:

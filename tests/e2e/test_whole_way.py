@@ -15,7 +15,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from relayrun.lab.demo.corpus import build_corpus
 from relayrun.tokens.readers.inputs import read_paths_file
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from tests.workspace import CONFIG, ends, steps
 

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.train.export import importer
+from relayrun.train.export import huggingface
 from tests.history import began
 
 SMALL = {
@@ -108,7 +108,7 @@ def make_run(
     attempt.path.mkdir(parents=True)
     run.config.mkdir()
     checkpoint = run.checkpoint(iteration)
-    made = importer.import_huggingface(hf, checkpoint, divisible_by=divisible_by, mapping=mapping)
+    made = huggingface.import_huggingface(hf, checkpoint, divisible_by=divisible_by, mapping=mapping)
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=str(hf / "tokenizer.json")))
     writer = ShardWriter(str(folder / "data" / "shard"), np.uint16)
     lengths = np.full(50, 300)
@@ -126,7 +126,7 @@ def make_run(
         "cluster": {"name": "test", "scheduler": "local"},
     }
     config = RunConfig.model_validate(values | sections)
-    run.config_revision(1).write_text(compose.dump_run_config(config))
+    run.config_revision(1).write_text(resolve.dump_run_config(config))
     Manifest.build(
         {"train": [folder / "data" / "shard"]},
         {},

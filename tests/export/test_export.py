@@ -22,8 +22,7 @@ from relayrun.cli import main
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import checksums
 from relayrun.train.export import huggingface
-from relayrun.train.export.folder import new_folder
-from relayrun.train.export.reader import CheckpointReader
+from relayrun.train.export.torch_dist import CheckpointReader, new_folder
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

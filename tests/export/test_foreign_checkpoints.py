@@ -23,10 +23,15 @@ from relayrun.cli import main
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.files import append_line
-from relayrun.train.checkpoint import checksums, metadata
+from relayrun.train.checkpoint import checksums, reader
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
-from relayrun.train.checkpoint.metadata import ALLOWED_NAMES, RefusedCheckpoint, parse_metadata, read_metadata
-from relayrun.train.checkpoint.reader import CheckedReader
+from relayrun.train.checkpoint.reader import (
+    ALLOWED_NAMES,
+    CheckedReader,
+    RefusedCheckpoint,
+    parse_metadata,
+    read_metadata,
+)
 from tests.crafted import PLACES, in_common, in_metadata
 
 from .models import Imported, make_hf, make_run
@@ -139,12 +144,12 @@ def test_nothing_that_is_named_is_changed(tmp_path: Path, named: str, state: byt
     with contextlib.suppress(ImportError, AttributeError):
         real = getattr(importlib.import_module(module), name)
         members = list(real) if isinstance(real, EnumType) else []
-        before = [each.__doc__ for each in (real, *members, metadata._member)]
+        before = [each.__doc__ for each in (real, *members, reader._member)]
         calls = [b"K" + bytes([member.value]) + b"\x85R" for member in members]
         for call in (b"", *calls):  # the enumeration, and each of its members
             with pytest.raises((RefusedCheckpoint, DamagedCheckpoint)):
                 parse_metadata(build(named, call + state), tmp_path)
-        assert [each.__doc__ for each in (real, *members, metadata._member)] == before
+        assert [each.__doc__ for each in (real, *members, reader._member)] == before
 
 
 def test_a_crafted_metadata_leaves_paths_as_they_were_and_deletes_no_folder(imported: Imported, tmp_path: Path) -> None:

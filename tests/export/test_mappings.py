@@ -17,8 +17,8 @@ from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import ModelSection
 from relayrun.errors import ConfigError, InputError
 from relayrun.places import CODE_ROOT as ROOT
-from relayrun.train.export import choose
-from relayrun.train.export.joins import QKV, ModelSizes
+from relayrun.train.export import model_families
+from relayrun.train.export.model_mapping import QKV, ModelSizes
 from tests import warm
 from tests.export.models import LLAMA3, make_hf, make_run
 
@@ -106,7 +106,7 @@ def test_experts_lie_in_one_tensor_each_and_are_found_by_number(tmp_path: Path) 
     """Whatever layout wrote it: a checkpoint has the shapes of the whole."""
     hf = make_hf(tmp_path / "hf", "Mixtral", num_hidden_layers=2)
     made = make_run(tmp_path / "run", hf)
-    from relayrun.train.export.reader import CheckpointReader
+    from relayrun.train.export.torch_dist import CheckpointReader
 
     reader = CheckpointReader(made.checkpoint)
     key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -144,25 +144,28 @@ def test_a_model_of_no_class_is_refused_with_what_differs(transformer: dict[str,
         transformer=transformer,  # type: ignore[arg-type]
     )
     with pytest.raises(InputError, match=re.escape(message)) as error:
-        choose.mapping_for_model(model)
+        model_families.mapping_for_model(model)
     assert "a mapping of your own" in (error.value.hint or "")
     with pytest.raises(InputError, match="only a Llama goes across the border to Megatron-LM; this has"):
-        choose.require_llama(model, "here")
+        model_families.require_llama(model, "here")
 
 
 @pytest.mark.parametrize(("name", "value"), [("rotary_percent", 0.5), ("spec", "my_team.layers:layers")])
 def test_another_setting_of_the_model_is_refused_without_a_mapping(name: str, value: object) -> None:
     sizes = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 2}
     with pytest.raises(InputError, match=re.escape(f"nearest is Llama: {name} is {value!r}")):
-        choose.mapping_for_model(ModelSection.model_validate(sizes | {name: value}))
-    assert choose.mapping_for_model(ModelSection.model_validate(sizes | {name: value, "mapping": OWN})).name == "Qwen2"
+        model_families.mapping_for_model(ModelSection.model_validate(sizes | {name: value}))
+    assert (
+        model_families.mapping_for_model(ModelSection.model_validate(sizes | {name: value, "mapping": OWN})).name
+        == "Qwen2"
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
 def test_each_named_config_is_of_the_class_of_its_name(path: Path) -> None:
     model = ModelSection.model_validate(yaml_file.read_yaml(path).values["model"])
     family = {"og2-7b": "llama"}.get(path.stem, path.stem)  # its name is the data's
-    assert family.startswith(choose.mapping_for_model(model).model_type)
+    assert family.startswith(model_families.mapping_for_model(model).model_type)
 
 
 def test_what_only_training_knows_does_not_matter() -> None:
@@ -179,7 +182,7 @@ def test_what_only_training_knows_does_not_matter() -> None:
             "moe_router_dtype": "fp32",
         },
     )
-    assert choose.mapping_for_model(model).name == "Mixtral"
+    assert model_families.mapping_for_model(model).name == "Mixtral"
 
 
 @pytest.mark.parametrize(
@@ -188,12 +191,12 @@ def test_what_only_training_knows_does_not_matter() -> None:
         ("no path", "'no path' is no import path"),
         ("no.such.module:NAME", "cannot be imported: ModuleNotFoundError"),
         ("examples.export.qwen2:NONE", "cannot be imported: AttributeError"),
-        ("relayrun.train.export.joins:QKV", "is QueryKeyValue, not a ModelMapping"),
+        ("relayrun.train.export.model_mapping:QKV", "is QueryKeyValue, not a ModelMapping"),
     ],
 )
 def test_a_path_to_no_mapping_is_one_clear_error(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        choose.import_mapping(path)
+        model_families.import_mapping(path)
 
 
 def test_another_number_in_xielu_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
@@ -31,9 +31,8 @@ from relayrun.train.checkpoint import megatron_folder, safe_pickle
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
 from relayrun.train.checkpoint.safe_pickle import InertValue, StoredTensor, UnreadablePickle
-from relayrun.train.export import megatron_importer, megatron_settings
-from relayrun.train.export.contents import CheckpointContents
-from relayrun.train.export.reader import CheckpointReader
+from relayrun.train.export import megatron, megatron_settings
+from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader
 from tests.crafted import Command
 from tests.export.models import Imported, make_hf
 from tests.export.trained import make_trained, tensors
@@ -97,7 +96,7 @@ def test_what_an_import_says(
     said = capsys.readouterr().out
     assert said.startswith(f"iteration 7, 56 samples, weights and optimizer: {tmp_path / 'back'}\n")
     assert "not taken: states of random generators: dropout masks begin anew" in said
-    config = compose.read_resolved_config(trained.run.config_revision(1))
+    config = resolve.read_resolved_config(trained.run.config_revision(1))
     sections = yaml_file.read_yaml(tmp_path / "back/run.yaml").values
     for name in ("model", "training", "optimizer"):
         mine = getattr(config, name).model_dump(mode="json") | ({"lr_decay_steps": 14} if name == "optimizer" else {})
@@ -116,11 +115,11 @@ def test_the_kind_of_the_optimizer_may_change_on_the_way(tmp_path: Path, precisi
     checkpoint = found(folder)
     assert (checkpoint.distributed, checkpoint.precision, checkpoint.optimizer_fault()) == (None, precision, None)
     again = tmp_path / "again"
-    megatron_importer.import_megatron(checkpoint, again, distributed=True)
+    megatron.import_megatron(checkpoint, again, distributed=True)
     same(tensors(made.checkpoint), tensors(again))
     assert CheckedReader(again, None).common()["fixed"]["parallel.use_distributed_optimizer"] is True
     plain = tmp_path / "plain"
-    megatron_importer.import_megatron(checkpoint, plain)
+    megatron.import_megatron(checkpoint, plain)
     names = {key.split(".")[2] for key in tensors(plain) if key.startswith("optimizer.")}
     assert names == {"exp_avg", "exp_avg_sq"} | ({"fp32_param"} if precision == "bf16" else set())
 
@@ -164,7 +163,7 @@ def test_the_state_of_an_older_distributed_optimizer_is_made_whole(exported: Pat
         "the state of its distributed optimizer has the form fully_sharded_model_space"
     )
     back = tmp_path / "back"
-    assert megatron_importer.import_megatron(found(folder), back, distributed=False).optimizer
+    assert megatron.import_megatron(found(folder), back, distributed=False).optimizer
     got = tensors(back)
     for key, tensor in wanted.items():
         if "fp32_param" in key:  # the weights are fp32 themselves
@@ -185,7 +184,7 @@ def test_a_state_by_buckets_is_left_behind_in_words(exported: Path, tmp_path: Pa
     bare = tmp_path / "bare"
     bare.mkdir()
     contents.write(bare, common)
-    made = megatron_importer.import_megatron(found(bare), tmp_path / "back")
+    made = megatron.import_megatron(found(bare), tmp_path / "back")
     assert not made.optimizer
     assert made.not_taken[0] == (
         "the optimizer's moments: the state of its distributed optimizer is in another form (dp_reshardable)"
@@ -203,7 +202,7 @@ def test_extra_heads_are_left_behind_in_words(exported: Path, tmp_path: Path) ->
     folder = tmp_path / "more"
     folder.mkdir()
     contents.write(folder, torch.load(exported / "iter_0000007/common.pt", weights_only=False))
-    made = megatron_importer.import_megatron(found(folder), tmp_path / "back")
+    made = megatron.import_megatron(found(folder), tmp_path / "back")
     assert "output_layer.second.weight [2]: the model has no such weight" in made.not_taken
     assert "output_layer.second.weight" not in tensors(tmp_path / "back")
 
@@ -237,7 +236,7 @@ def test_what_has_no_setting_is_named(exported: Path, tmp_path: Path) -> None:
 
 
 def config_of(trained: Imported, load: Path | str, **sections: dict[str, Any]) -> RunConfig:
-    config = compose.read_resolved_config(trained.run.config_revision(1)).model_dump()
+    config = resolve.read_resolved_config(trained.run.config_revision(1)).model_dump()
     config["checkpoint"] |= {"load": str(load)}
     for name, changes in sections.items():
         config[name] |= changes

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import EvaluationPolicy
@@ -25,7 +25,7 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.files import read_lines
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.places import PROJECT_MARKER
-from relayrun.train.export import evaluate, own_commands
+from relayrun.train.export import evaluate
 from tests.export.models import make_hf, make_run
 from tests.export.trained import make_trained
 from tests.history import began
@@ -53,12 +53,12 @@ def command_run(folder: Path, **evaluation: Any) -> Run:
     for name, text in (("convert.py", CONVERT), ("score.py", SCORE)):
         (folder / name).write_text(text)
     given = {"interval": 7} | evaluation
-    config = compose.load_run_config(written(folder, COMMAND, evaluation=given))
+    config = resolve.load_run_config(written(folder, COMMAND, evaluation=given))
     assert isinstance(config, CommandConfig)
     run = Run(folder / "run")
     run.attempt(1).path.mkdir(parents=True)
     run.config.mkdir()
-    run.config_revision(1).write_text(compose.dump_run_config(config))
+    run.config_revision(1).write_text(resolve.dump_run_config(config))
     run.checkpoints.mkdir()
     checkpoint = run.checkpoints / "step-7"
     checkpoint.write_text("0.25")
@@ -158,8 +158,8 @@ def test_a_checkpoint_of_megatron_lm_is_converted_as_the_page_says(tmp_path: Pat
         "pathlib.Path(sys.argv[2]).write_text('{\"tensors\": %d}' % len(tensors))"
     )
     evaluation = {"interval": 7, "convert": convert, "command": ["{python}", "-c", score, "{model}", "{results}"]}
-    config = compose.load_run_config(written(tmp_path / "own", MEGATRON, evaluation=evaluation))
-    run.config_revision(1).write_text(compose.dump_run_config(config))
+    config = resolve.load_run_config(written(tmp_path / "own", MEGATRON, evaluation=evaluation))
+    run.config_revision(1).write_text(resolve.dump_run_config(config))
     line = evaluated(run)
     assert (line["status"], line["results"]) == ("done", {"command": {"tensors": 9.0 * 3 + 3}}), line
 
@@ -244,13 +244,13 @@ def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path) -
 def test_what_cannot_work_is_refused_with_the_setting(tmp_path: Path, evaluation: dict[str, Any], message: str) -> None:
     for values in (COMMAND, MEGATRON):
         with pytest.raises(ConfigError, match=message):
-            compose.load_run_config(written(tmp_path, values, evaluation={"interval": 7} | evaluation))
+            resolve.load_run_config(written(tmp_path, values, evaluation={"interval": 7} | evaluation))
 
 
 def test_paths_of_files_are_whole(tmp_path: Path) -> None:
     (tmp_path / PROJECT_MARKER).touch()
     (tmp_path / "score.py").write_text("")
-    config = compose.load_run_config(
+    config = resolve.load_run_config(
         written(tmp_path, COMMAND, evaluation={"interval": 7, "command": ["score.py", "{results}"]})
     )
     assert config.evaluation is not None
@@ -260,6 +260,6 @@ def test_paths_of_files_are_whole(tmp_path: Path) -> None:
 def test_numbers_are_read_by_task_and_metric(tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
     path.write_text(json.dumps({"a": {"f1": 1, "name": "x"}, "b": {"name": "x"}, "loss": 2}))
-    assert own_commands.read_scores(path) == {"a": {"f1": 1.0}, "command": {"loss": 2.0}}
+    assert evaluate.read_scores(path) == {"a": {"f1": 1.0}, "command": {"loss": 2.0}}
     with pytest.raises(InputError, match="has not written"):
-        own_commands.read_scores(tmp_path / "none")
+        evaluate.read_scores(tmp_path / "none")

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.training import BatchSizes
 from relayrun.files import append_line, file_sizes
-from relayrun.tokens.order.progress import TrainingProgress
-from relayrun.train.export import optimizer_state
-from relayrun.train.export.contents import CheckpointContents
-from relayrun.train.export.reader import CheckpointReader
+from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.train.export import megatron_state
+from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader
 from tests.export.models import Imported, make_run
 
 GROUP = {
@@ -64,7 +63,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
     weights = reader.shapes
     contents = CheckpointContents()
     generator = torch.Generator().manual_seed(3)
-    names = [*optimizer_state.ADAM_MOMENTS]
+    names = [*megatron_state.ADAM_MOMENTS]
     if distributed:
         names.append("param")
     elif precision == "bf16":
@@ -83,7 +82,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
         for name in names:
             state = whole if "param" in name else torch.rand(size, generator=generator)
             contents.add_tensor(
-                f"{optimizer_state.OPTIMIZER_PREFIX}{name}.{key}",
+                f"{megatron_state.OPTIMIZER_PREFIX}{name}.{key}",
                 size=size,
                 start=[0] * len(size),
                 part=size,
@@ -92,7 +91,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
             )
     contents.add_extra_states(weights)
     contents.add_object("random/shard_0_1", lambda: generators(5))
-    adam = optimizer_state.AdamState(
+    adam = megatron_state.AdamState(
         reader=reader, groups=[GROUP, GROUP | {"wd_mult": 0.0, "weight_decay": 0.0}], step=7, main=None, form=None
     )
     position = TrainingProgress.resume(

@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.lab.faults import perform
-from relayrun.lab.faults.fault import Fault
-from relayrun.lab.faults.judge import job_logs
-from relayrun.lab.faults.perform import DrillTools
-from relayrun.lab.faults.reach import LocalSignalSender
+from relayrun.lab.faults import experiment
+from relayrun.lab.faults.experiment import DrillTools, job_logs
 from relayrun.lab.faults.small_run import RUN_STEPS, UNDISTURBED_RUN, DrillSite
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault
+from relayrun.lab.faults.target import LocalSignalSender
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.attribution import MICROSECONDS_PER_SECOND
 from tests import warm
@@ -71,7 +69,7 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     patch.setenv(name, os.environ.get(name, ""))
                 cluster.up()
                 try:
-                    result = perform.run_undisturbed(company(cluster, folder))
+                    result = experiment.run_undisturbed(company(cluster, folder))
                 finally:
                     cluster.down()
             assert result.passed, result.wrong
@@ -115,7 +113,7 @@ def test_a_chain_with_agents_survives_or_stops_with_a_reason(
     if name in AGAIN:
         fault = replace(fault, causes=("done",), says="")
     run = drill(fault, make_cluster, reference, tmp_path, recovery="node")
-    assert any(failed.again for failed in rounds.read_failed_restarts(run.attempt(1))) or name not in AGAIN
+    assert any(failed.again for failed in restarts.read_failed_restarts(run.attempt(1))) or name not in AGAIN
 
 
 @pytest.mark.long
@@ -149,7 +147,7 @@ def drill(
     run.path.parent.mkdir()
     (run.path.parent / UNDISTURBED_RUN).symlink_to(reference.path)
     try:
-        result = perform.run_fault(with_what, fault)
+        result = experiment.run_fault(with_what, fault)
         if accounting:
             assert_closed(cluster, run)
     finally:

@@ -16,12 +16,9 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect
-from relayrun.lab.faults import perform
-from relayrun.lab.faults.fault import Fault
-from relayrun.lab.faults.programs import wrapper_marker, write_wrappers
-from relayrun.lab.faults.reach import LocalSignalSender
-from relayrun.lab.faults.stage import FaultTarget
-from relayrun.lab.faults.table import FAULTS_BY_NAME
+from relayrun.lab.faults import experiment
+from relayrun.lab.faults.table import FAULTS_BY_NAME, Fault
+from relayrun.lab.faults.target import FaultTarget, LocalSignalSender, wrapper_marker, write_wrappers
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
 from tests.checkouts import ENVIRONMENT, as_one_attempt, checkout_of, plan
@@ -143,7 +140,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
         if name == "latest-torn":  # its folder is there before its files are
             stage.wait(lambda: megatron_lm_checkpoints.tracked_iteration(run.checkpoints) == 20)
         fault.act(stage)
-        perform.wait_for_end(stage)
+        experiment.wait_for_end(stage)
     finally:
         cluster.down()
     records = ends(run)

@@ -25,19 +25,16 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import write_stop
+from relayrun.control.rundir.run import Run, write_stop
 from relayrun.files import read_json, write_json
 from relayrun.submit import submission
-from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.record import ShardRecord, TokenizerRecord, write_shard_record
-from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
-from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.shards.shard import ShardRecord, ShardWriter, TokenizerRecord, write_shard_record
+from relayrun.tokens.tokenize.dumps import prepare_dumps
+from relayrun.tokens.tokenize.encode.tokenizer import ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import prepare_dumps
 from tests.history import began
 from tests.megatron_lm.stand_in import stand_in
 from tests.unit.test_submission_refusals import ordinary_user
@@ -106,7 +103,7 @@ class Place(Workspace):
 
     def begun(self, **sections: Any) -> Run:
         """The run `run`, submitted, without a job that lives."""
-        submission.submit_run(compose.load_run_config(self.config("run", **sections)))
+        submission.submit_run(resolve.load_run_config(self.config("run", **sections)))
         for job in (self.folder / "run").glob("local*"):
             shutil.rmtree(job)
         return self.run("run")
@@ -218,7 +215,7 @@ def preprocess(place: Place, *options: str, files: str = "a.jsonl\n") -> int:
 
 
 def live(place: Place) -> int:
-    submission.submit_run(compose.load_run_config(place.config("run")))
+    submission.submit_run(resolve.load_run_config(place.config("run")))
     return place.with_settings()
 
 

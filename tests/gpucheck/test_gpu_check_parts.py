@@ -13,10 +13,10 @@ import pytest
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import append_line
-from relayrun.lab.gpucheck import check, perform, report
+from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck.check import CheckPart
-from relayrun.lab.gpucheck.pieces import AttemptValues, first_difference
-from relayrun.lab.gpucheck.save import affordable_sizes
+from relayrun.lab.gpucheck.performance import affordable_sizes
+from relayrun.lab.gpucheck.resume import AttemptValues, first_difference
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
 
 PLANTED = "tests.gpucheck.planted"
@@ -50,7 +50,7 @@ def test_a_part_that_raises_breaks_dies_or_hangs_leaves_the_others(tmp_path: Pat
     assert hung.words == "was ended after 60 s; the last it said: now it hangs"
     assert not Path(f"/proc/{hung.figures['sleeper']}").exists() or is_zombie(hung.figures["sleeper"])
 
-    table = report.check_rows(perform.result_record(setup, found, seconds=1.0))
+    table = report.check_rows(check.result_record(setup, found, seconds=1.0))
     assert [row.part for row in table] == ["raises", "breaks", "dies", "hangs"]
     assert all(row.fails for row in table)
     assert report.check_exit_code(table) == 1
@@ -78,15 +78,15 @@ def test_only_processes_of_the_part_are_ended() -> None:
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="this folder holds other things than a check"):
-        perform.prepare_folder(CheckSetup(folder=str(tmp_path), tiny=True))
+        check.prepare_folder(CheckSetup(folder=str(tmp_path), tiny=True))
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_the_first_part_always_runs_and_unknown_ones_are_refused() -> None:
-    assert [each.name for each in perform.select_parts(["save"], check.PARTS)] == ["environment", "save"]
-    assert perform.select_parts([], check.PARTS) == list(check.PARTS)
+    assert [each.name for each in check.select_parts(["save"], check.PARTS)] == ["environment", "save"]
+    assert check.select_parts([], check.PARTS) == list(check.PARTS)
     with pytest.raises(ConfigError, match=r"unknown part saves; there are: environment, resume, "):
-        perform.select_parts(["saves"], check.PARTS)
+        check.select_parts(["saves"], check.PARTS)
 
 
 def test_without_a_gpu_there_is_nothing_to_check_but_the_tiny_way(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_without_a_gpu_there_is_nothing_to_check_but_the_tiny_way(tmp_path: Path
     words = "torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs"
     none = check.PartOutcome(name="environment", status="failed", words=words, figures={"gpus": []})
     with pytest.raises(RelayrunError, match="torch sees no GPU here; --tiny"):
-        perform.with_device(setup, none)
-    assert perform.with_device(replace(setup, tiny=True), none).gpus == 0
+        check.with_device(setup, none)
+    assert check.with_device(replace(setup, tiny=True), none).gpus == 0
     gpus = [{"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}] * 2
-    found = perform.with_device(setup, check.PartOutcome(name="environment", status="done", figures={"gpus": gpus}))
+    found = check.with_device(setup, check.PartOutcome(name="environment", status="done", figures={"gpus": gpus}))
     assert (found.gpus, found.device, found.memory_bytes, found.precision) == (
         2,
         "NVIDIA H200",
@@ -109,9 +109,9 @@ def test_without_a_gpu_there_is_nothing_to_check_but_the_tiny_way(tmp_path: Path
 def test_a_result_goes_among_the_benchmarks_only_if_it_is_a_whole_one_of_a_gpu(tmp_path: Path) -> None:
     tiny = CheckSetup(folder=str(tmp_path), tiny=True)
     h200 = CheckSetup(folder=str(tmp_path), tiny=False, device="NVIDIA H200", gpus=1)
-    assert perform.result_path(tiny, partial=False) == tmp_path / "gpu-tiny.json"
-    assert perform.result_path(h200, partial=True) == tmp_path / "gpu-h200.json"
-    assert perform.result_path(h200, partial=False) == perform.RESULTS_FOLDER / "gpu-h200.json"
+    assert check.result_path(tiny, partial=False) == tmp_path / "gpu-tiny.json"
+    assert check.result_path(h200, partial=True) == tmp_path / "gpu-h200.json"
+    assert check.result_path(h200, partial=False) == check.RESULTS_FOLDER / "gpu-h200.json"
     assert report.result_file_name("NVIDIA GH200 120GB") == "gpu-gh200-120gb.json"
 
 

@@ -162,7 +162,7 @@ def test_the_attention_of_documents_is_asked_for_as_each_version_of_torch_wants_
     code = """if True:
         import inspect
         from torch.nn.attention.varlen import varlen_attn
-        from relayrun.train.model.varlen import options
+        from relayrun.train.model.attention import options
         print(options(inspect.signature(varlen_attn).parameters, grouped=True))
         print(options(["query", "is_causal", "return_aux"], grouped=True))
         print(options(["query", "window_size", "enable_gqa"], grouped=False))

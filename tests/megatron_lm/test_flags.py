@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import MegatronConfig
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.data import DataSection
@@ -19,19 +19,18 @@ from relayrun.config.sections.model import ModelSection
 from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection
-from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers import long_data
-from relayrun.control.trainers.long_data import COMMAND_LINE_BYTES, shorten_data_paths
+from relayrun.control.trainers import megatron_lm
+from relayrun.control.trainers.megatron_lm import COMMAND_LINE_BYTES, MegatronTrainer, shorten_data_paths
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram
-from relayrun.control.trainers.megatron_lm_trainer import MegatronTrainer
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import flag_table, flags
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
 from relayrun.submit.megatron_lm.flags import Flag
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.megatron_lm.stand_in import stand_in
 
 SECTIONS = {
@@ -89,7 +88,7 @@ def loaded(
     }
     path = folder / "run.yaml"
     path.write_text(yaml_file.dump_yaml(values | sections))
-    config = compose.load_run_config(path)
+    config = resolve.load_run_config(path)
     assert isinstance(config, MegatronConfig)
     return config
 
@@ -371,7 +370,7 @@ def test_too_many_shards_for_a_command_line_lie_in_a_file(tmp_path: Path) -> Non
 
 
 def test_a_prefix_with_a_blank_does_not_go_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_data, "COMMAND_LINE_BYTES", 100)
+    monkeypatch.setattr(megatron_lm, "COMMAND_LINE_BYTES", 100)
     args = {"train-iters": 8, "data-path": [f"/data/a b/{number:09}" for number in range(10)]}
     with pytest.raises(ConfigError, match="holds a blank"):
         line(tmp_path, args=args)

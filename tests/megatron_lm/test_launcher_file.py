@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from relayrun import places
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.submit import run_plan, submission
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.report import check_run
-from relayrun.submit.check.state import SubmitIntent
 from tests.megatron_lm.stand_in import stand_in
 from tests.workspace import Workspace
 
@@ -135,7 +135,7 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Looked:
             values[section] = values.get(section, {}) | own if isinstance(own, dict) else own
         path = tmp_path / "run.yaml"
         path.write_text(yaml_file.dump_yaml(values))
-        config = compose.load_run_config(path)
+        config = resolve.load_run_config(path)
         if submit:
             with pytest.raises(RelayrunError) as caught:
                 submission.submit_run(config)
@@ -389,7 +389,7 @@ def test_nothing_of_a_launcher_runs(looked: Looked, tmp_path: Path) -> None:
 def test_the_job_that_a_launcher_begins_has_options_of_its_own(looked: Looked, tmp_path: Path) -> None:
     """Those that sbatch was given, inside the job; and those of the launcher's header before."""
     assert len(looked(OWN["account"][0], OWN["time"][0])) == 2
-    config, run = compose.load_run_config(tmp_path / "run.yaml"), Run(tmp_path / "run")
+    config, run = resolve.load_run_config(tmp_path / "run.yaml"), Run(tmp_path / "run")
     plan = run_plan.make_plan(config, run, ROOT, revision=1)
     options = {"account": "a-a07", "time": "01:00:00", "nodes": "2", "mem": "460000M"}
     found = check_run(config, plan, run, log_folder=tmp_path / "logs", adopted=options).findings

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import MegatronConfig, RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.megatron_lm_trainer import MegatronTrainer
-from relayrun.control.trainers.nsys import nsys_command
+from relayrun.control.trainers.megatron_lm import MegatronTrainer
+from relayrun.control.trainers.tools import nsys_command
 from relayrun.submit import launcher_environment
 from relayrun.submit.megatron_lm import flags as megatron_lm_flags
 from relayrun.submit.megatron_lm.command_line import command_line
-from relayrun.submit.trainer_settings import stop_after
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.submit.run_plan import stop_after
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.megatron_lm import seed_launcher
 from tests.megatron_lm.seed_launcher import EDITS, NODES
 from tests.megatron_lm.stand_in import stand_in
@@ -83,8 +83,8 @@ def our_words(
     """
     config = ROOT / f"configs/runs/{'' if native else 'megatron-'}llama3-{size}.yaml"
     block = {name: value for name, value in environment.items() if not (native and name == "MEGATRON_LM_DIR")}
-    overrides = launcher_environment.environment_overrides(block, trainer=compose.read_trainer(config))
-    found = compose.load_run_config(config, [*overrides, f"run_dir={folder / 'run'}"])
+    overrides = launcher_environment.environment_overrides(block, trainer=resolve.read_trainer(config))
+    found = resolve.load_run_config(config, [*overrides, f"run_dir={folder / 'run'}"])
     if isinstance(found, RunConfig):
         values = found.model_dump(mode="json", exclude={"evaluation", "trainer"})
         said = {"trainer": "megatron-lm", "megatron_lm": {"dir": environment["MEGATRON_LM_DIR"]}}
@@ -245,8 +245,8 @@ def test_options_of_nsys_take_the_place_of_those_that_are_there(tmp_path: Path) 
 def test_a_run_that_stops_early_keeps_its_train_iters(tmp_path: Path, data: Path, checkout: Path) -> None:
     config = ROOT / "configs/runs/megatron-llama3-8b.yaml"
     block = {"MEGATRON_LM_DIR": str(checkout), "DATASETS": str(data)}
-    overrides = launcher_environment.environment_overrides(block, trainer=compose.read_trainer(config))
-    found = compose.load_run_config(config, [*overrides, f"run_dir={tmp_path / 'run'}", "training.stop_after=200"])
+    overrides = launcher_environment.environment_overrides(block, trainer=resolve.read_trainer(config))
+    found = resolve.load_run_config(config, [*overrides, f"run_dir={tmp_path / 'run'}", "training.stop_after=200"])
     assert isinstance(found, MegatronConfig)
     assert stop_after(found) == 200
     line = command_line(found, Run(tmp_path / "run"))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings
+from relayrun.control.trainers.megatron_lm import MegatronSettings
 from relayrun.submit import submission
 from tests.unit.test_trainer_configs import MEGATRON, written
 
@@ -24,7 +24,7 @@ def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def submitted(folder: Path, checkout: Path, **sections: Any) -> MegatronSettings:
     """The settings of the trainer in the plan of a submitted run."""
     own = MEGATRON["megatron_lm"] | {"dir": str(checkout)}
-    config = compose.load_run_config(written(folder, MEGATRON | {"megatron_lm": own} | sections))
+    config = resolve.load_run_config(written(folder, MEGATRON | {"megatron_lm": own} | sections))
     return MegatronSettings.of(Plan.load(submission.submit_run(config).run).trainer_settings)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.control.chain_decide import (
+from relayrun.control.decisions import (
     Decision,
     EndFacts,
     StartFacts,
@@ -16,7 +16,7 @@ from relayrun.control.chain_decide import (
     decide_at_start,
     default_signal_seconds,
 )
-from relayrun.control.rundir.lead import first_grace_period, measured_grace_period
+from relayrun.control.rundir.time_limit import first_grace_period, measured_grace_period
 
 ITERATIONS = st.integers(0, 50)
 

@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode import engines, libraries
-from relayrun.tokens.tokenize.encode.characters import not_ascii, texts_holding_bytes, unassigned
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, parse_without_vocabulary, select_engine
+from relayrun.tokens.tokenize.encode.routing import not_ascii, texts_holding_bytes, unassigned
 from relayrun.tokens.tokenize.options import EngineName
-from relayrun.tokens.tokenize.split_points import cut_unit, split_points
+from relayrun.tokens.tokenize.shard_task import cut_unit, split_points
 
 from ..unit.tokenization_corpus import TEXTS
 

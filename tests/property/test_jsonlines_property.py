@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers import jsonlines, spill
+from relayrun.tokens.readers import json_csv, texts
 
 PIECES = [
     b"plain text ",
@@ -55,12 +55,12 @@ def strings(pieces: list[bytes]) -> st.SearchStrategy[bytes]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonlines, "_LONG_BYTES", 40)
-    monkeypatch.setattr(spill, "MAX_BYTES_IN_MEMORY", 60)
+    monkeypatch.setattr(json_csv, "_LONG_BYTES", 40)
+    monkeypatch.setattr(texts, "MAX_BYTES_IN_MEMORY", 60)
 
 
 def read(content: bytes, column: str) -> Iterator[str | None]:
-    for array in jsonlines.read_jsonl(io.BytesIO(content), "x.jsonl", column, None, 1000, tempfile.gettempdir()):
+    for array in json_csv.read_jsonl(io.BytesIO(content), "x.jsonl", column, None, 1000, tempfile.gettempdir()):
         array.validate(full=True)
         yield from array.to_pylist()
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.tokens.mixture.select import (
+from relayrun.tokens.mixture.shard_selection import (
     WEIGHT_TOLERANCE,
     nearest_end,
     normalise_weights,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.training import BatchSizes
 from relayrun.tokens.order.batches import BatchReader, SampleSource
+from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
-from relayrun.tokens.order.samples import WindowOrder
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 SEQ_LENGTH = 3
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.config.sections.rampup import BatchSizes
-from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.progress import TrainingProgress
+from relayrun.config.sections.training import BatchSizes
+from relayrun.tokens.order.batches import BatchReader, TrainingProgress
 from relayrun.tokens.order.schedule import Schedule, integer_weights
 
 

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.control.rundir import merged_metrics, rounds
-from relayrun.control.rundir.lineage import ResumePoint, lineage_commits
+from relayrun.control.rundir import merged_metrics, restarts
+from relayrun.control.rundir.checkpoint_records import ResumePoint, lineage_commits
 from relayrun.control.rundir.merged_metrics import MergedViews, newest_valid_lines, valid_lines
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart, CheckpointCommit
-from relayrun.control.rundir.rewinds import Rollback, record_rollback
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart, Rollback, record_rollback
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines, read_lines_backwards
 from tests.history import began
@@ -164,8 +163,8 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                     bare = True  # it was killed between the two
             elif what == "next round":  # its ranks were killed wherever they were, and are started again
                 at, bare = max(base, at - much), False
-                rounds.record_failed_restart(run.attempt(number), failed_round(at))
-                rounds.prepare_restart(run, run.attempt(number), ResumePoint(iteration=at, path=None), next_round=2)
+                restarts.record_failed_restart(run.attempt(number), failed_round(at))
+                restarts.prepare_restart(run, run.attempt(number), ResumePoint(iteration=at, path=None), next_round=2)
             elif what == "next attempt":
                 newest += 1
                 number, at, bare = newest, max(0, at - much), False

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.tokens.order.sampler import MixtureSampler
 from relayrun.tokens.streams import blocks
 from relayrun.tokens.streams.lane_cursor import LaneCursor

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from relayrun.control.scheduler import job_text
+from relayrun.control.scheduler import slurm_commands
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,7 +257,7 @@ class TestCluster:
 
 def job_fields(line: str) -> dict[str, str]:
     """The fields of a job, of which those that Slurm writes are never taken from a name, a path or a comment."""
-    return parse_fields(line) | job_text.job_fields(line)
+    return parse_fields(line) | slurm_commands.job_fields(line)
 
 
 def parse_fields(line: str) -> dict[str, str]:

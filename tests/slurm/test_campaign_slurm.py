@@ -15,8 +15,7 @@ import pytest
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberStarted
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from tests.campaigns import attempts, iterations, words, write_config, write_stages
 
 from .cluster import ROOT, TestCluster

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_lines
 from tests.campaigns import attempts, iterations, write_config, write_evaluated_stages
 

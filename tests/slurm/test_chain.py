@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.nodes import expand_nodelist, read_node_failures
+from relayrun.control.chain.excluded_nodes import expand_nodelist, read_node_failures
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run

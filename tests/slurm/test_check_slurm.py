@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.run import Run
 from relayrun.errors import SchedulerError
 from relayrun.submit import submission
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
-from relayrun.submit.check.state import SubmitIntent
 from tests.workspace import Workspace
 
 from .cluster import ROOT, TestCluster
@@ -31,7 +31,7 @@ def workspace(cluster: TestCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def looked(workspace: Workspace, *overrides: str, launcher: Path | None = None) -> list[CheckFinding]:
     path = workspace.config("run", cluster={"name": "test", "scheduler": "slurm"})
-    config = compose.load_run_config(path, overrides)
+    config = resolve.load_run_config(path, overrides)
     found = submission.check_submission(config, intent=SubmitIntent(), launcher=launcher).findings.all
     return [finding for finding in found if finding.name.startswith("slurm.")]
 
@@ -86,7 +86,7 @@ def test_slurm_is_asked_about_the_job_of_an_evaluation_too(cluster: TestCluster,
     assert "invalid partition specified: gpuu" in refused.words
     assert (refused.remedy or "").startswith("change evaluation.job")
     path = workspace.config("run", cluster={"name": "test", "scheduler": "slurm"})
-    config = compose.load_run_config(path, [*given, "evaluation.job.partition=gpuu"])
+    config = resolve.load_run_config(path, [*given, "evaluation.job.partition=gpuu"])
     with pytest.raises(SchedulerError, match=r"the job of an evaluation: sbatch: .*invalid partition"):
         submission.submit_run(config)
     assert not Run(Path(config.run_dir or "")).plan.exists()

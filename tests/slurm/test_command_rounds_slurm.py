@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.config.compose import yaml_file
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from tests.chain.test_local_command_rounds import PROGRAM, ranks_of, undisturbed
@@ -51,12 +51,12 @@ def test_ranks_of_a_program_on_two_nodes_start_again_in_their_job(cluster: TestC
         return any(line["iteration"] >= iteration for line in read_lines(run.attempt(1).metrics))
 
     cluster.wait_until(
-        lambda: len(rounds.read_failed_restarts(run.attempt(1))) == 2 and reached(30), timeout=600, interval=0.1
+        lambda: len(restarts.read_failed_restarts(run.attempt(1))) == 2 and reached(30), timeout=600, interval=0.1
     )
     os.kill(ranks_of(run)[0], signal.SIGKILL)
     cluster.wait_until(run.attempt(1).end.exists, timeout=600, interval=0.5)
     (record,) = ends(run)
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     begin = run.attempt(1).read_begin()
     assert begin is not None
     assert record.cause == "done", Path(begin.log or "").read_text()

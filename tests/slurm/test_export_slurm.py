@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
 from tests.workspace import VOCABULARY, Workspace, ends
 

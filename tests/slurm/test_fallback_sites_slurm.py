@@ -12,7 +12,7 @@ import pytest
 
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import stop_reason
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.run import Run
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 from tests.readme import ROOT, blocks, checkout, tokenize
 from tests.workspace import ends
 

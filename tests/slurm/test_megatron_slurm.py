@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import nodes
+from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import node_health
 from relayrun.control.rundir.run import Run
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
@@ -58,5 +58,5 @@ def test_a_sick_node_is_left_out_of_its_job_or_of_the_next_one(cluster: TestClus
     assert found(run, 2) == []
     begin = run.attempt(2).read_begin()
     assert begin is not None
-    assert "n1" not in nodes.expand_nodelist(begin.nodes)
+    assert "n1" not in excluded_nodes.expand_nodelist(begin.nodes)
     assert_same_run(run, workspace.run("whole"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
@@ -39,7 +39,7 @@ def test_ranks_on_two_nodes_are_started_again_in_the_same_job(cluster: TestClust
     run = workspace.run("killed")
     wait_for_end(cluster, run, timeout=900)
     assert [end.cause for end in ends(run)] == ["done"]
-    found = rounds.read_failed_restarts(run.attempt(1))
+    found = restarts.read_failed_restarts(run.attempt(1))
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
     assert [(failed.rank, failed.node) for failed in found] == [(1, "n1"), (0, "n0"), (1, "n1"), (0, "n0")], begin.nodes
@@ -66,7 +66,7 @@ def test_what_ends_a_job_ends_it_as_without_agents(cluster: TestCluster, tmp_pat
     end = run.attempt(1).read_end()
     assert end is not None
     assert end.cause == cause, end
-    assert not any(failed.again for failed in rounds.read_failed_restarts(run.attempt(1)))
+    assert not any(failed.again for failed in restarts.read_failed_restarts(run.attempt(1)))
     if how != "cancel":
         cluster.run(["scancel", f"--name={chain_name(run)}"])
     cluster.wait_until(lambda: not chain_jobs(cluster, run), timeout=300, interval=0.5)

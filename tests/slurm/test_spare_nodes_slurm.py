@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
@@ -86,7 +86,7 @@ def wait_for(cluster: TestCluster, run: Run, iteration: int, *, attempt: int = 1
 
 def without_n1(
     cluster: TestCluster, workspace: Workspace, name: str, **settings: Any
-) -> tuple[Run, rounds.FailedRestart]:
+) -> tuple[Run, restarts.FailedRestart]:
     """A run that loses its second node at iteration 8 and is done all the same, and the round that failed then."""
     submit(cluster, config(workspace, name, **settings))
     run = workspace.run(name)
@@ -94,7 +94,7 @@ def without_n1(
     power_loss.lose(cluster, "n1")
     wait_for_end(cluster, run, timeout=600)
     assert [end.cause for end in ends(run)] == ["done"]
-    (failed,) = rounds.read_failed_restarts(run.attempt(1))
+    (failed,) = restarts.read_failed_restarts(run.attempt(1))
     return run, failed
 
 
@@ -111,7 +111,7 @@ def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Wo
         power_loss.bring_back(gone)
     wait_for_end(cluster, run, timeout=600)
     assert [end.cause for end in ends(run)] == ["done"]
-    (failed,) = rounds.read_failed_restarts(run.attempt(1))
+    (failed,) = restarts.read_failed_restarts(run.attempt(1))
     assert (failed.rank, failed.node, failed.lost) == (None, "n1", {"n1": "n2"})
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
@@ -142,7 +142,7 @@ def test_a_spare_node_begins_with_the_copies_that_the_next_node_keeps(
 
 
 def agents_of_round_2(run: Run) -> list[object]:
-    return [failed for failed in rounds.read_failed_restarts(run.attempt(1)) if failed.seconds.get("all")]
+    return [failed for failed in restarts.read_failed_restarts(run.attempt(1)) if failed.seconds.get("all")]
 
 
 def test_the_batch_host_is_lost_and_the_job_begins_again_under_its_id(

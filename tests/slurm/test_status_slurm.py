@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.nodes import read_node_failures
+from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.watch.status import queue, run_status

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.files import read_lines
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.dump_status import read_status
+from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from relayrun.tokens.tokenize.metadata import MetadataFolder
 
 from .cluster import TestCluster
 from .conftest import MakeCluster

@@ -12,9 +12,8 @@ import pytest
 
 from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
+from relayrun.tokens.tokenize.dumps import MetadataFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.split import prepare_dumps
 from tests import stand_ins
 
 from .cluster import TestCluster

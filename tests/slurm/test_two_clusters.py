@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relayrun.config.compose import yaml_file
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
 from tests.workspace import ends
 

@@ -25,11 +25,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart, SuccessorJob
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_lines
 from tests.workspace import Workspace, ends, steps
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from relayrun.tokens.tokenize.dumps_jobs import tokenize_dump
+from relayrun.tokens.tokenize.dump_jobs import tokenize_dump
+from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from relayrun.tokens.tokenize.split import prepare_dumps
 
 from .cluster import ROOT
 

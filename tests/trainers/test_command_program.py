@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, ProgramEnding
-from relayrun.control.trainers.command_checkpoints import CheckpointRule
-from relayrun.control.trainers.command_program import CommandProgram
-from relayrun.control.trainers.progress import LogPattern
+from relayrun.control.trainers.command_program import CheckpointRule, CommandProgram, LogPattern
 from relayrun.errors import RunDirError
 from relayrun.files import file_sizes
 

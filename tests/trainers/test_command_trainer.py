@@ -10,7 +10,7 @@ from signal import Signals
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import BEGINNING, ResumePoint, resume_point
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import AttemptObserver
 from relayrun.control.trainers.command import CommandSettings, CommandTrainer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relayrun.control.trainers import megatron_lm_checkpoints
-from relayrun.control.trainers.files import UnreadableMetadataError, least_file_sizes
+from relayrun.control.trainers.megatron_lm_program import UnreadableMetadataError, least_file_sizes
 from relayrun.files import file_sizes
 
 

@@ -10,12 +10,12 @@ from signal import Signals
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import BEGINNING, ResumePoint
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers import checkout
+from relayrun.control.trainers import megatron_lm
+from relayrun.control.trainers.megatron_lm import MegatronSettings, MegatronTrainer
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram, megatron_dialect_of
-from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings, MegatronTrainer
 from tests.history import began
 
 TOKEN = "ghp_" + "a1B2" * 9
@@ -157,7 +157,7 @@ def test_a_program_that_the_checkout_names_for_differences_is_not_run(cloned: Pa
     program.chmod(0o755)
     git(cloned, "config", "diff.external", str(program))
     (cloned / "pretrain_gpt.py").write_text("new\n")
-    assert "+new" in checkout.checkout_state(cloned)[1]
+    assert "+new" in megatron_lm.checkout_state(cloned)[1]
     assert not (tmp_path / "harm").exists()
 
 
@@ -165,7 +165,7 @@ def test_of_a_snapshot_what_lies_beside_it_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "0001").mkdir()
     (tmp_path / "0001.commit").write_text("abc\n")
     (tmp_path / "0001.diff").write_text("+new\n")
-    assert checkout.checkout_state(tmp_path / "0001") == ("abc", "+new\n")
+    assert megatron_lm.checkout_state(tmp_path / "0001") == ("abc", "+new\n")
 
 
 def test_a_folder_without_git_says_so(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun.control.new_lines import LONGEST_LINE, LogFollower
+from relayrun.control.job_log import LONGEST_LINE, LogFollower
 
 
 def test_each_whole_line_comes_once(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import is_checkpoint_of, resume_point
+from relayrun.control.rundir.checkpoint_records import is_checkpoint_of, resume_point
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, Heartbeat, StartTimes
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding
+from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
 from relayrun.control.trainers.observer import ProgramObserver
-from relayrun.control.trainers.retention import CheckpointRetention
 from relayrun.files import read_lines
 from tests.history import began
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers import retention
+from relayrun.control.trainers import checkpoint_cleanup
 from relayrun.control.trainers.base import ProgramEnding
+from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
 from relayrun.control.trainers.observer import ProgramObserver
-from relayrun.control.trainers.retention import CheckpointRetention
 from tests.history import began
 
 from .test_observer import Scene
@@ -171,7 +171,7 @@ def test_a_kill_at_any_point_leaves_no_half_checkpoint_under_its_name(tmp_path: 
 
 
 def test_a_look_removes_for_a_short_time_only(scene: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "REMOVE_SECONDS", -1.0)
+    monkeypatch.setattr(checkpoint_cleanup, "REMOVE_SECONDS", -1.0)
     scene.keep_last = 1
     scene.observer = scene.observe()
     scene.script.step(1)

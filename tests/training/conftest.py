@@ -23,13 +23,13 @@ import yaml
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.attempt import Attempt as AttemptDir
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, CheckpointCommit, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import free_port
 from relayrun.files import read_lines
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 from tests import warm
 from tests.waiting import wait_for
 

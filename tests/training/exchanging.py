@@ -20,8 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
-from relayrun.train.checkpoint.division import BlockLocation, assign_reads
-from relayrun.train.checkpoint.exchange import BlockExchange
+from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation, assign_reads
 from relayrun.train.messages import RankMessages
 
 RANKS = 4

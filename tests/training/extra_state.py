@@ -21,14 +21,14 @@ from megatron.core import dist_checkpointing  # noqa: E402
 
 from relayrun.config.compose import yaml_file  # noqa: E402
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.checkpoint import megatron_strategy  # noqa: E402
 from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
 from relayrun.train.checkpoint.reader import CheckedReader  # noqa: E402
 from relayrun.train.messages import RankMessages  # noqa: E402
 from relayrun.train.model import cpu_patches, layers  # noqa: E402
 from relayrun.train.model.gpt import ModelStage  # noqa: E402
-from relayrun.train.model.norm import Norm, NormWithState  # noqa: E402
+from relayrun.train.model.layers import Norm, NormWithState  # noqa: E402
 
 VOCABULARY = 300
 
@@ -101,7 +101,7 @@ config = RunConfig.model_validate(
         "cluster": {"name": "test", "scheduler": "local"},
     }
 )
-ranks = parallel.start_process_groups(config)
+ranks = distributed.start_process_groups(config)
 
 local = model(NormWithState)
 now = save(local, "now")

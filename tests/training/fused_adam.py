@@ -90,7 +90,7 @@ def install() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     import relayrun.train.model.gpt  # noqa: F401 - its layers have looked for TransformerEngine before
-    from relayrun.train.optimizer import optimizer
+    from relayrun.train.optimizer import megatron_optimizer
 
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
         sys.modules[name] = ModuleType(name)
@@ -99,4 +99,4 @@ def install() -> None:
     sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam = FusedAdam  # type: ignore[attr-defined]
     megatron.Adam = distrib_optimizer.Adam = FusedAdam
     megatron.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    distrib_optimizer.HAVE_APEX_OR_TE = megatron_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.agent.memory_copies import HEADER_BYTES
-from relayrun.train.checkpoint.neighbour import NeighbourReplica
+from relayrun.train.checkpoint.memory_replication import NeighbourReplica
 from relayrun.train.hooks import Gradients, Hook, HookContext, StepStart
 
 

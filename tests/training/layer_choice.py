@@ -14,9 +14,9 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.config.sections.transformer import TransformerSection  # noqa: E402
+from relayrun.config.sections.model import TransformerSection  # noqa: E402
 from relayrun.errors import FatalTrainingError  # noqa: E402
-from relayrun.train.model import fp8, fusions  # noqa: E402
+from relayrun.train.model import kernels as model_kernels  # noqa: E402
 from relayrun.train.model.gpt import layers  # noqa: E402
 
 CONFIG: dict[str, Any] = {
@@ -69,7 +69,7 @@ def kernels(changes: dict[str, dict[str, Any]], device: str) -> dict[str, bool] 
     """The fused kernels that are used, or why one that is asked for is not."""
     sections = {name: CONFIG.get(name, {}) | values for name, values in changes.items()}
     try:
-        return fusions.choose_fused_kernels(
+        return model_kernels.choose_fused_kernels(
             RunConfig.model_validate_json(json.dumps(CONFIG | sections)), torch.device(device)
         )
     except FatalTrainingError as error:
@@ -95,7 +95,7 @@ def overlap(*, new: bool) -> dict[str, Any]:
         sys.modules.setdefault(name, types.ModuleType(name))
     parallel = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
     config = RunConfig.model_validate_json(json.dumps(CONFIG | parallel | {"model": CONFIG["model"] | GROUPS}))
-    fusions.start_communication_overlap(config, types.SimpleNamespace(fp8=None))
+    model_kernels.start_communication_overlap(config, types.SimpleNamespace(fp8=None))
     return asked
 
 
@@ -118,10 +118,10 @@ def in_8_bits(recipe: str | None, *, known: bool = True) -> str:
         if not known:
             raise ValueError("no such recipe")
 
-    fp8.fp8_utils.get_fp8_recipe = made
+    model_kernels.fp8_utils.get_fp8_recipe = made
     settings = TransformerSection.model_validate({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})
     try:
-        fp8.check_fp8(settings, types.SimpleNamespace())
+        model_kernels.check_fp8(settings, types.SimpleNamespace())
     except FatalTrainingError as error:
         return error.message
     return "can"
@@ -131,16 +131,16 @@ GROUPS = {"num_query_groups": 2}
 torch.distributed.get_rank = lambda group=None: 0
 fused: dict[str, Any] = {}
 for there in (False, True):
-    fusions.rope_utils.fused_apply_rotary_pos_emb = print if there else None
-    fusions.layers._grad_accum_fusion_available = there
+    model_kernels.rope_utils.fused_apply_rotary_pos_emb = print if there else None
+    model_kernels.layers._grad_accum_fusion_available = there
     for kind in ("cpu", "cuda"):
         for name, values in KERNELS.items():
             fused[f"{name}, {kind}, {'there' if there else 'missing'}"] = kernels(values, kind)
 fused["overlap"] = [overlap(new=new) for new in (False, True)]
 
 without = in_8_bits("delayed")
-fp8.fp8_utils.FP8GlobalStateManager = Hopper
-fp8.fp8_utils.get_te_version = lambda: "2.2"
+model_kernels.fp8_utils.FP8GlobalStateManager = Hopper
+model_kernels.fp8_utils.get_te_version = lambda: "2.2"
 recipes = {str(recipe): in_8_bits(recipe) for recipe in (None, "delayed", "tensorwise", "blockwise", "mxfp8")}
 recipes |= {"missing": without, "unknown": in_8_bits("tensorwise", known=False)}
 

@@ -19,7 +19,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 
 cpu_patches.patch_for_cpu()
@@ -87,7 +87,7 @@ def same_weights(model: ModelStage, first_layer: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = parallel.start_process_groups(config("token", 1))
+    ranks = distributed.start_process_groups(config("token", 1))
     found: dict[str, Any] = {}
     tokens = samples()
     first_layer = ranks.pipeline_rank * 2 // ranks.pipeline_size
@@ -108,7 +108,7 @@ def main() -> None:
             for name, parameter in parameters(model, first_layer):
                 found[f"{mean}/{size}/gradient/{name}"] = parameter.main_grad.numpy().copy()
     np.savez(f"{FOLDER}/{rank}.npz", **found)
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.tokens.order.spec import DatasetSpec
+from relayrun.tokens.order.datasets import DatasetSpec
 
 
 class Masked:

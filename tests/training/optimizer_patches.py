@@ -23,13 +23,13 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.tokens.order.progress import TrainingProgress  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.tokens.order.batches import TrainingProgress  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
 from relayrun.train.messages import RankMessages  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
-from relayrun.train.optimizer.optimizer import (  # noqa: E402
+from relayrun.train.optimizer.megatron_optimizer import (
     ScheduledOptimizer,
     ShardedDistributedOptimizer,
     TorchDistributedOptimizer,
@@ -121,7 +121,7 @@ def resume(folder: Path) -> dict[str, Any]:
 cpu_patches.patch_for_cpu()
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 config = RunConfig.model_validate_json(json.dumps(CONFIG))
-ranks = parallel.start_process_groups(config)
+ranks = distributed.start_process_groups(config)
 folder = Path(sys.argv[1])
 
 model = ModelStage(config, ranks, 100)

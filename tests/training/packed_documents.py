@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 
 cpu_patches.patch_for_cpu()
@@ -120,7 +120,7 @@ def sharpen(model: ModelStage, batches: list[np.ndarray]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = parallel.start_process_groups(config(LENGTH, documents=True))
+    ranks = distributed.start_process_groups(config(LENGTH, documents=True))
     packed = ModelStage(config(LENGTH, documents=True), ranks, VOCABULARY, eod=EOD)
     plain = ModelStage(config(LENGTH, documents=False), ranks, VOCABULARY, eod=EOD)
     batches = [rows(cuts, seed) for seed, cuts in enumerate(CUTS)]
@@ -147,7 +147,7 @@ def main() -> None:
         }
     print(json.dumps(found if ranks.is_last_stage else {}))
     sys.stdout.flush()
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
     os._exit(0)
 
 

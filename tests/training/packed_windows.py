@@ -20,11 +20,11 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.tokens.order.document_order import DocumentWindowOrder  # noqa: E402
-from relayrun.tokens.order.rows import RowBatch  # noqa: E402
-from relayrun.tokens.shards.indexed import ShardWriter  # noqa: E402
+from relayrun.tokens.order.document_packing import DocumentWindowOrder  # noqa: E402
+from relayrun.tokens.order.sample_rows import RowBatch  # noqa: E402
 from relayrun.tokens.shards.manifest import DatasetManifest  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.tokens.shards.shard import ShardWriter  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 
 cpu_patches.patch_for_cpu()
@@ -81,7 +81,7 @@ def main() -> None:
     writer.finish()
     manifest = DatasetManifest.build([Path(folder) / "s"])
     plain_config = config({}, "token")
-    ranks = parallel.start_process_groups(plain_config)
+    ranks = distributed.start_process_groups(plain_config)
     plain = ModelStage(plain_config, ranks, VOCABULARY)
     found: dict[str, Any] = {}
     for packing in PACKINGS:
@@ -117,7 +117,7 @@ def main() -> None:
         }
     print(json.dumps(found))
     sys.stdout.flush()
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
     os._exit(0)
 
 

@@ -28,7 +28,7 @@ from pydantic import ValidationError  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.errors import RelayrunError  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 
 cpu_patches.patch_for_cpu()
@@ -136,7 +136,7 @@ class Found:
     digest: str = ""
 
 
-def found(ranks: parallel.Ranks, changes: dict[str, Any]) -> Found:
+def found(ranks: distributed.Ranks, changes: dict[str, Any]) -> Found:
     """`refused: why`, `trains`, or what is wrong."""
     try:
         settings = config(changes)
@@ -160,7 +160,7 @@ def found(ranks: parallel.Ranks, changes: dict[str, Any]) -> Found:
     return Found("trains", digest.hexdigest())
 
 
-def outcome(ranks: parallel.Ranks, changes: dict[str, Any]) -> Found:
+def outcome(ranks: distributed.Ranks, changes: dict[str, Any]) -> Found:
     """The same, where an error ends all ranks but if there is one alone."""
     try:
         return found(ranks, changes)
@@ -172,7 +172,7 @@ def outcome(ranks: parallel.Ranks, changes: dict[str, Any]) -> Found:
 
 
 def main() -> None:
-    ranks = parallel.start_process_groups(config({}))
+    ranks = distributed.start_process_groups(config({}))
     plain = found(ranks, {}).digest
     alone = {name: outcome(ranks, changes) for name, changes in CHOICES.items()}
     answers = {name: each.said for name, each in alone.items()}
@@ -185,7 +185,7 @@ def main() -> None:
                 both.said = f"{name} changes nothing"
         answers[" + ".join(names)] = both.said
     print(json.dumps(answers if rank == "0" else {}))
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
 
 
 main()

@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 
 cpu_patches.patch_for_cpu()
@@ -104,7 +104,7 @@ def attention_within_a_fork(again: bool) -> list[str]:
         sequence_parallel=True,
     )
     attention = CausalAttention(transformer)
-    parallel.seed_dropout(ranks, 1)
+    distributed.seed_dropout(ranks, 1)
     generator = torch.Generator().manual_seed(1)
     parts = [torch.randn((LENGTH, SIZE, 4, 8), generator=generator).requires_grad_() for _ in range(3)]
     with get_cuda_rng_tracker().fork():
@@ -117,7 +117,7 @@ def attention_within_a_fork(again: bool) -> list[str]:
 
 
 torch.set_num_threads(1)
-ranks = parallel.start_process_groups(RunConfig.model_validate_json(json.dumps(CONFIG)))
+ranks = distributed.start_process_groups(RunConfig.model_validate_json(json.dumps(CONFIG)))
 passes = {
     f"{precision}, {'dropout' if dropout else 'none'}": {
         name: pass_with(way, dropout, precision) for name, way in WAYS.items()

@@ -19,13 +19,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.train import parallel  # noqa: E402
+from relayrun.train import distributed  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 
 cpu_patches.patch_for_cpu()
 
 from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
-from relayrun.train.optimizer.optimizer import ScheduledOptimizer  # noqa: E402
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH, EOD = 64, 32, 8, 5
 LOSSES: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def samples(share: float) -> np.ndarray:
     return np.where(ends, EOD, tokens)
 
 
-def parameters(model: ModelStage, ranks: parallel.Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def parameters(model: ModelStage, ranks: distributed.Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """By the names that they have where the model is one; a pipeline stage counts its own layers."""
     first = ranks.pipeline_rank * 2 // ranks.pipeline_size
     for chunk in model.chunks:
@@ -75,7 +75,7 @@ def parameters(model: ModelStage, ranks: parallel.Ranks) -> Iterator[tuple[str, 
             yield re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + first}", name), parameter
 
 
-def same_weights(model: ModelStage, ranks: parallel.Ranks) -> None:
+def same_weights(model: ModelStage, ranks: distributed.Ranks) -> None:
     """Every layout begins with the same ones, each rank with its part of them."""
     with torch.no_grad():
         for name, parameter in parameters(model, ranks):
@@ -92,7 +92,7 @@ def same_weights(model: ModelStage, ranks: parallel.Ranks) -> None:
             parameter.copy_(torch.from_numpy(values))
 
 
-def router_gradients(ranks: parallel.Ranks, mean: str, size: int, loss: str, share: float) -> dict[str, np.ndarray]:
+def router_gradients(ranks: distributed.Ranks, mean: str, size: int, loss: str, share: float) -> dict[str, np.ndarray]:
     """Return the gradients of the routers' losses alone: those with them, less those without."""
     found: list[dict[str, np.ndarray]] = []
     tokens = samples(share)
@@ -118,7 +118,7 @@ def router_gradients(ranks: parallel.Ranks, mean: str, size: int, loss: str, sha
     return {name: value - without.get(name, 0.0) for name, value in with_loss.items()}
 
 
-def biases(ranks: parallel.Ranks, precision: str) -> dict[str, Any]:
+def biases(ranks: distributed.Ranks, precision: str) -> dict[str, Any]:
     """Whether skipped updates move any state of the model, and whether one that is done moves the biases."""
     model = ModelStage(made := config("micro_batch", 4, BIASED, precision), ranks, VOCABULARY, eod=EOD)
     optimizer = ScheduledOptimizer(made, model)
@@ -151,7 +151,7 @@ def biases(ranks: parallel.Ranks, precision: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = parallel.start_process_groups(config("token", 1, LOSSES["aux"]))
+    ranks = distributed.start_process_groups(config("token", 1, LOSSES["aux"]))
     found = {}
     for name, *case in CASES:
         for key, value in router_gradients(ranks, *case).items():
@@ -159,7 +159,7 @@ def main() -> None:
     np.savez(f"{FOLDER}/{rank}.npz", **found)
     if not CASES:
         print(json.dumps({precision: biases(ranks, precision) for precision in ("fp32", "bf16")}))
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
 
 
 if __name__ == "__main__":

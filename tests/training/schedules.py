@@ -9,10 +9,10 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
-from relayrun.config.compose import compose  # noqa: E402
+from relayrun.config.compose import resolve  # noqa: E402
 from relayrun.places import CODE_ROOT as ROOT  # noqa: E402
-from relayrun.tokens.order.progress import TrainingProgress  # noqa: E402
-from relayrun.train.optimizer.optimizer import learning_rate_schedule  # noqa: E402
+from relayrun.tokens.order.batches import TrainingProgress  # noqa: E402
+from relayrun.train.optimizer.megatron_optimizer import learning_rate_schedule  # noqa: E402
 
 RUN = ROOT / "configs" / "runs" / "my-run.yaml"
 COMMON = ["optimizer.lr=1.0", "optimizer.min_lr=0.1", "optimizer.lr_warmup_steps=10", "optimizer.lr_decay_steps=110"]
@@ -27,7 +27,7 @@ STYLES = {
 
 def rates(overrides: list[str]) -> list[float]:
     optimizer: Any = SimpleNamespace(param_groups=[{}])
-    config = compose.load_run_config(RUN, [*COMMON, *overrides])
+    config = resolve.load_run_config(RUN, [*COMMON, *overrides])
     plan = learning_rate_schedule(config, optimizer, TrainingProgress(config.training.batch_sizes))
     found = []
     for _ in range(130):

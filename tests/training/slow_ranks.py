@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.train.checkpoint.state import Checkpointer
+from relayrun.train.checkpoint.checkpointer import Checkpointer
 from relayrun.train.hooks import Hook, HookContext
 
 

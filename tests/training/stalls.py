@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 
 from relayrun.train.hooks import Hook, HookContext, StepStart
-from relayrun.train.reporting import sections
+from relayrun.train.reporting import liveness
 
 
 class Stalls(Hook):
     def __init__(self, reads: dict[str, float], saves: dict[str, float], scale: float = 1.0) -> None:
         self._reads, self._saves = reads, saves
-        sections.SHORTEST_STEP_LIMIT /= scale
-        sections.SHORTEST_OTHER_LIMIT /= scale
+        liveness.SHORTEST_STEP_LIMIT /= scale
+        liveness.SHORTEST_OTHER_LIMIT /= scale
         self._now = ""
 
     def setup(self, context: HookContext) -> None:

@@ -16,14 +16,14 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.files import file_sizes, write_atomic
 from relayrun.train.checkpoint import checksums, publish
+from relayrun.train.checkpoint.async_writer import ThreadedWriter, check_complete
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint, verify_checkpoint
 from relayrun.train.checkpoint.reader import CheckedReader, reported_damage
-from relayrun.train.checkpoint.writer import ThreadedWriter, check_complete
 from tests.chain.exhaustion import KILL, run_child
 from tests.chain.fake_slurm import FakeSlurm
 from tests.history import began

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from relayrun.control.rundir.run import Run
-from relayrun.train.checkpoint.metadata import read_metadata
+from relayrun.train.checkpoint.reader import read_metadata
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import xxhash
 
-from relayrun.train.checkpoint import host_copy
+from relayrun.train.checkpoint import async_writer
+from relayrun.train.checkpoint.async_writer import HostAllocation, HostCopy
 from relayrun.train.checkpoint.host_buffers import ALIGNMENT, lay_out_buffers
-from relayrun.train.checkpoint.host_copy import HostAllocation, HostCopy
 
 CPU = torch.device("cpu")
 
@@ -144,7 +144,7 @@ def test_on_a_gpu_the_buffers_are_pinned() -> None:
 @pytest.mark.parametrize("piece", [64, 1 << 12, 1 << 22])
 def test_every_copy_has_the_digest_of_its_values(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what is copied in several parts, of what is not contiguous, and beside what has no elements."""
-    monkeypatch.setattr(host_copy, "COPY_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(async_writer, "COPY_CHUNK_BYTES", 1000)
     copy = HostCopy(CPU, piece=piece)
     for _ in range(2):  # buffers are used again
         every = shards()

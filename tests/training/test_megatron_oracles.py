@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from relayrun.tokens.order import index_cache
+from relayrun.tokens.order.datasets import DatasetSpec
 from relayrun.tokens.order.schedule import Interleave, integer_weights
-from relayrun.tokens.order.spec import DatasetSpec
-from relayrun.tokens.shards.indexed import Shard, ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import Shard, ShardWriter
 
 megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
 
@@ -263,19 +263,19 @@ def test_blending_counts_are_within_two_of_megatrons_after_every_sample(weights:
 def test_masks_and_positions_are_those_of_megatron(share: float) -> None:
     import torch
 
-    from relayrun.tokens.order import documents
+    from relayrun.tokens.order import sample_rows
 
     generator = np.random.default_rng(3)
     for length in (1, 2, 33):
         inputs = np.where(generator.random((8, length)) < share, 5, generator.integers(6, 50, (8, length)))
-        starts = documents.document_starts(inputs, 5)
+        starts = sample_rows.document_starts(inputs, 5)
         at = np.arange(length)
         for row in range(8):
             visible, loss_mask, position_ids = megatron._get_ltor_masks_and_position_ids(
                 torch.from_numpy(inputs[row]), 5, True, True, True, True
             )
-            assert documents.document_positions(inputs, 5)[row].tolist() == position_ids.tolist()
-            assert documents.eod_loss_mask(inputs, 5)[row].tolist() == loss_mask.tolist()
+            assert sample_rows.document_positions(inputs, 5)[row].tolist() == position_ids.tolist()
+            assert sample_rows.eod_loss_mask(inputs, 5)[row].tolist() == loss_mask.tolist()
             own = (at >= starts[row][:, None]) & (at <= at[:, None])
             assert own.tolist() == (~visible[0]).tolist()  # Megatron's is true where a token is hidden
 

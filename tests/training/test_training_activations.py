@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 def activations() -> Any:
     with warnings.catch_warnings():  # megatron-core's own, at import
         warnings.simplefilter("ignore")
-        from relayrun.train.model import activations
+        from relayrun.train.model import layers
 
-    return activations
+    return layers
 
 
 @pytest.fixture

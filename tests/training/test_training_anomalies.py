@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.sections.rampup import BatchSizes
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.config.sections.training import BatchSizes
+from relayrun.control.rundir.checkpoint_records import quarantined_checkpoints, resume_point
 from relayrun.control.rundir.merged_metrics import MergedViews, merged_metrics
-from relayrun.control.rundir.quarantine import quarantined_checkpoints
 from relayrun.files import read_json, read_lines
-from relayrun.tokens.order.progress import TrainingProgress
+from relayrun.tokens.order.batches import TrainingProgress
 from tests.checkpoints import assert_same_bytes, contents, state_tensors
 from tests.waiting import wait_for
 

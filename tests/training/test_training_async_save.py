@@ -16,9 +16,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
-from relayrun.train.checkpoint.background import BACKGROUND_NICE, BackgroundSave
-from relayrun.train.checkpoint.writer import ThreadedWriter
+from relayrun.control.rundir.checkpoint_records import resume_point
+from relayrun.train.checkpoint.async_writer import BACKGROUND_NICE, BackgroundSave, ThreadedWriter
 from tests.checkpoints import assert_same_bytes
 from tests.waiting import wait_for
 

@@ -73,7 +73,7 @@ DOCUMENTS = ((50, 1, 141), (SEQUENCE,))
 
 def in_documents(lengths: Any) -> tuple[Any, torch.Tensor]:
     """The documents as the attention takes them, and which tokens are of one: [batch, 1, sequence, sequence]."""
-    from relayrun.train.model.documents import PackedDocuments
+    from relayrun.train.model.packed_documents import PackedDocuments
 
     number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     same = number[:, None, :, None] == number[:, None, None, :]
@@ -192,8 +192,8 @@ def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
     window: int | None, documents: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU: a stand-in with the arguments of torch's function, which attends to one document at a time."""
-    from relayrun.train.model import varlen
-    from relayrun.train.model.documents import PackedDocuments
+    from relayrun.train.model import attention as model_attention
+    from relayrun.train.model.packed_documents import PackedDocuments
 
     calls = []
 
@@ -225,8 +225,8 @@ def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
     fields = {} if window is None else {"window_size": (window, 0)}
     attend = partial(causal_attention(**fields), packed_seq_params=packed)
     right = with_gradients(attend, inputs(2))
-    monkeypatch.setattr(varlen, "varlen_usable", lambda _query, **_: True)
-    monkeypatch.setattr(varlen, "varlen_function", lambda: varlen_attn)
+    monkeypatch.setattr(model_attention, "varlen_usable", lambda _query, **_: True)
+    monkeypatch.setattr(model_attention, "varlen_function", lambda: varlen_attn)
     found = with_gradients(attend, inputs(2))
     bounds = [0, 50, 51, SEQUENCE, 2 * SEQUENCE] if documents else [0, SEQUENCE, 2 * SEQUENCE]
     # rows without documents and without a window are torch's to choose a kernel for
@@ -240,8 +240,7 @@ def test_transformer_engine_gets_documents_in_its_own_format() -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from relayrun.train.model.document_attention import document_attention
-    from relayrun.train.model.documents import PackedDocuments
+    from relayrun.train.model.packed_documents import PackedDocuments, document_attention
 
     class Stand:
         def forward(

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import quarantined_checkpoints, resume_point
 from relayrun.control.rundir.merged_metrics import MergedViews
-from relayrun.control.rundir.quarantine import quarantined_checkpoints
 from relayrun.control.rundir.run import Run
 from tests.crafted import in_common, in_metadata, in_object
 

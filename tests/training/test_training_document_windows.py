@@ -106,7 +106,7 @@ import json, sys
 from pathlib import Path
 from relayrun.config.compose.schema import Evaluation
 from relayrun.train.export import score
-from relayrun.train.export.checkpoint_source import find_checkpoint
+from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.control.rundir.run import Run
 source, model = find_checkpoint(Run(Path(sys.argv[1]))), Path(sys.argv[2])
 score.export(source, model)

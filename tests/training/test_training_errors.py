@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 from .conftest import RANKS, VOCABULARY, Attempt, Harness
 
@@ -86,15 +86,15 @@ def test_no_rank_trains_on_cpus_where_its_job_asks_for_gpus(
 def test_gpus_are_asked_for_in_any_way(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of megatron-core's imports
-        from relayrun.train import parallel
+        from relayrun.train import distributed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = Path(__file__).resolve().parents[2] / "configs/runs/demo-slurm.yaml"
     others = ("chain.recovery=job", "training.precision=bf16")
     for given, refused in ((asks, True), ("cluster.srun_options=[--mpi=none]", False)):
-        config = compose.load_run_config(file, (*others, given))
+        config = resolve.load_run_config(file, (*others, given))
         assert isinstance(config, RunConfig)
-        with pytest.raises(parallel.NoGpuFound) if refused else contextlib.nullcontext():
-            parallel.require_gpu(config)
+        with pytest.raises(distributed.NoGpuFound) if refused else contextlib.nullcontext():
+            distributed.require_gpu(config)
 
 
 def test_too_few_tokens_for_one_window(harness: MakeHarness, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from relayrun.errors import InputError
 from relayrun.train.export import logits
-from relayrun.train.export.checkpoint_source import find_checkpoint
+from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.control.rundir.run import Run
 folder = Path(sys.argv[2])
 weights = load_file(folder / "model.safetensors")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.train.export import importer
+from relayrun.train.export import huggingface
 from tests.export.models import make_hf
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.long
 def test_extra_state_that_a_checkpoint_lacks_is_none(tmp_path: Path) -> None:
     imported = tmp_path / "imported"
-    importer.import_huggingface(make_hf(tmp_path / "hf"), imported)
+    huggingface.import_huggingface(make_hf(tmp_path / "hf"), imported)
     program = Path(__file__).with_name("extra_state.py")
     done = subprocess.run(
         [sys.executable, program, tmp_path, imported], capture_output=True, text=True, timeout=600, check=False

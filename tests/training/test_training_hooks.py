@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.files import read_lines
 from tests.checkpoints import assert_same_bytes, contents
 from tests.waiting import wait_for

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.submit.host_memory import host_copy_bytes
+from relayrun.submit.forecast import host_copy_bytes
 from relayrun.train.model.size import count_parameters, pad_to_multiple
 
 from .conftest import VOCABULARY, Harness

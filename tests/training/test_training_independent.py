@@ -15,10 +15,10 @@ import pytest
 
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.submit.check.find_data import build_manifest
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.tokenize.encode.byte_tokenizer import write_byte_tokenizer
+from relayrun.tokens.shards.shard import ShardWriter
+from relayrun.tokens.tokenize.encode.tokenizer_files import write_byte_tokenizer
 
 from .conftest import Harness
 

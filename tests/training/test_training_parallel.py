@@ -10,7 +10,7 @@ import pytest
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.submit.saves import checkpoint_size
+from relayrun.submit.forecast import checkpoint_size
 from relayrun.train.model.size import count_parameters, pad_to_multiple
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import VOCABULARY

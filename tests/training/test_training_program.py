@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import StartTimes
 from relayrun.files import read_lines
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.waiting import wait_for
 
 Make = Callable[..., Any]

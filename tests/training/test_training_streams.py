@@ -18,7 +18,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose.schema import RunConfig
 from relayrun.files import read_json
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture import audit
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace

@@ -13,8 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from relayrun.control.rundir import merged_metrics
-from relayrun.control.rundir.lineage import resume_point
-from relayrun.train.reporting.wandb_files import offline_wandb_files, wandb_history
+from relayrun.control.rundir.checkpoint_records import resume_point
+from relayrun.train.reporting.trackers import offline_wandb_files, wandb_history
 from tests.waiting import wait_for
 
 from .conftest import Harness

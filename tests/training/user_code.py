@@ -11,7 +11,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from relayrun.train.model.attention import CausalAttention
-from relayrun.train.model.norm import Norm, NormWithState
+from relayrun.train.model.layers import Norm, NormWithState
 
 
 class Signs(torch.optim.Optimizer):

@@ -17,9 +17,9 @@ def compare_gradients() -> None:
     import torch
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    from relayrun.train.optimizer import gradients
+    from relayrun.train.optimizer import megatron_optimizer
 
-    total_norm, clip = gradients.gradient_norm, gradients.clip_gradients
+    total_norm, clip = megatron_optimizer.gradient_norm, megatron_optimizer.clip_gradients
 
     def compared_norm(optimizer: Any, device: torch.device) -> float:
         norm, megatrons = total_norm(optimizer, device), float(optimizer.get_grad_norm())
@@ -41,14 +41,14 @@ def compare_gradients() -> None:
         if os.environ["RANK"] == "0":
             print(f"compared: {len(held)} gradients, {changed} clipped", flush=True)
 
-    gradients.gradient_norm, gradients.clip_gradients = compared_norm, compared_clip
+    megatron_optimizer.gradient_norm, megatron_optimizer.clip_gradients = compared_norm, compared_clip
 
 
 def fuse_adamw() -> None:
     """AdamW is fused as on GPUs, with torch's kernel for CPUs; a rank says that it has run."""
     import torch
 
-    from relayrun.train.optimizer import optimizer
+    from relayrun.train.optimizer import megatron_optimizer
 
     kernel: Any = torch._fused_adamw_
 
@@ -57,28 +57,28 @@ def fuse_adamw() -> None:
         return kernel(*arguments, **named)
 
     vars(torch)["_fused_adamw_"] = told
-    patch = optimizer.patch_distributed_optimizers
+    patch = megatron_optimizer.patch_distributed_optimizers
 
     def patch_and_fuse(inner: Any) -> None:
         patch(inner)
-        optimizer.use_fused_adam(inner)
+        megatron_optimizer.use_fused_adam(inner)
 
-    optimizer.patch_distributed_optimizers = patch_and_fuse
+    megatron_optimizer.patch_distributed_optimizers = patch_and_fuse
 
 
 def report_host_memory() -> None:
     """Each rank says what its copies of saves take: as they are, and pinned."""
-    from relayrun.train.checkpoint import host_copy
+    from relayrun.train.checkpoint import async_writer
 
-    layout = host_copy.lay_out_buffers
+    layout = async_writer.lay_out_buffers
 
     def told(sizes: Any, piece: int) -> Any:
         places, lengths = layout(sizes, piece)
         if lengths:
-            print(f"reserved: {sum(lengths)} bytes, {sum(host_copy.pinned_bytes(lengths))} pinned", flush=True)
+            print(f"reserved: {sum(lengths)} bytes, {sum(async_writer.pinned_bytes(lengths))} pinned", flush=True)
         return places, lengths
 
-    host_copy.lay_out_buffers = told
+    async_writer.lay_out_buffers = told
 
 
 def keep_pipeline_outputs() -> None:
@@ -96,11 +96,11 @@ def count_waits() -> None:
     """
     import torch
 
-    from relayrun.train import loop, parallel
+    from relayrun.train import distributed, loop
 
     counted = 0
     paused = False
-    step, gather = loop.TrainingLoop._step, parallel.Ranks.gather
+    step, gather = loop.TrainingLoop._step, distributed.Ranks.gather
 
     def counting(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -118,7 +118,7 @@ def count_waits() -> None:
             for name in ["item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"]:
                 counting(torch.Tensor, name)
             counting(torch.cuda, "synchronize")
-            counting(parallel, "wait_for_device")
+            counting(distributed, "wait_for_device")
         counted = 0
         result: bool = step(self)
         if os.environ["RANK"] == "0":
@@ -134,16 +134,16 @@ def count_waits() -> None:
             paused = False
 
     loop.TrainingLoop._step = counted_step
-    parallel.Ranks.gather = host_gather
+    distributed.Ranks.gather = host_gather
 
 
 def reduce_too_early() -> None:
     """Gradients of the output layer that were deferred come after their reduction has begun, as in megatron-core."""
     from megatron.core.distributed import finalize_model_grads
 
-    from relayrun.train.model import weight_gradients
+    from relayrun.train.model import kernels
 
-    weight_gradients.reduce_output_layer_last = lambda chunk: finalize_model_grads
+    kernels.reduce_output_layer_last = lambda chunk: finalize_model_grads
 
 
 def stand_in_fused_adam() -> None:

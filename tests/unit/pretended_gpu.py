@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from relayrun.control.agent.agent import FORK_SERVER_ENVIRONMENT
+from relayrun.control.agent.node_agent import FORK_SERVER_ENVIRONMENT
 from relayrun.train import __main__ as program
 from relayrun.train import fork_server
 

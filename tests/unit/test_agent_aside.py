@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control import journal
+from relayrun.control import job_log
 from relayrun.control.agent.background_work import BackgroundWork
-from relayrun.control.journal import AgentLog
+from relayrun.control.job_log import AgentLog
 from tests.waiting import wait_for
 
 
@@ -64,8 +64,8 @@ def test_a_log_whose_file_system_hangs_holds_up_nobody(tmp_path: Path, monkeypat
     for number in range(1000):
         log.write(str(number))
     log.finish()
-    assert journal.LOG_FINISH_SECONDS <= time.monotonic() - began < journal.LOG_FINISH_SECONDS + 60
-    monkeypatch.setattr(journal, "LOG_FINISH_SECONDS", 300.0)
+    assert job_log.LOG_FINISH_SECONDS <= time.monotonic() - began < job_log.LOG_FINISH_SECONDS + 60
+    monkeypatch.setattr(job_log, "LOG_FINISH_SECONDS", 300.0)
     whole = AgentLog(tmp_path / "log")
     for number in range(1000):
         whole.write(str(number))

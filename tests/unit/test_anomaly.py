@@ -11,7 +11,7 @@ import pytest
 from relayrun.config.compose.schema import TrainingSection
 from relayrun.control.rundir.merged_metrics import merged_metrics
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.rewinds import Rollback, pending_rollbacks, record_rollback
+from relayrun.control.rundir.restarts import Rollback, pending_rollbacks, record_rollback
 from relayrun.control.rundir.run import Run
 from relayrun.train.hooks import Action
 from relayrun.train.loss_guard import LossGuard

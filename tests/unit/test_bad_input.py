@@ -19,13 +19,13 @@ import zstandard
 from datatrove.data import Document
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers import jsonlines
+from relayrun.tokens.readers import json_csv
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.inputs import LineFaults
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from relayrun.tokens.tokenize import MegatronTokenWriter
+from relayrun.tokens.tokenize.dump_jobs import tokenize_dump
 from relayrun.tokens.tokenize.dump_status import read_status, status_table
-from relayrun.tokens.tokenize.dumps_jobs import tokenize_dump
 from relayrun.tokens.tokenize.options import TokenizeOptions, _current_value
 
 from .test_dumps_status import settings
@@ -126,7 +126,7 @@ def lines(texts: Sequence[str]) -> bytes:
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_a_bad_line_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool) -> None:
     if long:
-        monkeypatch.setattr(jsonlines, "_LONG_BYTES", 40)
+        monkeypatch.setattr(json_csv, "_LONG_BYTES", 40)
     bad, reason, message = BAD_LINES[kind]
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(GOOD) + bad)
@@ -174,7 +174,7 @@ def test_what_is_wrong_elsewhere_costs_no_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool, name: str
 ) -> None:
     if long:
-        monkeypatch.setattr(jsonlines, "_LONG_BYTES", 40)
+        monkeypatch.setattr(json_csv, "_LONG_BYTES", 40)
     squeeze: Callable[[bytes], bytes] = {".gz": gzip.compress, ".zst": zstandard.compress}.get(
         Path(name).suffix, lambda content: content
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import ModelSection
 from relayrun.errors import ConfigError
 from relayrun.places import CODE_ROOT as ROOT
@@ -116,7 +116,7 @@ def test_the_vocabulary_of_llama_3_needs_no_padding() -> None:
 
 @pytest.mark.parametrize("size", AGREED)
 def test_a_baseline_is_as_agreed(size: str) -> None:
-    config = compose.load_run_config(ROOT / "configs" / "runs" / f"llama3-{size}.yaml").model_dump()
+    config = resolve.load_run_config(ROOT / "configs" / "runs" / f"llama3-{size}.yaml").model_dump()
     found = {name: config[name.split(".")[0]][name.split(".")[1]] for name in AGREED[size]}
     assert found == AGREED[size]
 
@@ -139,7 +139,7 @@ def test_a_baseline_is_as_agreed(size: str) -> None:
 )
 def test_a_wrong_combination_is_refused_by_its_rule(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose.load_run_config(ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
+        resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
 
 
 ROOM = 0.9 * 97_871 * 2**20
@@ -149,33 +149,33 @@ ROOM = 0.9 * 97_871 * 2**20
 @pytest.mark.parametrize("size", ["440m", "1b", "3b", "8b", "70b"])
 def test_a_baseline_fits_a_gpu_of_96_gb_by_formula(size: str) -> None:
     path = ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
-    assert memory_bytes(compose.load_run_config(path), VOCABULARY).total < ROOM
+    assert memory_bytes(resolve.load_run_config(path), VOCABULARY).total < ROOM
 
 
 def test_the_estimate_of_memory_counts_what_a_gpu_holds() -> None:
     """Llama 3.2 1B on one GPU in bf16: 18 bytes a parameter, and per token 16 layers and the loss."""
     path = ROOT / "configs" / "runs" / "llama3-1b.yaml"
     one = ["job.nodes=1", "job.ntasks_per_node=1", "training.seq_length=4096", "training.micro_batch_size=2"]
-    found = memory_bytes(compose.load_run_config(path, one), VOCABULARY)
+    found = memory_bytes(resolve.load_run_config(path, one), VOCABULARY)
     assert found.state == 18 * PUBLISHED["1b"]
     assert found.activations == 2 * 4096 * 16 * 2 * (8 * 2048 + 3 * 8192)
     assert found.loss == 2 * 4096 * 12 * VOCABULARY
-    whole = memory_bytes(compose.load_run_config(path, [*one, "training.recompute_granularity=full"]), VOCABULARY)
+    whole = memory_bytes(resolve.load_run_config(path, [*one, "training.recompute_granularity=full"]), VOCABULARY)
     assert whole.activations == 2 * 4096 * (16 * 2 * 2048 + 2 * (8 * 2048 + 3 * 8192))
     undivided = memory_bytes(
-        compose.load_run_config(
+        resolve.load_run_config(
             path, ["parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"]
         ),
         VOCABULARY,
     )
     assert undivided.state == 18 * PUBLISHED["1b"]
-    fp32 = memory_bytes(compose.load_run_config(path, [*one, "training.precision=fp32"]), VOCABULARY)
+    fp32 = memory_bytes(resolve.load_run_config(path, [*one, "training.precision=fp32"]), VOCABULARY)
     assert fp32.state == 16 * PUBLISHED["1b"]
 
 
 def test_the_8b_needs_its_gradients_in_bf16_to_recompute_nothing() -> None:
     path = ROOT / "configs" / "runs" / "llama3-8b.yaml"
-    assert memory_bytes(compose.load_run_config(path, ["optimizer.main_grads_dtype=fp32"]), VOCABULARY).total > ROOM
+    assert memory_bytes(resolve.load_run_config(path, ["optimizer.main_grads_dtype=fp32"]), VOCABULARY).total > ROOM
 
 
 def test_the_estimate_of_memory_knows_types_and_stages() -> None:
@@ -184,7 +184,7 @@ def test_the_estimate_of_memory_knows_types_and_stages() -> None:
     own = PUBLISHED["70b"] / 32
 
     def state(*overrides: str) -> float:
-        return memory_bytes(compose.load_run_config(path, overrides), VOCABULARY).state / own
+        return memory_bytes(resolve.load_run_config(path, overrides), VOCABULARY).state / own
 
     plain = "optimizer.use_precision_aware_optimizer=false"
     assert state() == 2 + 2 + 12 / 4
@@ -193,9 +193,9 @@ def test_the_estimate_of_memory_knows_types_and_stages() -> None:
     assert state(plain, "optimizer.main_grads_dtype=fp32") == 2 + 4 + 12 / 4
     # the first stage is the fullest, unless the last one defers much
     layer = 2 * (8 * 8192 + 3 * 28672) * 8192 / 4
-    first = memory_bytes(compose.load_run_config(path), VOCABULARY)
+    first = memory_bytes(resolve.load_run_config(path), VOCABULARY)
     assert (first.activations, first.loss) == (pytest.approx(23 * 5 * layer), 0)
-    last = memory_bytes(compose.load_run_config(path, ["parallel.wgrad_deferral_limit=200"]), VOCABULARY)
+    last = memory_bytes(resolve.load_run_config(path, ["parallel.wgrad_deferral_limit=200"]), VOCABULARY)
     tokens = 8192 / 4
     assert last.activations == pytest.approx(9 * 5 * layer)
     assert last.loss == tokens * (12 * VOCABULARY + 200 * 2 * (VOCABULARY + 8192))
@@ -225,11 +225,11 @@ def test_the_estimate_of_memory_knows_types_and_stages() -> None:
 )
 def test_what_an_attention_cannot_do_is_refused_by_its_rule(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose.load_run_config(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
+        resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
 
 
 def test_transformer_engine_is_refused_before_submission_unless_the_cluster_has_it() -> None:
-    config = compose.load_run_config(
+    config = resolve.load_run_config(
         ROOT / "configs" / "runs" / "llama3-70b.yaml", ["data.mock_data=true", "cluster.transformer_engine=false"]
     )
     with pytest.raises(ConfigError, match="use_precision_aware_optimizer=true needs TransformerEngine, which") as error:
@@ -239,19 +239,19 @@ def test_transformer_engine_is_refused_before_submission_unless_the_cluster_has_
     declared = config.cluster.model_copy(update={"transformer_engine": True})
     check_config(config.model_copy(update={"cluster": declared})).raise_errors()
     values = ["data.mock_data=true", "cluster.transformer_engine=false", *without]
-    check_config(compose.load_run_config(ROOT / "configs" / "runs" / "llama3-70b.yaml", values)).raise_errors()
+    check_config(resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-70b.yaml", values)).raise_errors()
 
 
 def test_what_needs_transformer_engine_is_refused_without_gpus() -> None:
     values = ["data.mock_data=true", "job.gpus_per_node=0", "training.transformer_impl=local"]
-    config = compose.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", values)
+    config = resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", values)
     with pytest.raises(ConfigError, match=r"use_precision_aware_optimizer=true needs .* kernels run on GPUs alone"):
         check_config(config).raise_errors()
 
 
 def test_one_minus_the_root_has_two_names() -> None:
     values = ["optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_steps=9", "optimizer.lr_wsd_decay_style=1-sqrt"]
-    found = compose.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", values)
+    found = resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", values)
     assert found.optimizer.lr_wsd_decay_style == "1-sqrt"
 
 
@@ -313,7 +313,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
 )
 def test_what_a_precision_or_a_pipeline_lacks_is_named(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
+        resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_what_a_precision_or_a_pipeline_lacks_is_named(overrides: list[str], mes
 )
 def test_a_schedule_that_cannot_be_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
+        resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
 
 
 @pytest.mark.parametrize(
@@ -349,29 +349,29 @@ def test_a_schedule_that_cannot_be_is_refused(overrides: list[str], message: str
 )
 def test_a_ramp_that_cannot_be_is_refused_and_its_stage_named(ramp: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        compose.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"])
+        resolve.load_run_config(ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"])
 
 
 def test_a_stage_without_enough_micro_batches_for_the_pipeline_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"stage 1 of 3: .*: 1 micro-batches per iteration and rank are no"):
-        compose.load_run_config(
+        resolve.load_run_config(
             ROOT / "configs" / "runs" / "llama3-70b.yaml", ["training.rampup_batch_size=[[4, 100], [8, 200]]"]
         )
 
 
 def test_a_ramp_comes_back_from_a_config_revision(tmp_path: Path) -> None:
     for ramp in ("[64, 64, 5000]", "[[64, 5000]]"):
-        config = compose.load_run_config(
+        config = resolve.load_run_config(
             ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"]
         )
-        (tmp_path / "0001.yaml").write_text(compose.dump_run_config(config))
-        assert compose.read_resolved_config(tmp_path / "0001.yaml") == config
+        (tmp_path / "0001.yaml").write_text(resolve.dump_run_config(config))
+        assert resolve.read_resolved_config(tmp_path / "0001.yaml") == config
         assert config.training.batch_sizes.at(4999) == 64
         assert config.training.batch_sizes.at(5000) == 128
 
 
 def test_lengths_in_tokens_follow_the_ramp() -> None:
-    config = compose.load_run_config(
+    config = resolve.load_run_config(
         ROOT / "configs" / "runs" / "llama3-8b.yaml",
         [
             "training.rampup_batch_size=[[64, 640]]",
@@ -385,7 +385,7 @@ def test_lengths_in_tokens_follow_the_ramp() -> None:
 
 def test_tokens_become_whole_iterations() -> None:
     tokens = 128 * 8192
-    config = compose.load_run_config(
+    config = resolve.load_run_config(
         ROOT / "configs" / "runs" / "llama3-8b.yaml",
         [
             "optimizer.lr_warmup_steps=0",

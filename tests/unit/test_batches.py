@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.training import BatchSizes
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.samples import WindowOrder
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 TWELVE = BatchSizes(12)
 

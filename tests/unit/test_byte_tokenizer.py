@@ -14,14 +14,14 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from relayrun.cli import main
 from relayrun.errors import ConfigError
-from relayrun.tokens.order import documents
+from relayrun.tokens.order import sample_rows
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.streams.run_tokenizer import character_token_ids
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_letters, write_byte_tokenizer
 from relayrun.tokens.tokenize.encode.engines import EngineSelection, select_engine
 from relayrun.tokens.tokenize.encode.families import plan_engine
 from relayrun.tokens.tokenize.encode.libraries import HuggingFaceEngine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer_files import byte_letters, write_byte_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from tests.workspace import Workspace
 
@@ -166,7 +166,7 @@ def test_a_target_counts_where_it_is_one_of_the_tokens() -> None:
     counted = np.isin(np.arange(256), BASES)
     rows = np.array([[2, *b"ACNgR@t", 0], [2, *b"NNNNNNN", 0]])
     expected = [[target in BASES for target in row] for row in rows[:, 1:].tolist()]
-    found = documents.target_loss_mask(rows[:, 1:], counted)
+    found = sample_rows.target_loss_mask(rows[:, 1:], counted)
     assert found.dtype == np.float32
     assert found.tolist() == expected
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import campaign, compose
+from relayrun.config.compose import campaign, resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.sweep_filter import SweepFilter
+from relayrun.config.sections.conditions import SweepFilter
 from relayrun.errors import RelayrunError
-from relayrun.submit import submit_campaign as submission
+from relayrun.submit import campaign as submission
 from tests.workspace import Workspace
 
 
@@ -196,7 +196,7 @@ def test_stages_that_are_refused_name_the_line(
 def test_a_plain_submit_of_several_runs_says_what_to_use(workspace: Workspace) -> None:
     path = workspace.config("sweep", sweep={"product": {"training.seed": [1]}})
     with pytest.raises(RelayrunError, match="relayrun sweep submit"):
-        compose.load_run_config(path)
+        resolve.load_run_config(path)
     with pytest.raises(RelayrunError, match="relayrun sweep submit"):
         campaign.describe_campaign(path, kind="stages")
 

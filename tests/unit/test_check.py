@@ -13,21 +13,19 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, split_error
 from relayrun.files import append_line, write_json
 from relayrun.submit import submission
-from relayrun.submit.check import node, slurm, tracking
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check import programs, settings, slurm
+from relayrun.submit.check.data import build_manifest, data_usage
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding, Findings
 from relayrun.submit.check.report import check_config
-from relayrun.submit.check.state import SubmitIntent
-from relayrun.submit.check.usage import data_usage
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.shards.record import FOLDER_RECORD, ShardRecords, TokenizerRecord
+from relayrun.tokens.shards.shard import FOLDER_RECORD, ShardRecords, ShardWriter, TokenizerRecord
 from tests.workspace import VOCABULARY, Workspace
 
 
@@ -41,9 +39,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 
 def looked(path: Path, *overrides: str) -> list[CheckFinding]:
-    given = compose.read_settings(path, overrides)
+    given = resolve.read_settings(path, overrides)
     return submission.check_submission(
-        compose.validate_settings(given), given=given, intent=SubmitIntent()
+        resolve.validate_settings(given), given=given, intent=SubmitIntent()
     ).findings.all
 
 
@@ -92,7 +90,7 @@ def test_all_errors_are_found_with_file_line_value_and_remedy(
     assert errors["settings.sense"]["value"] == 3
     assert all(each["remedy"] for each in errors.values())
     with pytest.raises(RelayrunError) as refused:
-        submission.submit_run(compose.load_run_config(path, changes[1::2]))
+        submission.submit_run(resolve.load_run_config(path, changes[1::2]))
     assert len(split_error(refused.value)) == 3
     assert all(each["words"] in str(refused.value) for each in errors.values())
     assert not (workspace.folder / "run").exists()
@@ -126,13 +124,13 @@ def test_a_config_that_is_none_is_json_too(workspace: Workspace, capsys: pytest.
     ],
 )
 def test_settings_out_of_all_sense(workspace: Workspace, override: str, level: str, words: str) -> None:
-    found = check_config(compose.load_run_config(workspace.config("run"), [override])).all
+    found = check_config(resolve.load_run_config(workspace.config("run"), [override])).all
     assert [finding.level for finding in found if words in finding.words] == [level]
     assert [finding.setting for finding in found if words in finding.words] == [override.partition("=")[0]]
 
 
 def test_usual_settings_are_no_warnings(workspace: Workspace) -> None:
-    config = compose.load_run_config(workspace.config("run"), ["optimizer.weight_decay=0.0", "optimizer.clip_grad=0.0"])
+    config = resolve.load_run_config(workspace.config("run"), ["optimizer.weight_decay=0.0", "optimizer.clip_grad=0.0"])
     assert check_config(config).warnings == []
 
 
@@ -152,7 +150,7 @@ def test_no_job_may_write_below_a_read_only_path(workspace: Workspace, overrides
     assert (found.level, found.setting) == ("error", setting)
     assert f"allows no writing below {workspace.folder}/store" in found.words
     with pytest.raises(RelayrunError, match="allows no writing below"):
-        submission.submit_run(compose.load_run_config(path, [each.format(workspace.folder) for each in overrides]))
+        submission.submit_run(resolve.load_run_config(path, [each.format(workspace.folder) for each in overrides]))
 
 
 def test_logs_and_links_inside_the_run_directory_are_looked_at(workspace: Workspace) -> None:
@@ -173,7 +171,7 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
     }
     data = {"tokenizer": f"{workspace.folder}/tokenizer.json", "datasets": [], "mixture": mixture}
     path = workspace.config("run", data=data, training={"steps": 100})
-    config = compose.load_run_config(path)
+    config = resolve.load_run_config(path)
     manifest = build_manifest(config)
     a, b = data_usage(config, manifest, Run(workspace.folder / "run"))
     assert a.windows == (manifest.datasets["a"].tokens - 1) // 64
@@ -192,7 +190,7 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
     assert [finding.name for finding in refused] == ["data.epochs"]
     assert "if it is meant, data.max_epochs=" in (refused[0].remedy or "")
     with pytest.raises(RelayrunError, match=f"used up at step {a.used_up_at:,}"):
-        submission.submit_run(compose.load_run_config(path, too_long))
+        submission.submit_run(resolve.load_run_config(path, too_long))
     allowed = [finding.level for finding in looked(path, *too_long, "data.max_epochs=100000")]
     assert "error" not in allowed
 
@@ -267,8 +265,8 @@ def test_a_merged_shard_has_the_largest_id_of_its_inputs(tmp_path: Path) -> None
 def test_the_key_of_wandb_is_looked_at_and_never_shown(
     workspace: Workspace, environment: dict[str, str], level: str, words: str
 ) -> None:
-    findings = Findings(compose.load_run_config(workspace.config("run")))
-    tracking.check_wandb(compose.load_run_config(workspace.config("run")), findings, environment)
+    findings = Findings(resolve.load_run_config(workspace.config("run")))
+    settings.check_wandb(resolve.load_run_config(workspace.config("run")), findings, environment)
     (found,) = findings.all
     assert (found.level, words in found.words) == (level, True)
     assert environment.get("WANDB_API_KEY", "hunter2") not in json.dumps(found.as_json())
@@ -343,8 +341,8 @@ def test_a_python_that_takes_too_long_is_a_warning(workspace: Workspace, monkeyp
     python = workspace.folder / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
-    monkeypatch.setattr(node, "ANSWER_SECONDS", 0.1)
-    findings = check_config(compose.load_run_config(workspace.config("run", cluster={"python": str(python)})))
+    monkeypatch.setattr(programs, "ANSWER_SECONDS", 0.1)
+    findings = check_config(resolve.load_run_config(workspace.config("run", cluster={"python": str(python)})))
     assert findings.errors == []
     assert ["gave no answer within" in warning.words for warning in findings.warnings] == [True]
 
@@ -366,22 +364,22 @@ def program(path: Path, answer: str) -> str:
 def test_the_python_of_the_ranks_is_asked(workspace: Workspace, answer: str, words: str) -> None:
     python = program(workspace.folder / "python", answer)
     path = workspace.config("run", cluster={"python": python})
-    (error,) = check_config(compose.load_run_config(path)).errors
+    (error,) = check_config(resolve.load_run_config(path)).errors
     assert words in error.words
-    contained = compose.load_run_config(path, ["cluster.srun_options=[--container-image=x]"])
+    contained = resolve.load_run_config(path, ["cluster.srun_options=[--container-image=x]"])
     assert check_config(contained).errors == []
 
 
 def test_a_hook_that_is_on_no_path_is_refused(workspace: Workspace) -> None:
     path = workspace.config("run", training={"hooks": ["no_such_module:Hook"]}, cluster={"python": None})
-    (error,) = check_config(compose.load_run_config(path)).errors
+    (error,) = check_config(resolve.load_run_config(path)).errors
     assert "has no no_such_module" in error.words
 
 
 def test_the_batch_scripts_python_is_asked(workspace: Workspace) -> None:
     python = program(workspace.folder / "host", '{"version": [3, 6], "missing": []}')
     path = workspace.config("run", cluster={"scheduler": "slurm", "host_python": python})
-    (error,) = check_config(compose.load_run_config(path)).errors
+    (error,) = check_config(resolve.load_run_config(path)).errors
     assert "is Python 3.6 here, and the batch script needs 3.11" in error.words
 
 
@@ -389,7 +387,7 @@ def test_the_state_of_a_run_is_looked_at_and_its_changes_shown(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = workspace.config("run")
-    submission.submit_run(compose.load_run_config(path))
+    submission.submit_run(resolve.load_run_config(path))
     before = {entry: entry.stat().st_mtime_ns for entry in (workspace.folder / "run").rglob("*")}
     capsys.readouterr()
     code, report = as_json(path, capsys, "--set", "training.steps=30")
@@ -406,14 +404,14 @@ def test_speed_is_that_of_a_run_of_the_same_shape_or_of_a_setting(
 
     def forecast(*overrides: str) -> Any:
         return submission.check_submission(
-            compose.load_run_config(workspace.config("run"), overrides), intent=SubmitIntent()
+            resolve.load_run_config(workspace.config("run"), overrides), intent=SubmitIntent()
         ).forecast
 
     monkeypatch.setattr(find_runs, "runs_folder", lambda: workspace.folder / "runs")
     assert forecast().hours is None
     other = Run(workspace.folder / "runs" / "tests" / "other")
     other.config.mkdir(parents=True)
-    other.config_revision(1).write_text(compose.dump_run_config(compose.load_run_config(workspace.config("run"))))
+    other.config_revision(1).write_text(resolve.dump_run_config(resolve.load_run_config(workspace.config("run"))))
     for step in range(12):
         append_line(other.metrics_view, {"iteration": step + 1, "loss": 1.0, "tokens_per_second": 100.0 + step})
     found = forecast()

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
 from relayrun.submit import run_plan, submission
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
-from relayrun.submit.check.state import SubmitIntent
 from tests.history import began
 from tests.megatron_lm.stand_in import stand_in
 from tests.trainers.test_megatron_checkpoints import save
@@ -46,9 +46,9 @@ def checkout(folder: Path) -> dict[str, Any]:
 
 
 def looked(path: Path, *overrides: str, intent: SubmitIntent | None = None) -> list[CheckFinding]:
-    given = compose.read_settings(path, overrides)
+    given = resolve.read_settings(path, overrides)
     return submission.check_submission(
-        compose.validate_settings(given), given=given, intent=intent or SubmitIntent()
+        resolve.validate_settings(given), given=given, intent=intent or SubmitIntent()
     ).findings.all
 
 
@@ -136,7 +136,7 @@ def test_a_line_of_setup_and_a_placeholder_are_refused_for_a_command_too(tmp_pat
 
 def test_the_plan_of_a_command_has_its_section_and_its_last_iteration(tmp_path: Path) -> None:
     rule = {"pattern": "step-{iteration}", "whole_when": "done", "tracker": "latest"}
-    config = compose.load_run_config(command(tmp_path, steps=40, checkpoint=rule, progress=r"(?P<iteration>\d+)"))
+    config = resolve.load_run_config(command(tmp_path, steps=40, checkpoint=rule, progress=r"(?P<iteration>\d+)"))
     plan = run_plan.make_plan(config, Run(tmp_path / "run"), ROOT, revision=1)
     assert (plan.trainer, plan.total_steps, plan.program) == ("command", 40, [])
     assert plan.trainer_settings == {
@@ -157,7 +157,7 @@ def test_a_checkout_is_looked_at(tmp_path: Path) -> None:
     own = checkout(tmp_path)
     path = written(tmp_path, MEGATRON, megatron_lm=own)
     assert [each for each in bad(path) if each[1].startswith("megatron")] == []
-    plan = run_plan.make_plan(compose.load_run_config(path), Run(tmp_path / "run"), ROOT, revision=1)
+    plan = run_plan.make_plan(resolve.load_run_config(path), Run(tmp_path / "run"), ROOT, revision=1)
     assert (plan.trainer, plan.total_steps, plan.trainer_settings["dialect"]) == ("megatron-lm", 8, "swiss-ai")
     found = bad(written(tmp_path, MEGATRON, megatron_lm=own | {"program": "pretrain_x.py"}))
     assert ("error", "megatron_lm.program", f"{tmp_path}/checkout has no pretrain_x.py") in found
@@ -173,13 +173,13 @@ def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: 
     path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path), checkpoint={"interval": 5})
 
     def begins(load: str) -> tuple[int, str | None]:
-        config = compose.load_run_config(path, [f"checkpoint.load={load}"])
+        config = resolve.load_run_config(path, [f"checkpoint.load={load}"])
         found = submission.initial_checkpoint.find_initial_checkpoint(config, Run(tmp_path / "run"), None)
         return found.iteration, found.path
 
     folder = tmp_path / "theirs"
     assert begins(str(folder)) == (10, str(folder / "iter_0000010"))
-    finetuned = compose.load_run_config(path, [f"checkpoint.load={folder}", "checkpoint.finetune=true"])
+    finetuned = resolve.load_run_config(path, [f"checkpoint.load={folder}", "checkpoint.finetune=true"])
     found = submission.initial_checkpoint.find_initial_checkpoint(finetuned, Run(tmp_path / "run"), None)
     assert (found.iteration, found.path) == (0, str(folder / "iter_0000010"))  # the run counts from 0
     assert begins(f"{folder}:5") == begins(str(folder / "iter_0000005")) == (5, str(folder / "iter_0000005"))
@@ -194,7 +194,7 @@ def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: 
 def test_a_run_with_checkpoints_keeps_its_trainer(tmp_path: Path) -> None:
     path, run = command(tmp_path), Run(tmp_path / "run")
     run.config.mkdir(parents=True)
-    run.config_revision(1).write_text(compose.dump_run_config(compose.load_run_config(path)))
+    run.config_revision(1).write_text(resolve.dump_run_config(resolve.load_run_config(path)))
     own = checkout(tmp_path)
     other = written(tmp_path, MEGATRON, megatron_lm=own)
     assert [each for each in bad(other) if each[1] == "run.trainer"] == []  # nothing is lost yet

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from relayrun import places
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import DataSection
 from relayrun.control.chain import job_script
 from relayrun.errors import ConfigError
@@ -39,15 +39,15 @@ def run_yaml(tmp_path: Path) -> Path:
 
 def error_of(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        compose.load_run_config(path, overrides)
+        resolve.load_run_config(path, overrides)
     return str(caught.value)
 
 
 def test_a_resolved_config_reads_back_as_it_was_by_us_and_by_plain_yaml(run_yaml: Path, tmp_path: Path) -> None:
-    config = compose.load_run_config(run_yaml, ["name='1e5'"])  # a name that YAML readers take for a number
-    text = compose.dump_run_config(config)
+    config = resolve.load_run_config(run_yaml, ["name='1e5'"])  # a name that YAML readers take for a number
+    text = resolve.dump_run_config(config)
     (tmp_path / "out.yaml").write_text(text)
-    assert compose.read_resolved_config(tmp_path / "out.yaml") == config
+    assert resolve.read_resolved_config(tmp_path / "out.yaml") == config
     assert yaml.safe_load(text) == config.model_dump(mode="json")
     assert config.optimizer.lr == 1e-5
     assert config.name == "1e5"
@@ -83,7 +83,7 @@ def test_an_unknown_name_is_an_error_with_file_line_and_nearest_name(run_yaml: P
 
 
 def test_an_override_is_checked_like_a_file(run_yaml: Path) -> None:
-    assert compose.load_run_config(run_yaml, ["training.steps=50"]).training.steps == 50
+    assert resolve.load_run_config(run_yaml, ["training.steps=50"]).training.steps == 50
     assert "--set job.tiem=5: job.tiem: unknown setting; did you mean 'time'?" in error_of(run_yaml, "job.tiem=5")
     assert "write NAME.NAME=VALUE" in error_of(run_yaml, "training.steps")
 
@@ -132,30 +132,30 @@ def test_modules_that_cannot_be_recomputed_are_refused(run_yaml: Path, modules: 
 
 
 def test_a_name_takes_the_number_of_nodes(run_yaml: Path, tmp_path: Path) -> None:
-    assert compose.load_run_config(run_yaml, ["name=a-{nodes}-nodes"]).name == "a-1-nodes"
-    config = compose.load_run_config(run_yaml, ["name=a-{nodes}-nodes", "job.nodes=4", "training.global_batch_size=16"])
+    assert resolve.load_run_config(run_yaml, ["name=a-{nodes}-nodes"]).name == "a-1-nodes"
+    config = resolve.load_run_config(run_yaml, ["name=a-{nodes}-nodes", "job.nodes=4", "training.global_batch_size=16"])
     assert config.name == "a-4-nodes"
     assert config.run_dir is not None
     assert config.run_dir.endswith("logs/runs/demo/a-4-nodes")
     revision = tmp_path / "resolved.yaml"
-    revision.write_text(compose.dump_run_config(config))
+    revision.write_text(resolve.dump_run_config(config))
     assert (
-        compose.load_run_config(revision, ["job.nodes=2"]).name == "a-4-nodes"
+        resolve.load_run_config(revision, ["job.nodes=2"]).name == "a-4-nodes"
     )  # a resume on other nodes is the same run
     assert "name: String should match pattern" in error_of(run_yaml, "name=a-{node}")
 
 
 def test_a_run_stops_before_its_last_step_or_at_it(run_yaml: Path) -> None:
-    assert compose.load_run_config(run_yaml).training.end_iteration == 4
-    assert compose.load_run_config(run_yaml, ["training.stop_after=3"]).training.end_iteration == 3
-    assert compose.load_run_config(run_yaml, ["training.stop_after=3"]).lr_steps(lambda samples: samples) == (0, 4)
+    assert resolve.load_run_config(run_yaml).training.end_iteration == 4
+    assert resolve.load_run_config(run_yaml, ["training.stop_after=3"]).training.end_iteration == 3
+    assert resolve.load_run_config(run_yaml, ["training.stop_after=3"]).lr_steps(lambda samples: samples) == (0, 4)
     assert "stop_after 5 lies behind the last of steps 4" in error_of(run_yaml, "training.stop_after=5")
 
 
 def test_includes_are_merged_in_order_and_loops_are_named(run_yaml: Path, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("optimizer: {lr: 1.0, weight_decay: 0.5}\n")
     run_yaml.write_text("include: [base.yaml]\n" + RUN)
-    config = compose.load_run_config(run_yaml)
+    config = resolve.load_run_config(run_yaml)
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-5, 0.5)
     (tmp_path / "base.yaml").write_text("include: [run.yaml]\n")
     assert "the files include each other" in error_of(run_yaml)
@@ -167,7 +167,7 @@ def test_a_cluster_file_gives_job_defaults_that_the_run_overrides(run_yaml: Path
         "name: big\nscheduler: slurm\njob: {partition: normal, cpus_per_task: 72}\n"
     )
     run_yaml.write_text(RUN.replace("cluster: {name: here, scheduler: local}", "cluster: big"))
-    config = compose.load_run_config(run_yaml, ["job.partition=debug"])
+    config = resolve.load_run_config(run_yaml, ["job.partition=debug"])
     assert (config.job.partition, config.job.cpus_per_task, config.cluster.name) == ("debug", 72, "big")
 
 
@@ -184,7 +184,7 @@ def test_an_override_names_a_cluster_and_changes_parts_of_it_in_any_order(
     run_yaml.write_text(RUN.replace("{name: here, scheduler: local}", cluster))
     overrides = ["cluster.environment.B=c", "cluster=big", "cluster.job.partition=debug", "cluster.python=/p"]
     for order in (overrides, overrides[::-1]):
-        config = compose.load_run_config(run_yaml, order)
+        config = resolve.load_run_config(run_yaml, order)
         assert (config.cluster.name, config.cluster.environment) == ("big", {"A": "a", "B": "c"})
         assert (config.job.partition, config.job.cpus_per_task, config.cluster.python) == ("debug", 72, "/p")
     assert "--set cluster.pyton=/p: cluster.pyton: unknown setting; did you mean 'python'?" in error_of(
@@ -196,14 +196,14 @@ def test_a_part_of_a_cluster_that_a_file_names_is_overridden_alone(run_yaml: Pat
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "big.yaml").write_text(SITE)
     run_yaml.write_text(RUN.replace("{name: here, scheduler: local}", "big"))
-    config = compose.load_run_config(run_yaml, ["cluster.environment.B=c"])
+    config = resolve.load_run_config(run_yaml, ["cluster.environment.B=c"])
     assert (config.cluster.name, config.cluster.environment) == ("big", {"A": "a", "B": "c"})
 
 
 @pytest.mark.parametrize("path", sorted(places.shared_file("configs/runs").glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("name", sorted(path.stem for path in places.shared_file("configs/clusters").glob("*.yaml")))
 def test_every_run_config_goes_to_every_cluster(path: Path, name: str) -> None:
-    config = compose.load_run_config(path, [f"cluster={name}", "cluster.environment.NCCL_DEBUG=INFO"])
+    config = resolve.load_run_config(path, [f"cluster={name}", "cluster.environment.NCCL_DEBUG=INFO"])
     assert (config.cluster.name, config.cluster.environment["NCCL_DEBUG"]) == (name, "INFO")
 
 

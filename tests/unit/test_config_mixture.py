@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.mixture_setting import parse_data_args
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.prefixes import expand_paths
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.workspace import Workspace
 
 
@@ -25,7 +25,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 def load(workspace: Workspace, *overrides: str, **data: Any) -> RunConfig:
     values = {"tokenizer": str(workspace.folder / "tokenizer.json"), **data}
-    return compose.load_run_config(workspace.config("run", data=values), overrides)
+    return resolve.load_run_config(workspace.config("run", data=values), overrides)
 
 
 def load_mixture(workspace: Workspace, mixture: Any, *overrides: str) -> RunConfig:
@@ -41,7 +41,7 @@ def test_a_file_means_what_it_holds(workspace: Workspace, suffix: str) -> None:
     assert config == load_mixture(workspace, mixture)
     assert config.data.mixture["web"].path == "/data/web*"
     assert config.data.mixture["code"].paths == ["/data/c1", "/data/c2"]
-    assert compose.validate_settings(compose.yamlfile.parse(compose.dump_run_config(config), source="x")) == config
+    assert resolve.validate_settings(resolve.yamlfile.parse(resolve.dump_run_config(config), source="x")) == config
 
 
 def test_an_override_changes_a_part_of_a_file_or_takes_its_place(workspace: Workspace) -> None:

@@ -14,19 +14,19 @@ import pytest
 import submitit
 from pydantic import ValidationError
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.container import ContainerSection
+from relayrun.config.sections.job_script import ContainerSection
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, SchedulerError
-from relayrun.lab.gpucheck import job as gpu_job
-from relayrun.lab.gpucheck import site
+from relayrun.lab.gpucheck import cluster as gpu_job
+from relayrun.lab.gpucheck import cluster as gpucheck_cluster
 from relayrun.lab.gpucheck.setup import CheckSetup
-from relayrun.submit import evaluation_job, run_plan
-from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.tokenize import dumps_jobs
+from relayrun.submit import policies, run_plan
+from relayrun.tokens.shards.shard import ShardWriter
+from relayrun.tokens.tokenize import dump_jobs
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, load_tokenization_config
 from tests import stand_ins
 
@@ -70,9 +70,9 @@ def config(place: Path, runtime: str) -> RunConfig:
         "python": str(place / "python"),
     }
     overrides = [f"run_dir={place}/run", "job.setup=[export FROM_SETUP=yes]", "evaluation.interval=100"]
-    settings = compose.read_settings(ROOT / "configs/runs/demo-slurm.yaml", overrides)
+    settings = resolve.read_settings(ROOT / "configs/runs/demo-slurm.yaml", overrides)
     settings.values["cluster"] = cluster
-    return compose.validate_settings(settings)
+    return resolve.validate_settings(settings)
 
 
 @pytest.mark.parametrize("runtime", ["pyxis", "edf", "apptainer"])
@@ -90,7 +90,7 @@ def test_a_program_runs_in_the_container_behind_the_prefix(place: Path, runtime:
             shlex.join(job_script.task_command(plan, starter, [*plan.program, "--attempt=1"], setup=setup))
         )
     else:
-        script.write_text(evaluation_job.evaluation_script(given, plan, run))
+        script.write_text(policies.evaluation_script(given, plan, run))
     done = subprocess.run(["bash", script], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done
     told, arguments = done.stdout.splitlines()
@@ -119,7 +119,7 @@ def test_the_job_of_a_dump_starts_python_in_the_container(
     }
     if runtime != "none":
         site["container"] = container(place, runtime)
-    (place / "clusters/here.yaml").write_text(compose.yamlfile.dump(site))
+    (place / "clusters/here.yaml").write_text(resolve.yamlfile.dump(site))
     (place / "dumps.yaml").write_text(
         "tokenizer: x\ntokenizer_name: t\ndataset_name: d\ncluster: here\n"
         f"metadata_folder: {place}/data\noutput_folder: {place}/data\nlogs: {place}/run\n"
@@ -132,10 +132,10 @@ def test_the_job_of_a_dump_starts_python_in_the_container(
         raise SchedulerError("enough")
 
     monkeypatch.setattr(submitit.SlurmExecutor, "map_array", map_array)
-    monkeypatch.setattr(dumps_jobs.Slurm, "max_array_size", lambda self: 1000)
+    monkeypatch.setattr(dump_jobs.Slurm, "max_array_size", lambda self: 1000)
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda cls: 2))
     with pytest.raises(SchedulerError, match="enough"):
-        dumps_jobs._submit_slurm(load_tokenization_config(place / "dumps.yaml"), [0, 1])
+        dump_jobs._submit_slurm(load_tokenization_config(place / "dumps.yaml"), [0, 1])
     (text,) = texts
     header = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     for option in ("--account=proj", "--gres=gpu:4", "--mail-type=END", "--contiguous", "--time=60", "--exclusive"):
@@ -182,7 +182,7 @@ def test_a_dump_may_not_be_written_below_a_protected_path(place: Path) -> None:
     given = load_tokenization_config(place / "a.yaml")
     assert given.executor == "local"
     with pytest.raises(ConfigError, match=r"output_folder: .*/data/tokens lies below .*/data, where cluster 'here'"):
-        dumps_jobs.submit_dumps(given)
+        dump_jobs.submit_dumps(given)
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
 
 def test_a_container_needs_a_python_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"cluster: a container has a Python of its own; set cluster.python"):
-        compose.load_run_config(
+        resolve.load_run_config(
             ROOT / "configs/runs/demo-slurm.yaml", ["cluster.container={runtime: pyxis, image: /x.sqsh}"]
         )
 
 
 def test_options_of_srun_need_srun() -> None:
     with pytest.raises(ConfigError, match=r"container.runtime pyxis is srun's, and scheduler local has none"):
-        compose.load_run_config(
+        resolve.load_run_config(
             ROOT / "configs/runs/demo.yaml",
             ["cluster.container={runtime: pyxis, image: /x.sqsh}", "cluster.python=/usr/bin/python3"],
         )
@@ -265,7 +265,7 @@ def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script
     }
     if runtime != "none":
         site["container"] = container(place, runtime) | {"mounts": [str(place)]}
-    (place / "here.yaml").write_text(compose.yamlfile.dump(site))
+    (place / "here.yaml").write_text(resolve.yamlfile.dump(site))
     (place / "bin/sbatch").write_text(SBATCH)
     (place / "bin/sbatch").chmod(0o755)
     srun = (place / "bin/srun").read_text().replace("--export=ALL |", "--export=ALL | --kill-on-bad-exit=1 |")
@@ -308,7 +308,7 @@ def test_the_check_of_gpus_runs_in_the_container_on_one_node_and_on_all(place: P
         "python": str(place / "python"),
         "job": {"setup": ["export FROM_SETUP=yes"], "sbatch": {"mail-type": "END"}},
     }
-    within = site.cluster_inside_job(cluster, tiny=True)
+    within = gpucheck_cluster.cluster_inside_job(cluster, tiny=True)
     setup = CheckSetup(folder=str(place / "run"), tiny=True, nodes=2, cluster=within)
     assert "container" not in within
     text = gpu_job.job_script(setup, gpu_job.job_config(setup, cluster), ["-m", "check"], time="5")

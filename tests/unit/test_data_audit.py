@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir import run as rundir
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.mixture.build_datasets import training_order
-from relayrun.tokens.order.progress import TrainingProgress
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import Shard
 from tests.history import began
 from tests.workspace import Workspace
 
@@ -43,7 +43,7 @@ class Run:
                 if name in weights
             },
         }
-        config = compose.load_run_config(self.workspace.config(self.name, data=data, training=training))
+        config = resolve.load_run_config(self.workspace.config(self.name, data=data, training=training))
         found = build_manifest(config)
         if self.dir.manifest.exists():
             found = Manifest.build(
@@ -58,14 +58,14 @@ class Run:
                 tokenizer_fingerprint=found.tokenizer_fingerprint,
             )
         found.write(self.dir.manifest)
-        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(compose.dump_run_config(config))
+        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(resolve.dump_run_config(config))
 
     def attempt(self, iterations: int) -> None:
         """Begin at the newest commit, train so many iterations, commit."""
         number = max(self.dir.attempt_numbers(), default=0) + 1
         before = audit._durable_samples(self.dir)
         revision = self.dir.revisions()[-1]
-        config = compose.read_resolved_config(self.dir.config_revision(revision))
+        config = resolve.read_resolved_config(self.dir.config_revision(revision))
         order = training_order(config, Manifest.read(self.dir.manifest))
         progress = TrainingProgress(config.training.batch_sizes)
         if number > 1:

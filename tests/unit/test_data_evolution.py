@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import InputError
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.workspace import Workspace
 
 
@@ -46,7 +46,7 @@ class Data:
         sections = {
             "data": {"tokenizer": str(self.folder / "tokenizer.json"), "datasets": [], "mixture": mixture} | data
         }
-        return compose.load_run_config(self.workspace.config("run", training=training or {}, **sections))
+        return resolve.load_run_config(self.workspace.config("run", training=training or {}, **sections))
 
     def submit(self, config: RunConfig, *, accept: bool = False, trained: bool = True) -> AcceptedData:
         found = build_manifest(config)

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.cli import main
-from relayrun.tokens.order import lengths as module
+from relayrun.tokens.order import document_lengths as module
+from relayrun.tokens.order.document_lengths import summarize_lengths
+from relayrun.tokens.order.document_packing import PackedRows
 from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
-from relayrun.tokens.order.lengths import summarize_lengths
-from relayrun.tokens.order.packing import PackedRows
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.workspace import Workspace
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import DebugSection
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.mock import MOCK_WINDOWS, MockDataset
-from relayrun.train.reporting import debugging, environment, gpus, memory
+from relayrun.tokens.order.datasets import MOCK_WINDOWS, MockDataset
+from relayrun.train.reporting import debugging, environment
 from tests.workspace import Workspace
 
 BEGIN = AttemptStart(
@@ -46,7 +46,7 @@ def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None
     edf = tmp_path / "container.toml"
     edf.write_text('image = "ngc-25.01.sqsh"')
     cluster = {"name": "local", "scheduler": "local", "srun_options": ["--mpi=none", f"--environment={edf}"]}
-    config = compose.load_run_config(workspace.config("run", cluster=cluster))
+    config = resolve.load_run_config(workspace.config("run", cluster=cluster))
     root = tmp_path / "code"
     root.mkdir()
     git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e"]
@@ -124,16 +124,16 @@ def nvml(*, driver: bool = True, names: tuple[bytes | str, ...] = ("GH200", b"GH
 
 def test_memory_of_the_host_and_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert memory.memory_sample().count("GiB") == 1
+    assert debugging.memory_sample().count("GiB") == 1
     monkeypatch.setitem(sys.modules, "pynvml", nvml(driver=False))
-    assert memory.memory_sample().count("GiB") == 1
+    assert debugging.memory_sample().count("GiB") == 1
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    assert memory.memory_sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: ? of ? GiB")
+    assert debugging.memory_sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: ? of ? GiB")
 
 
 def test_a_gpu_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    assert [gpu.line() for gpu in gpus.node_gpus()] == [
+    assert [gpu.line() for gpu in environment.node_gpus()] == [
         "0: GH200, driver 550.54, memory 1024 of 97871 MiB, SM clock 345 of 1980 MHz, memory clock 345 MHz, "
         "power 95 of 900 W, 31 degrees Celsius",
         "1: GH200, driver 550.54, memory ? of ? MiB, SM clock ? of ? MHz, memory clock ? MHz, power ? of ? W, "
@@ -218,7 +218,7 @@ def test_profiled_iterations_are_in_order() -> None:
 def test_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     config = Workspace.make(tmp_path).config("run", debug={"profile": "torch", "profile_ranks": [0, 2]})
     with pytest.raises(ConfigError, match="there is no rank 2; the ranks are 0 to 1"):
-        compose.load_run_config(config)
+        resolve.load_run_config(config)
 
 
 def test_mock_data_are_a_function_of_seed_epoch_and_number(tmp_path: Path) -> None:
@@ -237,11 +237,11 @@ def test_mock_data_are_a_function_of_seed_epoch_and_number(tmp_path: Path) -> No
 def test_mock_data_take_the_place_of_everything(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     data = {"tokenizer": "nowhere/to-be-found", "datasets": ["/nowhere"], "validation": {"held-out": ["/nowhere"]}}
-    config = compose.load_run_config(
+    config = resolve.load_run_config(
         workspace.config("run", data=data), ["data.mock_data=true", "data.mock_vocabulary_size=300"]
     )
     assert list(config.data.sources) == ["mock"]
     assert (config.data.datasets, config.data.validation) == ([], {})
     path = tmp_path / "resolved.yaml"
-    path.write_text(compose.dump_run_config(config))
-    assert compose.read_resolved_config(path) == config
+    path.write_text(resolve.dump_run_config(config))
+    assert resolve.read_resolved_config(path) == config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.lab.demo import __main__ as demo
@@ -67,7 +67,7 @@ def test_its_form_is_that_of_the_report() -> None:
 
 
 def test_its_numbers_are_those_of_one_exact_relay() -> None:
-    attempts, training = rows(), compose.load_run_config(ROOT / "configs/runs/demo.yaml").training
+    attempts, training = rows(), resolve.load_run_config(ROOT / "configs/runs/demo.yaml").training
     assert attempts[0].first_iteration == 1
     for before, after in pairwise(attempts):
         assert after.first_iteration == before.last_iteration + 1 == (before.durable_iteration or 0) + 1
@@ -80,7 +80,7 @@ def test_its_numbers_are_those_of_one_exact_relay() -> None:
 
 
 def test_a_demo_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = compose.load_run_config(ROOT / "configs/runs/demo.yaml")
+    config = resolve.load_run_config(ROOT / "configs/runs/demo.yaml")
     stopped = AttemptsReport(run=Run(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
     monkeypatch.setattr(terminal_report, "read_attempts_report", lambda run: stopped)
     with pytest.raises(RelayrunError, match="ended before its last iteration"):

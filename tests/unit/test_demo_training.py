@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, StartTimes
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
@@ -22,7 +22,7 @@ from relayrun.watch.report import terminal_report
 from tests.history import began
 
 STEPS = 360
-CONFIG = compose.require_native(compose.load_run_config(ROOT / "configs/runs/demo.yaml"))
+CONFIG = resolve.require_native(resolve.load_run_config(ROOT / "configs/runs/demo.yaml"))
 
 
 class Machine:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from relayrun.train.checkpoint.division import BlockLocation, assign_reads, read_batches
+from relayrun.train.checkpoint.parallel_load import BlockLocation, assign_reads, read_batches
 
 
 def wanted_by(ranks: int, seed: int) -> list[list[BlockLocation]]:

@@ -10,8 +10,8 @@ import pytest
 
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.document_windows import DOCUMENTS_PER_BLOCK, DocumentCut, DocumentWindows, WindowLocation
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 
 def shards(folder: Path, sizes: Sequence[Sequence[int]], dtype: type[np.generic] = np.int32) -> DatasetManifest:

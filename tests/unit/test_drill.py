@@ -16,20 +16,17 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main, parse
-from relayrun.cli.site.drill import DEFAULT_FAULTS as DEFAULT
-from relayrun.config.compose import compose
+from relayrun.cli.site.lab import DEFAULT_FAULTS as DEFAULT
+from relayrun.config.compose import resolve
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
-from relayrun.lab.faults import page, session
-from relayrun.lab.faults.judge import checkpoint_differences
-from relayrun.lab.faults.perform import DrillTools
-from relayrun.lab.faults.programs import wrapper_marker, write_wrappers
-from relayrun.lab.faults.reach import StepSignalSender
-from relayrun.lab.faults.result import FaultResult
+from relayrun.lab.faults import session
+from relayrun.lab.faults.experiment import DrillTools, FaultResult, checkpoint_differences
 from relayrun.lab.faults.session import DrillSession
 from relayrun.lab.faults.small_run import UNDISTURBED_RUN, DrillSite
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
-from relayrun.lab.gpucheck.site import read_cluster
+from relayrun.lab.faults.target import StepSignalSender, wrapper_marker, write_wrappers
+from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.train.checkpoint import checksums
 from tests.readme import ROOT
 
@@ -114,11 +111,11 @@ def test_what_needs_rights_is_left_out_with_the_reason() -> None:
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_path: Path) -> None:
     site = DrillSite(folder=tmp_path, cluster=read_cluster(cluster))
-    config = compose.load_run_config(site.write_config("rank-stopped", FAULTS_BY_NAME["rank-stopped"]))
+    config = resolve.load_run_config(site.write_config("rank-stopped", FAULTS_BY_NAME["rank-stopped"]))
     assert config.chain.hang_timeout == 5
     assert config.job.nodes == 2
     for fault in FAULTS:
-        compose.load_run_config(site.write_config(fault.name, fault))
+        resolve.load_run_config(site.write_config(fault.name, fault))
 
 
 def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +167,7 @@ def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled,node-lost")
     bad = done("rank-killed", passed=False, wrong=["a | <b>worse</b> end"], bit_for_bit=False, steps_lost=5)
     put(found, done(UNDISTURBED_RUN), bad)
-    text, html = page.markdown_report(found), page.html_report(found)
+    text, html = session.markdown_report(found), session.html_report(found)
     assert "drill on test: 0 of 1 faults passed" in text
     assert "| rank-killed | w | – | 0 | 5 | NO | FAILED |" in text
     assert "a \\| &lt;b>worse&lt;/b> end" in text
@@ -178,7 +175,7 @@ def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
     assert "<b>worse" not in html
     assert "default-src &#x27;none&#x27;" in html
     assert "only on a test cluster" in html
-    values = page.session_as_json(found)
+    values = session.session_as_json(found)
     assert json.loads(json.dumps(values)) == values
     assert (values["passed"], values["not_done"], list(values["left_out"])) == (False, ["cancelled"], ["node-lost"])
     assert values["rows"][1] == asdict(bad)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import xxhash
 
-from relayrun.control.rundir import rounds
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.lab import compare_runs, timeline
-from relayrun.lab.verdict import KillEvent, KillReport
+from relayrun.lab import compare_runs, random_kills
+from relayrun.lab.random_kills import KillEvent, KillReport
 from relayrun.train.checkpoint import checksums
 from tests.history import began
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_an_undisturbed_run_is_effective_all_the_time(run: Run) -> None:
-    line = timeline.measure_timeline(run)
+    line = random_kills.measure_timeline(run)
     assert (line.began, line.ended, line.share, line.steps, line.steps_lost, line.step) == (96, 100, 1, 4, 0, 1)
 
 
@@ -59,38 +59,38 @@ def test_a_run_without_a_step_has_no_timeline(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
     with pytest.raises(ValueError, match="has done no step"):
-        timeline.measure_timeline(run)
+        random_kills.measure_timeline(run)
 
 
 def test_the_way_back_is_lost_where_no_step_is(run: Run) -> None:
     """No line of the metrics says that a round began: it begins behind the newest iteration."""
-    rounds.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
+    restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
     step(run, 5, 104.0)
     step(run, 6, 105.5)
-    line = timeline.measure_timeline(run)
+    line = random_kills.measure_timeline(run)
     assert (line.seconds, line.effective, line.steps_lost) == (9.5, 4 + 1 + 1.5, 0)
 
 
 def test_a_step_that_is_done_while_the_round_ends_does_not_count_the_way_back(run: Run) -> None:
-    rounds.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
+    restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
     step(run, 5, 100.4, seconds=0.4)  # rank 0 comes so far before it is ended
     step(run, 6, 105.0)
-    assert timeline.measure_timeline(run).effective == pytest.approx(4 + 0.4 + 1)
+    assert random_kills.measure_timeline(run).effective == pytest.approx(4 + 0.4 + 1)
 
 
 def test_steps_that_are_done_again_count_once(run: Run) -> None:
-    rounds.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2, next_iteration=2))
+    restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2, next_iteration=2))
     append_line(run.attempt(1).metrics, {"iteration": 2, "round": 2})
     for iteration in (3, 4, 5):
         step(run, iteration, 100.0 + iteration)
-    line = timeline.measure_timeline(run)
+    line = random_kills.measure_timeline(run)
     assert (line.effective, line.steps, line.steps_lost, line.seconds) == (2 + 3, 5, 2, 9)
 
 
 def test_what_the_next_job_does_again_counts_once(run: Run) -> None:
     began(run, 2, base=3)
     step(run, 4, 200.0, attempt=2)
-    line = timeline.measure_timeline(run)
+    line = random_kills.measure_timeline(run)
     assert (line.effective, line.steps, line.steps_lost, line.seconds) == (3 + 1, 4, 1, 104)
 
 
@@ -227,7 +227,7 @@ def test_bytes_that_do_not_fit_their_hash_are_found_though_the_hashes_are_equal(
     assert "the values of weight in __0_0.distcp are not those that were saved" in faults[0]
 
 
-LINE = timeline.Timeline(began=0, ended=100, effective=95, steps=90, steps_lost=2, step=1.0)
+LINE = random_kills.Timeline(began=0, ended=100, effective=95, steps=90, steps_lost=2, step=1.0)
 LOST = replace(FAILED, round=2, rank=None, lost={"n1": "n4"})
 SHOWN = KillReport(
     line=LINE,

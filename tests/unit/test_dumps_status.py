@@ -13,6 +13,7 @@ import pytest
 
 from relayrun import cli
 from relayrun.errors import InputError
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
 from relayrun.tokens.tokenize.dump_status import (
     GONE_SECONDS,
     all_dumps_done,
@@ -21,10 +22,9 @@ from relayrun.tokens.tokenize.dump_status import (
     seconds_left,
     status_table,
 )
-from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from relayrun.tokens.tokenize.progress import PROGRESS_FOLDER, STALE_SECONDS, TaskProgress
-from relayrun.tokens.tokenize.split import prepare_dumps
+from relayrun.tokens.tokenize.shard_folder import PROGRESS_FOLDER, STALE_SECONDS, TaskProgress
 from tests.waiting import wait_for
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
@@ -165,7 +165,7 @@ def test_a_task_says_how_far_it_is_and_watch_ends_when_all_is_done(
     os.mkfifo(file)
     tokenize_dump(settings, 1)
     call = f"tokenize_dump(TokenizationSettings(**{settings.model_dump()!r}), 0)"
-    code = f"from relayrun.tokens.tokenize.dumps_jobs import *; {call}"
+    code = f"from relayrun.tokens.tokenize.dump_jobs import *; {call}"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
 
         def runs() -> bool:

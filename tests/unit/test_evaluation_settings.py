@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
 from relayrun.places import CODE_ROOT as ROOT
-from relayrun.submit import evaluation_job, run_plan
+from relayrun.submit import policies, run_plan
 from relayrun.submit.check.report import check_config
 from tests.workspace import Workspace
 
@@ -25,7 +25,7 @@ def config(folder: Path, evaluation: dict[str, Any], **sections: Any) -> RunConf
     if not (folder / "data").exists():
         Workspace.make(folder)
     made = {"checkpoint": {"interval": 10}, "evaluation": evaluation, "cluster": {"python": None}} | sections
-    return compose.load_run_config(Workspace(folder).config("run", **made))
+    return resolve.load_run_config(Workspace(folder).config("run", **made))
 
 
 SLURM = {
@@ -58,7 +58,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
         training={"global_batch_size": 64},
     )
     run = Run(tmp_path / "run")
-    script = evaluation_job.evaluation_script(made, run_plan.make_plan(made, run, revision=1, root=ROOT), run)
+    script = policies.evaluation_script(made, run_plan.make_plan(made, run, revision=1, root=ROOT), run)
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {
         "time=0-02:00:00",
@@ -103,7 +103,7 @@ def test_its_log_lies_in_the_run_where_the_folder_of_logs_is_away(tmp_path: Path
     run = Run(tmp_path / "run")
     run.path.mkdir(exist_ok=True)
     plan = replace(run_plan.make_plan(made, run, revision=1, root=ROOT), log_folder="/dev/null/away")
-    script = evaluation_job.evaluation_script(made, plan, run)
+    script = policies.evaluation_script(made, plan, run)
     assert "#SBATCH --output=/dev/null\n" in script
     folder = tmp_path / "bin"
     folder.mkdir()

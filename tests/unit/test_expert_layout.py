@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from relayrun.config.compose.expert_layout import expert_layers
+from relayrun.config.compose.layout_rules import expert_layers
 from relayrun.config.compose.schema import ModelSection, RunConfig
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, routed_parameters
 

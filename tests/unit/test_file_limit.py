@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from relayrun.train import file_limit
+from relayrun.train import distributed
 
 
 @pytest.fixture
@@ -19,21 +19,21 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_soft_limit_becomes_the_hard_one(limits: list[int]) -> None:
-    file_limit.raise_file_limit(0, 500)
+    distributed.raise_file_limit(0, 500)
     assert limits == [4096, 4096]
 
 
 def test_a_hard_limit_below_the_sockets_is_said_with_the_numbers(limits: list[int]) -> None:
-    file_limit.raise_file_limit(1, 4000)
+    distributed.raise_file_limit(1, 4000)
     with pytest.raises(
-        file_limit.OpenFileLimitTooLow, match=r"rank 0 of 4000 opens 80\d\d files at least.* allows 4096"
+        distributed.OpenFileLimitTooLow, match=r"rank 0 of 4000 opens 80\d\d files at least.* allows 4096"
     ):
-        file_limit.raise_file_limit(0, 4000)
-    with pytest.raises(file_limit.OpenFileLimitTooLow, match="LimitNOFILE of slurmd"):
-        file_limit.raise_file_limit(1, 5000)
+        distributed.raise_file_limit(0, 4000)
+    with pytest.raises(distributed.OpenFileLimitTooLow, match="LimitNOFILE of slurmd"):
+        distributed.raise_file_limit(1, 5000)
 
 
 def test_no_limit_is_never_too_low(limits: list[int]) -> None:
     limits[:] = [1024, resource.RLIM_INFINITY]
-    file_limit.raise_file_limit(0, 1_000_000)
+    distributed.raise_file_limit(0, 1_000_000)
     assert limits == [resource.RLIM_INFINITY] * 2

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.submit.forecast import format_bytes
-from relayrun.submit.saves import checkpoint_size, daly_interval, save_interval
+from relayrun.submit.forecast import checkpoint_size, daly_interval, format_bytes, save_interval
 from tests.history import began
 from tests.workspace import Workspace
 
@@ -36,21 +35,21 @@ def test_checkpoints_that_are_kept(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
 
     def size(*overrides: str) -> tuple[int, int]:
-        found = checkpoint_size(compose.load_run_config(path, ["training.steps=1000", *overrides]), 100, run)
+        found = checkpoint_size(resolve.load_run_config(path, ["training.steps=1000", *overrides]), 100, run)
         return found.kept, found.most
 
     assert size("checkpoint.interval=100") == (3, 4)
     assert size("checkpoint.interval=1000") == (1, 2)
     assert size("checkpoint.interval=100", "checkpoint.keep_every=200") == (6, 7)
-    fp32 = checkpoint_size(compose.load_run_config(path), 100, run)
-    bf16 = checkpoint_size(compose.load_run_config(path, ["training.precision=bf16"]), 100, run)
+    fp32 = checkpoint_size(resolve.load_run_config(path), 100, run)
+    bf16 = checkpoint_size(resolve.load_run_config(path, ["training.precision=bf16"]), 100, run)
     assert (fp32.bytes, bf16.bytes) == (1200, 1400)
 
 
 def test_what_was_measured_counts_before_what_is_computed(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     config, run = (
-        compose.load_run_config(workspace.config("run"), ["cluster.node_mtbf_hours=100.0"]),
+        resolve.load_run_config(workspace.config("run"), ["cluster.node_mtbf_hours=100.0"]),
         workspace.run("run"),
     )
     assert save_interval(config, run) is None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.rank_server import RankServer, StartedProcess
 from relayrun.control.rundir.run import Run
 from relayrun.train import __main__ as program

@@ -15,24 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayrun.cli import main
-from relayrun.control import chain_decide
+from relayrun.control import decisions
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, CheckpointCommit, Hang, StartTimes
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart, iteration_resets
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.ways_back import iteration_resets
-from relayrun.control.scheduler import allocations, history
-from relayrun.control.scheduler.allocations import Allocation, join_resized
+from relayrun.control.scheduler import job_history
+from relayrun.control.scheduler.job_history import Allocation, join_resized
 from relayrun.files import append_line
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, attribute_time
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, join_allocations
-from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PART_NAMES, PARTS
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
-from relayrun.watch.goodput.parts import PART_NAMES, PARTS
-from relayrun.watch.report.document import report_as_json
+from relayrun.watch.report.page import report_as_json
 from relayrun.watch.report.report_data import read_report_data
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
@@ -47,8 +45,8 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> No
     for name, script in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
-    monkeypatch.setattr(history, "ANSWER_SECONDS", 60.0)
-    monkeypatch.setattr(history, "SILENT_COMMANDS", set())
+    monkeypatch.setattr(job_history, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(job_history, "SILENT_COMMANDS", set())
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
 
 
@@ -275,7 +273,7 @@ def booked(folder: Path, lines: list[dict[str, Any]], place: NodeAllocation) -> 
 )
 def test_an_end_that_is_known_is_one_whatever_the_state_is_called(state: str, source: str, ends: bool) -> None:
     end = "Unknown" if (state, source) == ("RUNNING", "sacct") else "2026-11-20T08:03:30"
-    row = allocations._allocation_of_row(
+    row = job_history._allocation_of_row(
         ["41", state, "2", "2026-11-20T08:02:51", "2026-11-20T08:02:51", "2026-11-20T08:03:00", end], source=source
     )
     assert row is not None
@@ -304,7 +302,7 @@ def test_ranks_that_are_killed_without_a_word_stand_still_until_that_is_noticed(
 
 
 def test_where_nobody_saw_the_end_the_rest_is_unknown_and_slurm_knows_better(tmp_path: Path) -> None:
-    closed = ended(500.0, cause="unknown", code=chain_decide.UNKNOWN_EXIT_CODE)
+    closed = ended(500.0, cause="unknown", code=decisions.UNKNOWN_EXIT_CODE)
     place = stay(facts=facts(end=closed), end_known=False, source="the chain")
     assert booked(tmp_path, [step(1, 25.0, 15.0)], place) == START | {"step": 15.0, "unknown": 75.0}
     place = stay(facts=facts(end=closed))
@@ -566,7 +564,7 @@ LINES = st.lists(
     lines=LINES,
     times=st.lists(TIMES, min_size=12, max_size=12),
     there=st.lists(st.booleans(), min_size=6, max_size=6),
-    code=st.sampled_from([0, 1, chain_decide.UNKNOWN_EXIT_CODE]),
+    code=st.sampled_from([0, 1, decisions.UNKNOWN_EXIT_CODE]),
     limit=st.sampled_from([0.0, 4.0, float("inf")]),
     losses=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 3)), max_size=3),
 )
@@ -595,9 +593,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     folder = tmp_path_factory.mktemp("lines")
     told: list[tuple[str, int, int, int]] = []
     resized = [(at, 4 - number) for number, at in enumerate(sorted(at for _, at, _ in losses), 1)]
-    place = stay(
-        facts=found, ended=there[5], end_known=code != chain_decide.UNKNOWN_EXIT_CODE, nodes=4, resized=resized
-    )
+    place = stay(facts=found, ended=there[5], end_known=code != decisions.UNKNOWN_EXIT_CODE, nodes=4, resized=resized)
     whole: AttributedTime = attribute_time(
         place, written(folder, lines), sink=lambda *each: told.append(each), grain=7 * MICROSECONDS_PER_SECOND
     )

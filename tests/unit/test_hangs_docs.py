@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
-from relayrun.control.rundir.stragglers import STRAGGLER_RATIO, STRAGGLER_SECTIONS, STRAGGLER_WINDOW
-from relayrun.train.reporting import sections
+from relayrun.config.compose import resolve
+from relayrun.control.rundir.node_health import STRAGGLER_RATIO, STRAGGLER_SECTIONS, STRAGGLER_WINDOW
+from relayrun.train.reporting import liveness
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def blocks(page: str, kind: str) -> list[str]:
 def test_its_config_and_command_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (part,) = blocks(HANGS, "yaml")
     (tmp_path / "whole.yaml").write_text(f"include: ['{Workspace.make(tmp_path).config('run')}']\n{part}")
-    assert compose.load_run_config(tmp_path / "whole.yaml").chain.hang_timeout == 300
+    assert resolve.load_run_config(tmp_path / "whole.yaml").chain.hang_timeout == 300
     (command,) = blocks(HANGS, "bash")
     assert main(shlex.split(command)[1:]) == 0
     assert "hang_timeout" in capsys.readouterr().out
@@ -36,9 +36,9 @@ def test_its_config_and_command_work(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_its_numbers_are_those_of_the_code() -> None:
     text = " ".join(HANGS.split())
-    assert f"99th percentile, at least {sections.SHORTEST_STEP_LIMIT:.0f} s" in text
-    assert f"the same, at least {sections.SHORTEST_OTHER_LIMIT:.0f} s" in text
-    assert f"until {sections.MEASURED_STEPS} steps are measured" in text
+    assert f"99th percentile, at least {liveness.SHORTEST_STEP_LIMIT:.0f} s" in text
+    assert f"the same, at least {liveness.SHORTEST_OTHER_LIMIT:.0f} s" in text
+    assert f"until {liveness.MEASURED_STEPS} steps are measured" in text
     assert f"Every {STRAGGLER_WINDOW} steps" in text
     assert f"takes {STRAGGLER_RATIO} times as long" in text
     assert all(f"(`{section}`)" in text for section in STRAGGLER_SECTIONS)

@@ -9,8 +9,8 @@ import pytest
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.tokens.mixture.build_datasets import VALIDATION_SEED, validation_sets
-from relayrun.tokens.order.document_order import DocumentWindowOrder
-from relayrun.tokens.order.samples import WindowOrder
+from relayrun.tokens.order.datasets import WindowOrder
+from relayrun.tokens.order.document_packing import DocumentWindowOrder
 from relayrun.tokens.shards.manifest import Manifest
 from tests.unit.test_packing import shard
 

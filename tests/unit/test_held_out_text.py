@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.data import DataSection, DataSource
 from relayrun.errors import InputError
 from relayrun.submit import submission
-from relayrun.submit.megatron_lm import data_paths
-from relayrun.tokens.mixture.folder import create_mixture
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.submit.megatron_lm import command_line
+from relayrun.tokens.mixture.create_mixture import create_mixture
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import expand_paths
-from relayrun.tokens.shards.record import TokenizerRecord
+from relayrun.tokens.shards.shard import ShardWriter, TokenizerRecord
 from relayrun.tokens.streams import files
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
@@ -192,7 +191,7 @@ def test_a_submit_refuses_a_copy(tmp_path: Path) -> None:
         shutil.copy(tmp_path / "data" / f"shard2{suffix}", tmp_path / "copy" / f"x{suffix}")
     file = workspace.config("run", data={"validation": {"held": [str(tmp_path / "copy")]}})
     with pytest.raises(InputError, match=r"shard2: 1 training shard.* also stand in validation 'held'"):
-        submission.submit_run(compose.load_run_config(file))
+        submission.submit_run(resolve.load_run_config(file))
     assert not (tmp_path / "run").exists()
 
 
@@ -201,7 +200,7 @@ def test_megatron_lm_is_given_no_copy_either(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "t", tmp_path / "copy")
     values = {"tokenizer": "none", "datasets": [str(tmp_path / "t")], "validation": {"held": [str(tmp_path / "copy")]}}
     with pytest.raises(InputError, match="also stand in validation 'held'"):
-        data_paths.data_path_flags(DataSection.model_validate(values))
+        command_line.data_path_flags(DataSection.model_validate(values))
 
 
 @pytest.fixture
@@ -245,11 +244,11 @@ def test_a_submit_refuses_a_split_of_a_mixture_with_repeats(tmp_path: Path, path
         shutil.move(tmp_path / "data" / f"shard2{suffix}", small)
     create_mixture([tmp_path / "data", small], [0.3, 0.7], tmp_path / "mixture", allow_repeats=True)
     data = {"datasets": [str(tmp_path / "mixture")]}
-    config = compose.load_run_config(workspace.config("run", data=data | {"split": 0.1}))
+    config = resolve.load_run_config(workspace.config("run", data=data | {"split": 0.1}))
     assert isinstance(config, RunConfig)
     if path == "config":
         with pytest.raises(InputError, match=r"data\.split would hold out text"):
-            data_paths.data_path_flags(config.data)
+            command_line.data_path_flags(config.data)
         return
     with pytest.raises(InputError, match=r"data\.split would hold out text"):
         submission.submit_run(config)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
-from relayrun.submit.host_memory import host_copy_bytes
+from relayrun.config.compose import resolve
+from relayrun.submit.forecast import host_copy_bytes
 from relayrun.train.checkpoint.host_buffers import BUFFER_PIECE_BYTES, lay_out_buffers, pinned_bytes
 from relayrun.train.model.size import count_parameters, pad_to_multiple
 
@@ -31,7 +31,7 @@ def test_pinned_pieces_are_powers_of_two() -> None:
     ],
 )
 def test_the_estimate_of_the_8b(overrides: list[str], low: float, high: float) -> None:
-    config = compose.load_run_config(ROOT / "configs/runs/llama3-8b.yaml", [*overrides, "job.gpus_per_node=4"])
+    config = resolve.load_run_config(ROOT / "configs/runs/llama3-8b.yaml", [*overrides, "job.gpus_per_node=4"])
     size = pad_to_multiple(128_256, config.model.make_vocab_size_divisible_by)
     found = host_copy_bytes(config, count_parameters(config.model, size), size)
     assert low * GIB <= found <= high * GIB

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.slurmtime import parse_time
 from relayrun.submit import submission
@@ -61,7 +61,7 @@ def launched(launcher: Path, tmp_path: Path, **settings: str) -> CommonConfig:
     """The config of the run that a launcher would begin."""
     found = environment(launcher, tmp_path, **settings)
     config = ROOT / found["CONFIG"]
-    return compose.load_run_config(config, environment_overrides(found, trainer=compose.read_trainer(config)))
+    return resolve.load_run_config(config, environment_overrides(found, trainer=resolve.read_trainer(config)))
 
 
 def native(config: CommonConfig) -> RunConfig:
@@ -122,7 +122,7 @@ def test_every_launcher_goes_to_every_cluster(launcher: Path, name: str, tmp_pat
 
 def test_a_launcher_with_another_config_begins_that_run(tmp_path: Path) -> None:
     found = launched(ROOT / "launchers/submit-llama3-8b.sh", tmp_path, CONFIG="configs/runs/llama3-70b.yaml")
-    assert found == compose.load_run_config(ROOT / "configs/runs/llama3-70b.yaml")
+    assert found == resolve.load_run_config(ROOT / "configs/runs/llama3-70b.yaml")
 
 
 def test_a_launchers_name_takes_the_nodes_that_sbatch_was_told(tmp_path: Path) -> None:
@@ -131,15 +131,15 @@ def test_a_launchers_name_takes_the_nodes_that_sbatch_was_told(tmp_path: Path) -
     assert launched(launcher, tmp_path, **settings).name == "llama3-8b-16-nodes"
     found = environment(launcher, tmp_path, **settings)
     job = job_overrides({"SLURM_JOB_NUM_NODES": "8"})
-    config = compose.load_run_config(ROOT / found["CONFIG"], [*environment_overrides(found), *job])
+    config = resolve.load_run_config(ROOT / found["CONFIG"], [*environment_overrides(found), *job])
     assert config.name == "llama3-8b-8-nodes"
 
 
 @every_launcher
 def test_an_untouched_block_sets_nothing(launcher: Path, tmp_path: Path) -> None:
-    trainer = compose.read_trainer(run_config(launcher))
+    trainer = resolve.read_trainer(run_config(launcher))
     assert environment_overrides(environment(launcher, tmp_path), trainer=trainer) == []
-    assert launched(launcher, tmp_path) == compose.load_run_config(run_config(launcher))
+    assert launched(launcher, tmp_path) == resolve.load_run_config(run_config(launcher))
 
 
 def setting(config: CommonConfig, path: str) -> Any:
@@ -155,7 +155,7 @@ def stale(launcher: Path, path: Path) -> list[str]:
 
     A value that is shown, typed into its line, must change nothing; `none` stands for what the config leaves out.
     """
-    config, wrong = compose.load_run_config(path), []
+    config, wrong = resolve.load_run_config(path), []
     names = setting_variables(config.trainer)
     for name, _, shown in SETTING.findall(launcher.read_text()):
         if name == PROFILER_VARIABLE:
@@ -164,7 +164,7 @@ def stale(launcher: Path, path: Path) -> list[str]:
             true = not setting(config, names[name])
         else:
             given = environment_overrides({name: shown}, trainer=config.trainer)
-            true = setting(config, names[name]) not in (None, [], {}) and compose.load_run_config(path, given) == config
+            true = setting(config, names[name]) not in (None, [], {}) and resolve.load_run_config(path, given) == config
         if not true:
             wrong.append(name)
     return wrong
@@ -210,9 +210,9 @@ ELSEWHERE = {"job-name", "output", "error", "open-mode"}
 @every_launcher
 def test_the_header_asks_for_what_the_yaml_says(launcher: Path, tmp_path: Path) -> None:
     of_site: list[str] = []
-    if compose.read_trainer(run_config(launcher)) == "megatron-lm":
+    if resolve.read_trainer(run_config(launcher)) == "megatron-lm":
         of_site = [f"megatron_lm.dir={stand_in(tmp_path / 'checkout')}", "data.mock_data=true"]
-    config = compose.load_run_config(run_config(launcher), of_site)
+    config = resolve.load_run_config(run_config(launcher), of_site)
     asked, rendered = header(launcher.read_text()), header(submission.dry_run(config))
     assert without(asked, ELSEWHERE) == without(rendered, ELSEWHERE | config.job.placement.keys())
 

@@ -48,7 +48,7 @@ def modules() -> list[Path]:
 
 
 def dotted(path: Path, package: Path = PACKAGE) -> str:
-    """relayrun/control/chain_decide.py → chain.decide; relayrun/control/chain/__init__.py → chain"""
+    """relayrun/control/decisions.py → chain.decide; relayrun/control/chain/__init__.py → chain"""
     return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -112,7 +112,7 @@ def test_dependencies_point_one_way(path: Path) -> None:
         ("files.py", "from relayrun.cli import main"),
         ("rundir/records.py", "from relayrun.control.chain import decide"),
         ("data/build.py", "def later():\n    from relayrun.train.model import size"),
-        ("config/data.py", 'ORDER = "relayrun.tokens.order.mock:MockDataset"'),
+        ("config/data.py", 'ORDER = "relayrun.tokens.order.datasets:MockDataset"'),
         ("scheduler/local.py", 'COMMAND = ["python3", "-m", "relayrun.control.chain"]'),
     ],
 )

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.cli import main
-from relayrun.tokens.order.length_order import CURVE_POINTS, measure_length_order
+from relayrun.tokens.order.document_lengths import CURVE_POINTS, measure_length_order
 from tests import genomes
 
 

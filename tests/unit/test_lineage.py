@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.lineage import BEGINNING, Lineage, ResumePoint, lineage_commits, resume_point
+from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, lineage_commits, resume_point
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError

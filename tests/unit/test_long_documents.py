@@ -19,7 +19,7 @@ from .tokenization_corpus import TEXTS, train_tokenizer
 MB = 1_000_000
 PROGRAM = """
 import json, sys
-from relayrun.tokens.tokenize.pool import one_thread
+from relayrun.tokens.tokenize.processes import one_thread
 one_thread()
 import resource
 from relayrun.tokens.tokenize.options import TokenizeOptions

@@ -9,7 +9,7 @@ import pytest
 
 from relayrun.config.sections.data import DataSection
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.order.rows import read_row
+from relayrun.tokens.order.sample_rows import read_row
 
 
 class Pair:

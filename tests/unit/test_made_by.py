@@ -11,23 +11,21 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import DataSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import read_json, write_json
 from relayrun.submit import submission
-from relayrun.submit.check.state import SubmitIntent
-from relayrun.tokens.mixture.folder import create_mixture
-from relayrun.tokens.shards.indexed import ShardWriter
-from relayrun.tokens.shards.made_by import check_tokenizer
+from relayrun.submit.check.existing_run import SubmitIntent
+from relayrun.tokens.mixture.create_mixture import create_mixture
+from relayrun.tokens.shards.checks import check_tokenizer
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.shards.record import FOLDER_RECORD, RECORD_SUFFIX
-from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
-from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.shards.shard import FOLDER_RECORD, RECORD_SUFFIX, ShardWriter
+from relayrun.tokens.tokenize.encode.tokenizer import ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
-from relayrun.train.data_check import check_data
+from relayrun.train.loop import check_data
 from tests.megatron_lm.stand_in import stand_in
 from tests.workspace import Workspace
 
@@ -72,7 +70,7 @@ def swapped(value: dict[str, Any]) -> None:
 
 def submit(workspace: Workspace, tokenizer: str | Path, folder: str = "dump", **data: Any) -> None:
     data = {"tokenizer": str(workspace.folder / tokenizer), "datasets": [str(workspace.folder / folder)]} | data
-    submission.submit_run(compose.load_run_config(workspace.config("run", data=data)))
+    submission.submit_run(resolve.load_run_config(workspace.config("run", data=data)))
 
 
 @pytest.mark.slow
@@ -179,7 +177,7 @@ def test_shards_of_other_programs_are_looked_at_and_spoken_of_once(
     data = {"tokenizer": str(workspace.folder / "tokenizer.json")} | held_out(workspace)
     caplog.set_level("INFO", logger="relayrun")
     for _ in range(2):
-        submission.submit_run(compose.load_run_config(workspace.config("run", data=data)))
+        submission.submit_run(resolve.load_run_config(workspace.config("run", data=data)))
         for job in (workspace.folder / "run").glob("local*"):
             shutil.rmtree(job)
     said = [message for message in caplog.messages if "do not say which tokenizer" in message]
@@ -288,7 +286,7 @@ def data_findings(workspace: Workspace, trainer: str, *, args: dict[str, Any] | 
         checkout = folder / "checkout"
         section = {"dir": str(checkout if checkout.exists() else stand_in(checkout)), "args": args or {}}
         path = written(folder, MEGATRON, megatron_lm=section, job={"time": "5", "ntasks_per_node": 2}, **sections)
-    found = submission.check_submission(compose.load_run_config(path), intent=SubmitIntent()).findings.all
+    found = submission.check_submission(resolve.load_run_config(path), intent=SubmitIntent()).findings.all
     again = "; ids are checked again as they are read"  # by the own reader alone
     return [
         (each.level, each.name, each.words.replace(again, ""), each.remedy)

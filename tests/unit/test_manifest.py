@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.tokens.shards.indexed import INDEX_HEADER, INDEX_MAGIC, ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
+from relayrun.tokens.shards.shard import INDEX_HEADER, INDEX_MAGIC, ShardWriter
 
 
 def shard(prefix: Path, lengths: list[int], dtype: type[np.generic] = np.uint16, first: int = 0) -> str:

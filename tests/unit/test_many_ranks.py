@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit.check.report import check_config
@@ -18,7 +18,7 @@ ENGINE = "training.transformer_impl=transformer_engine"
 
 
 def config(*overrides: str) -> RunConfig:
-    return compose.require_native(compose.load_run_config(RUN, [*PLAIN, *overrides]))
+    return resolve.require_native(resolve.load_run_config(RUN, [*PLAIN, *overrides]))
 
 
 @pytest.mark.parametrize(

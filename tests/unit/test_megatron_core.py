@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.errors import FatalTrainingError
-from relayrun.submit.check import node
+from relayrun.submit.check import programs
 from relayrun.submit.check.findings import Findings
 from relayrun.train import megatron_versions
 from tests.workspace import Workspace
@@ -91,9 +91,9 @@ def test_the_check_before_the_queue_says_it(pretend: Any, tmp_path: Path) -> Non
     pretend("0.20.0")
 
     def errors(**cluster: Any) -> list[str]:
-        config = compose.load_run_config(workspace.config("run", cluster={"python": None} | cluster))
+        config = resolve.load_run_config(workspace.config("run", cluster={"python": None} | cluster))
         findings = Findings(config)
-        node.check_programs(config, findings)
+        programs.check_programs(config, findings)
         return [error.words for error in findings.errors if error.name == "node.megatron_core"]
 
     assert errors() == ["megatron-core 0.20.0 is not supported: relayrun runs with 0.16 to 0.19"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.submit import submission
-from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.check.existing_run import SubmitIntent
 from tests.history import make_history
 from tests.unit.test_trainer_configs import MEGATRON, written
 
@@ -37,7 +37,7 @@ def save(folder: Path, iteration: int) -> Path:
 
 def refused(path: Path, load: object, *overrides: str) -> list[str]:
     """What a submit would refuse of a checkpoint to begin with."""
-    config = compose.load_run_config(path, [f"checkpoint.load={load}", *overrides])
+    config = resolve.load_run_config(path, [f"checkpoint.load={load}", *overrides])
     found = submission.check_submission(config, intent=SubmitIntent()).findings.errors
     return [finding.words for finding in found if finding.name == "run.initial_checkpoint"]
 

@@ -16,15 +16,13 @@ from typing import Any, cast
 import pytest
 
 from relayrun.control.agent.memory_copies import MemorySlot, newest_complete_copy, read_copies
-from relayrun.tokens.order.progress import TrainingProgress
+from relayrun.tokens.order.batches import TrainingProgress
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
-    from relayrun.train.checkpoint.memory import MemoryTier
-    from relayrun.train.checkpoint.memory_copy import MemoryCopy
-    from relayrun.train.checkpoint.memory_interval import CopyInterval, StepSlowdown
-    from relayrun.train.checkpoint.neighbour import NeighbourReplica
-    from relayrun.train.parallel import Ranks
+    from relayrun.train.checkpoint.memory_replication import MemoryCopy, NeighbourReplica
+    from relayrun.train.checkpoint.memory_tier import CopyInterval, MemoryTier, StepSlowdown
+    from relayrun.train.distributed import Ranks
 
 COPIES = 12
 INTERVAL = 2

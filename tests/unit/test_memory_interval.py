@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.train.checkpoint.memory_interval import (
+from relayrun.train.checkpoint.memory_tier import (
     COPY_TIME_SHARE,
     SHORTEST_INTERVAL,
     CopyInterval,

@@ -18,9 +18,9 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.tokens.shards import merge as module
-from relayrun.tokens.shards.indexed import INDEX_HEADER, Shard, ShardWriter
+from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.shards.verify import verify_shards
+from relayrun.tokens.shards.shard import INDEX_HEADER, Shard, ShardWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 9

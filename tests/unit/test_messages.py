@@ -19,19 +19,19 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir import find_runs
 from relayrun.errors import MAX_NAMED_ERRORS, InputError, combined_error, did_you_mean, refuse_unwritable, run_main
-from relayrun.tokens.mixture.folder import create_mixture
-from relayrun.tokens.readers.rows import inspect_files
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.mixture.create_mixture import create_mixture
+from relayrun.tokens.readers.columns import inspect_files
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
-from relayrun.tokens.tokenize.dumps_jobs import prepare_submission
-from relayrun.tokens.tokenize.encode import hub, tokenizer
+from relayrun.tokens.shards.shard import ShardWriter
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission
+from relayrun.tokens.tokenize.dumps import prepare_dumps
+from relayrun.tokens.tokenize.encode import tokenizer, tokenizer_files
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
-from relayrun.tokens.tokenize.split import prepare_dumps
 
 from .test_submission_refusals import ordinary_user
 from .tokenization_corpus import train_tokenizer, write_parquet
@@ -99,14 +99,14 @@ def test_a_tokenizer_that_does_not_exist_is_refused_at_once(
 
 
 def test_a_copy_serves_where_the_hub_is_away(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub.check_hub("org/there", None) is False
-    assert hub.check_hub("org/busy", None) is False
+    assert tokenizer_files.check_hub("org/there", None) is False
+    assert tokenizer_files.check_hub("org/busy", None) is False
     repository = tmp_path / "cache" / "models--org--there"
     train_tokenizer(repository / "snapshots" / "0" / "tokenizer.json")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert hub.check_hub("org/there", str(tmp_path / "cache")) is True
+    assert tokenizer_files.check_hub("org/there", str(tmp_path / "cache")) is True
 
 
 # --- bad files

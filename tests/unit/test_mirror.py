@@ -21,14 +21,14 @@ import pytest
 from relayrun.cli import main
 from relayrun.cli.model import checkpoint as command
 from relayrun.control.rundir import mirror as records
-from relayrun.control.rundir.lineage import newest_commit_at, resume_point
+from relayrun.control.rundir.checkpoint_records import newest_commit_at, resume_point
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import file_sizes
 from relayrun.train.checkpoint import checksums, publish
-from relayrun.train.mirror import place, restore, sync
-from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.train.mirror import destination, restore, sync
+from relayrun.train.mirror.destination import CopyRateLimit
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
 from tests.mirrored import SIZE, Mirrored, digest, flip
@@ -37,7 +37,7 @@ from tests.waiting import wait_for
 
 @pytest.fixture
 def mirrored(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mirrored:  # noqa: F811
-    monkeypatch.setattr(place, "COPY_PIECE_BYTES", 700)
+    monkeypatch.setattr(destination, "COPY_PIECE_BYTES", 700)
     made = Mirrored(make_run, tmp_path)
     for iteration in (10, 20, 30):
         made.save(iteration)

@@ -12,10 +12,10 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.rundir import mirror as records
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.errors import InputError, RunDirError
 from relayrun.train.mirror import restore
-from relayrun.train.mirror.place import CopyFailed
+from relayrun.train.mirror.destination import CopyFailed
 from tests.mirrored import SIZE, Mirrored, digest, flip
 from tests.unit.test_mirror import Cut, cut_at, make_run, mirrored  # noqa: F401 - the last two are fixtures
 

@@ -18,13 +18,13 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.rundir import mirror as records
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.errors import ConfigError, InputError, RunDirError
 from relayrun.files import file_sizes
-from relayrun.tokens.stores import remote
-from relayrun.train.mirror import object_store, place, restore, sync
-from relayrun.train.mirror.choose import destination_at
-from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.tokens.stores import urls
+from relayrun.train.mirror import destination, object_store, restore, sync
+from relayrun.train.mirror.destination import CopyRateLimit
+from relayrun.train.mirror.sync import destination_at
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.mirrored import SIZE, Mirrored, digest, flip
 from tests.object_store import ObjectStore
@@ -72,8 +72,8 @@ class MirroredBelowUrl(Mirrored):
 
 @pytest.fixture
 def mirrored(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MirroredBelowUrl:  # noqa: F811
-    monkeypatch.setattr(place, "COPY_PIECE_BYTES", 700)
-    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(destination, "COPY_PIECE_BYTES", 700)
+    monkeypatch.setattr(urls, "RETRY_PAUSES", (0.0, 0.0))
     ObjectStore.begin()
     made = MirroredBelowUrl(make_run, tmp_path)
     for iteration in (10, 20, 30):

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.mixture.folder import create_mixture, distinct_names
-from relayrun.tokens.mixture.select import normalise_weights, select_whole_shards, shuffled_order
-from relayrun.tokens.shards.indexed import Shard, ShardWriter
-from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT
-from relayrun.tokens.shards.prefixes import find_prefixes
+from relayrun.tokens.mixture.create_mixture import create_mixture, distinct_names
+from relayrun.tokens.mixture.shard_selection import normalise_weights, select_whole_shards, shuffled_order
+from relayrun.tokens.shards.prefixes import SUMMARY_JSON, SUMMARY_TEXT, find_prefixes
+from relayrun.tokens.shards.shard import Shard, ShardWriter
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 
@@ -143,7 +142,7 @@ def test_a_kill_in_the_middle_leaves_the_former_mixture_and_the_next_run_tidies_
     shard(a / "dump_0" / "new", 10)
     code = """
 import os, signal, sys
-import relayrun.tokens.mixture.folder as mixture
+import relayrun.tokens.mixture.create_mixture as mixture
 made, symlink = [], os.symlink
 def killing(*arguments):
     symlink(*arguments)

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.mixture import select
-from relayrun.tokens.mixture.folder import create_mixture
-from relayrun.tokens.order.windows import WindowDataset
-from relayrun.tokens.shards.indexed import Shard, ShardWriter
+from relayrun.tokens.mixture import shard_selection
+from relayrun.tokens.mixture.create_mixture import create_mixture
+from relayrun.tokens.order.datasets import WindowDataset
+from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.shards.mixture_folder import SUMMARY_JSON
-from relayrun.tokens.shards.prefixes import find_prefixes
-from relayrun.tokens.shards.verify import verify_shards
+from relayrun.tokens.shards.prefixes import SUMMARY_JSON, find_prefixes
+from relayrun.tokens.shards.shard import Shard, ShardWriter
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 EOD = 99
@@ -176,8 +175,8 @@ def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path) -> None:
         create_mixture([a], [1], tmp_path / "m", tokens=10**14, most_repeats=10**15)
     for text in ("0", "-5", "10X", "", "1e9"):
         with pytest.raises(ConfigError, match="no number of tokens"):
-            select.parse_token_count(text)
-    assert [select.parse_token_count(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
+            shard_selection.parse_token_count(text)
+    assert [shard_selection.parse_token_count(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
         7,
         1000,
         20_000,

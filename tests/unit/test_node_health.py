@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.agent import health, node_facts
 from relayrun.control.agent import health as health_module
-from relayrun.control.agent import node_facts, own_health
 from relayrun.control.agent.background_work import BackgroundWork
-from relayrun.control.agent.clocks import CLOCK_QUESTIONS, ClockOffsets
-from relayrun.control.agent.health import JobHealth
-from relayrun.control.agent.lines import MessageSocket
+from relayrun.control.agent.health import CLOCK_QUESTIONS, ClockOffsets, JobHealth, LocalNodeHealth
+from relayrun.control.agent.job_nodes import NodeRanks
+from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.agent.node_facts import TimedProgram, available_memory, gather_facts, quick_facts
 from relayrun.control.agent.node_findings import (
     decide_actions,
@@ -34,9 +34,7 @@ from relayrun.control.agent.node_findings import (
     findings_of_probe,
     judge_findings,
 )
-from relayrun.control.agent.own_health import LocalNodeHealth
-from relayrun.control.agent.places import NodeRanks
-from relayrun.control.chain import nodes
+from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import node_health
 from relayrun.control.rundir.node_health import HealthFinding, HealthPlan, NodeHistory
 from relayrun.control.rundir.plan import Plan
@@ -224,7 +222,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
         return hung.wait(600)
 
     monkeypatch.setattr(node_facts, "quick_facts", quick)
-    monkeypatch.setattr(own_health, "FOLDERS_SECONDS", 0.2)
+    monkeypatch.setattr(health, "FOLDERS_SECONDS", 0.2)
     selector = selectors.DefaultSelector()
     aside, told = BackgroundWork(selector), list[dict[str, Any]]()
     own, began = LocalNodeHealth(HealthPlan(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
@@ -245,7 +243,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
 def test_a_program_that_says_something_and_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_health, "BETWEEN_SECONDS", 600.0)
+    monkeypatch.setattr(health, "BETWEEN_SECONDS", 600.0)
     program = ["sh", "-c", f"echo something; echo >{tmp_path}/said; sleep 600"]
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
     own, began = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), time.monotonic()
@@ -290,7 +288,7 @@ def test_what_is_done_is_heard_without_the_word_that_wakes() -> None:
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool) -> None:
     """They answer before the last rank is gone, or behind it."""
-    monkeypatch.setattr(own_health, "BETWEEN_SECONDS", 300.0)
+    monkeypatch.setattr(health, "BETWEEN_SECONDS", 300.0)
     asked, answers = tmp_path / "asked", tmp_path / "answers"
     held = f"for _ in $(seq 6000); do [ -e {answers} ] && break; sleep 0.05; done" if behind else ":"
     program = ["sh", "-c", f'echo >> {asked}; {held}; echo \'{{"gpus": [], "xids": []}}\'']
@@ -526,12 +524,12 @@ def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeyp
 def test_a_sick_node_is_excluded_at_its_first_strike(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    nodes.record_node_failures(run, 1, {"n1": "2 GPUs answer"}, now=100.0, sick=True)
-    nodes.record_node_failures(run, 1, {"n1": "killed", "n2": "killed"}, now=100.0)
-    strikes = nodes.read_node_failures(run)
+    excluded_nodes.record_node_failures(run, 1, {"n1": "2 GPUs answer"}, now=100.0, sick=True)
+    excluded_nodes.record_node_failures(run, 1, {"n1": "killed", "n2": "killed"}, now=100.0)
+    strikes = excluded_nodes.read_node_failures(run)
     assert [(entry.node, entry.sick) for entry in strikes] == [("n1", True), ("n2", False)]
-    assert nodes.worst_nodes(strikes, nodes=40, now=200.0) == ["n1"]
-    assert nodes.worst_nodes(strikes, nodes=40, now=200.0 + nodes.FAILURE_EXPIRE_SECONDS) == []
+    assert excluded_nodes.worst_nodes(strikes, nodes=40, now=200.0) == ["n1"]
+    assert excluded_nodes.worst_nodes(strikes, nodes=40, now=200.0 + excluded_nodes.FAILURE_EXPIRE_SECONDS) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
-from relayrun.config.sections.node_health import NodeHealthLimits
+from relayrun.config.compose import resolve
+from relayrun.config.sections.job import NodeHealthLimits
 from relayrun.control.rundir.node_health import HealthFinding, HealthPlan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
@@ -32,7 +32,7 @@ def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
     assert len(PAGE.splitlines()) <= 150
     path = Workspace.make(tmp_path).config("run", cluster=SLURM, training={"global_batch_size": 16})
     (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml')}", encoding="utf-8")
-    plan = make_plan(compose.load_run_config(tmp_path / "whole.yaml"), Run(tmp_path / "run"), tmp_path, revision=1)
+    plan = make_plan(resolve.load_run_config(tmp_path / "whole.yaml"), Run(tmp_path / "run"), tmp_path, revision=1)
     health = HealthPlan.looked_for(plan.node_health)
     assert health is not None
     assert (health.mode, health.command, health.memory) == ("warn", ["/opt/site/nhc"], None)
@@ -64,7 +64,7 @@ def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
 
 def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
     path = Workspace.make(tmp_path).config("run", chain={"node_health": "off"})
-    assert make_plan(compose.load_run_config(path), Run(tmp_path / "run"), tmp_path, revision=1).node_health == {}
+    assert make_plan(resolve.load_run_config(path), Run(tmp_path / "run"), tmp_path, revision=1).node_health == {}
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
 )
 def test_what_is_no_limit_is_refused(tmp_path: Path, chain: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        compose.load_run_config(Workspace.make(tmp_path).config("run", chain=chain))
+        resolve.load_run_config(Workspace.make(tmp_path).config("run", chain=chain))

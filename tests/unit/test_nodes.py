@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.failure_reason import first_failure_text
-from relayrun.control.chain.nodes import (
+from relayrun.control.chain.excluded_nodes import (
     NodeFailureRecord,
     blamed_nodes,
     read_node_failures,
     record_node_failures,
     worst_nodes,
 )
+from relayrun.control.chain.failure_reason import first_failure_text
 from relayrun.control.rundir.records import RankFailure
 from relayrun.control.rundir.run import Run
 

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.sections import notify as settings
 from relayrun.config.sections.notify import secret_in
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticeDelivery, NoticeMessage, NoticePolicy, NoticeTarget
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import write_stop
+from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError, SchedulerError
-from relayrun.submit import notice_policy, submission
-from relayrun.watch import notice_channels, notification
+from relayrun.submit import policies, submission
+from relayrun.watch import notice_channels, send_notices
 from relayrun.watch.notice_channels import NotSent, expand_variables, remove_secrets
 from tests.receivers import Mailbox, Web, web_server
 from tests.workspace import Workspace
@@ -62,7 +61,7 @@ def send(url: str, *, subject: str = "subject", body: str = "body", **environmen
 
 def test_schema_and_run_directory_know_the_same_events() -> None:
     assert settings.EVENTS == notices.NOTICE_EVENTS == typing.get_args(settings.Event)
-    assert set(notification.EVENT_TITLES) == {*notices.NOTICE_EVENTS, "test"}
+    assert set(send_notices.EVENT_TITLES) == {*notices.NOTICE_EVENTS, "test"}
 
 
 @pytest.mark.parametrize(
@@ -84,9 +83,9 @@ def test_a_secret_in_a_url_is_refused_and_not_repeated(tmp_path: Path, url: str)
     workspace = Workspace(tmp_path)
     told = {"targets": {"team": {"url": url}}}
     for load in (
-        lambda: compose.load_run_config(workspace.config("run", notify=told)),
-        lambda: compose.load_run_config(workspace.config("run"), [f"notify.targets.team.url={url}"]),
-        lambda: compose.load_run_config(workspace.config("run", cluster={"notify": told})),
+        lambda: resolve.load_run_config(workspace.config("run", notify=told)),
+        lambda: resolve.load_run_config(workspace.config("run"), [f"notify.targets.team.url={url}"]),
+        lambda: resolve.load_run_config(workspace.config("run", cluster={"notify": told})),
     ):
         with pytest.raises(ConfigError) as error:
             load()
@@ -124,7 +123,7 @@ def test_a_wrong_target_is_refused_by_name_without_its_value(tmp_path: Path) -> 
         ({"url": "${A}", "events": ["stoped"]}, "notify.targets.team.events"),
     ):
         with pytest.raises(ConfigError, match=r"notify\.targets\.team") as error:
-            compose.load_run_config(workspace.config("run", notify={"targets": {"team": wrong}}))
+            resolve.load_run_config(workspace.config("run", notify={"targets": {"team": wrong}}))
         assert words in str(error.value)
         assert SECRET not in str(error.value)
 
@@ -134,13 +133,13 @@ def test_a_site_gives_defaults_and_a_run_adds_to_them(tmp_path: Path) -> None:
     site = {"targets": {"ops": {"url": "${OPS}"}, "team": {"url": "${TEAM}"}}, "failed_attempts": 5}
     own = {"targets": {"team": {"url": "${OWN}", "events": ["done"]}}, "no_progress": 60.0}
     path = workspace.config("run", notify=own, cluster={"notify": site})
-    config = compose.load_run_config(path)
+    config = resolve.load_run_config(path)
     assert {name: target.url for name, target in config.notify.targets.items()} == {"ops": "${OPS}", "team": "${OWN}"}
     assert (config.notify.failed_attempts, config.notify.no_progress) == (5, 60.0)
     assert config.cluster.notify == {}
     with pytest.raises(ConfigError, match=r"run\.yaml:\d+: notify\.failed_attempts"):
-        compose.load_run_config(workspace.config("run", cluster={"notify": site | {"failed_attempts": 0}}))
-    targets = {target.name: target for target in notice_policy.make_notice_policy(config).every_target()}
+        resolve.load_run_config(workspace.config("run", cluster={"notify": site | {"failed_attempts": 0}}))
+    targets = {target.name: target for target in policies.make_notice_policy(config).every_target()}
     assert targets["team"].events == ["done"]
     assert targets["ops"].events == EVENTS
 
@@ -148,7 +147,7 @@ def test_a_site_gives_defaults_and_a_run_adds_to_them(tmp_path: Path) -> None:
 def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/notify.md").read_text(encoding="utf-8")
     example = yaml_file.parse_yaml(page.split("```yaml\n")[1].split("```")[0], source="docs/notify.md")
-    config = compose.load_run_config(Workspace(tmp_path).config("run", notify=example.values["notify"]))
+    config = resolve.load_run_config(Workspace(tmp_path).config("run", notify=example.values["notify"]))
     assert list(config.notify.targets) == ["mail", "team", "pager"]
     for event in settings.EVENTS:
         assert f"| `{event}` |" in page
@@ -162,7 +161,7 @@ def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
     run = workspace.run("run")
 
     def submit(resume: bool = False, **sections: Any) -> None:
-        submission.submit_run(compose.load_run_config(workspace.config("run", **sections)), resume=resume)
+        submission.submit_run(resolve.load_run_config(workspace.config("run", **sections)), resume=resume)
 
     monkeypatch.setattr(LocalScheduler, "submit_first", lambda *_: "1")
     told = {"targets": {"team": {"url": "${TEAM}"}}}
@@ -204,7 +203,7 @@ def test_one_message_a_cause_an_hour_and_the_rest_is_counted() -> None:
     waiting = [(notice(n), NoticeDelivery(cause="hang")) for n in range(1, 9)]
     (message,) = notices.due_messages([target], waiting, {}, now=2000.0)
     assert (message.notice.id, message.count, len(message.settles)) == ("hang-0008", 8, 8)
-    assert "7 more since" in notification.message_body(policy(target), message)
+    assert "7 more since" in send_notices.message_body(policy(target), message)
     assert notices.due_messages([target], waiting, {("t", "hang"): 2000.0}, now=2000.0 + 3599) == []
     assert len(notices.due_messages([target], waiting, {("t", "hang"): 2000.0}, now=2000.0 + 3600)) == 1
     other = (notice(9, id="hang-other", cause="another"), NoticeDelivery(cause="another"))
@@ -303,10 +302,10 @@ def test_the_text_says_what_happened_and_what_to_do() -> None:
         words="The last lines of its log:\nKeyError: 'layout'",
     )
     message = NoticeMessage(target=NoticeTarget(name="t"), notice=told, settles=[], count=1, since=1.0)
-    assert notification.message_subject(policy(), message) == (
+    assert send_notices.message_subject(policy(), message) == (
         "[relayrun] p/n on alps: the chain has stopped: 3 attempts in a row without a new durable iteration"
     )
-    body = notification.message_body(policy(), message)
+    body = send_notices.message_body(policy(), message)
     for words in (
         "attempt:   7, job 4711, n[1-4]",
         "iteration: 900 of 5000",
@@ -331,15 +330,15 @@ def test_the_text_says_what_happened_and_what_to_do() -> None:
     ],
 )
 def test_what_a_rank_wrote_does_nothing_where_it_is_shown(text: str, shown: str) -> None:
-    assert notification.plain_text(text) == shown
+    assert send_notices.plain_text(text) == shown
 
 
 def test_a_message_is_short_whatever_a_rank_wrote() -> None:
     told = notice(reason="x" * 3000 + "\nSubject: other", words="y\n" * 100_000)
     message = NoticeMessage(target=NoticeTarget(name="t"), notice=told, settles=[], count=1, since=1.0)
-    assert len(notification.message_subject(policy(), message)) == notification.SUBJECT_LENGTH
-    assert "\n" not in notification.message_subject(policy(), message)
-    assert len(notification.message_body(policy(), message)) <= notification.BODY_LENGTH
+    assert len(send_notices.message_subject(policy(), message)) == send_notices.SUBJECT_LENGTH
+    assert "\n" not in send_notices.message_subject(policy(), message)
+    assert len(send_notices.message_body(policy(), message)) <= send_notices.BODY_LENGTH
 
 
 # the ways to a person

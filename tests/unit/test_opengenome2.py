@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.tokens.streams.fragments import group_count
@@ -43,7 +43,7 @@ OPTIONS = {
 
 
 def config(name: str) -> RunConfig:
-    found = compose.load_run_config(ROOT / "configs" / "runs" / f"{name}.yaml")
+    found = resolve.load_run_config(ROOT / "configs" / "runs" / f"{name}.yaml")
     assert isinstance(found, RunConfig)
     return found
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.samples import WindowOrder
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 
 def dataset(folder: Path, sizes: list[int]) -> DatasetManifest:

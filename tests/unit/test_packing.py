@@ -10,20 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.sections.data import DataSection, DataSource
-from relayrun.config.sections.document_window import DocumentWindowSection
-from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.data import DataSection, DataSource, DocumentWindowSection
+from relayrun.config.sections.training import BatchSizes
 from relayrun.errors import ConfigError
-from relayrun.tokens.order import documents, packing
+from relayrun.tokens.order import document_packing, sample_rows
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.document_order import DocumentWindowOrder
+from relayrun.tokens.order.datasets import WindowOrder
+from relayrun.tokens.order.document_packing import DocumentWindowOrder, PackedRows, assign_rows
 from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
-from relayrun.tokens.order.packing import PackedRows, assign_rows
-from relayrun.tokens.order.rows import RowBatch, SampleRow
+from relayrun.tokens.order.sample_rows import RowBatch, SampleRow
 from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
-from relayrun.tokens.order.samples import WindowOrder
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import ShardWriter
 
 Sample = tuple[Any, Any, Any]
 """Tokens, lengths and loss mask of a row."""
@@ -67,7 +65,7 @@ def slow(sizes: list[int], room: int, how: str) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["greedy", "first_fit", "best_fit"])
-def test_a_packing_is_that_of_a_slow_reference(how: packing.Packing) -> None:
+def test_a_packing_is_that_of_a_slow_reference(how: document_packing.Packing) -> None:
     rng = np.random.default_rng(3)
     for count, room in ((1, 5), (40, 5), (200, 64), (300, 20), (150, 1)):
         sizes = rng.integers(1, room + 1, count)
@@ -76,9 +74,9 @@ def test_a_packing_is_that_of_a_slow_reference(how: packing.Packing) -> None:
 
 @pytest.mark.parametrize("how", PACKINGS)
 def test_every_token_of_every_window_stands_once_in_the_rows(
-    tmp_path: Path, how: packing.Packing, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: document_packing.Packing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "WINDOWS_PER_BLOCK", 16)
+    monkeypatch.setattr(document_packing, "WINDOWS_PER_BLOCK", 16)
     lengths = np.random.default_rng(5).integers(1, 40, 90).tolist()
     windows = DocumentWindows(shard(tmp_path / "s", lengths), DocumentCut(window=13, overlap=3, bos=1, eos=2))
     rows = PackedRows(windows, 16, how)
@@ -97,7 +95,7 @@ def test_every_token_of_every_window_stands_once_in_the_rows(
 @pytest.mark.parametrize("how", PACKINGS)
 @pytest.mark.parametrize("mask_special", [False, True])
 def test_what_is_predicted_is_the_next_token_of_the_same_window(
-    tmp_path: Path, how: packing.Packing, mask_special: bool
+    tmp_path: Path, how: document_packing.Packing, mask_special: bool
 ) -> None:
     lengths = np.random.default_rng(6).integers(1, 50, 40).tolist()
     settings = DocumentWindowSection(window=13, overlap=3, bos=1, eos=2, packing=how, mask_special=mask_special)
@@ -147,7 +145,10 @@ def test_best_fit_leaves_less_than_3_percent_and_twice_the_text_of_padded_rows(t
     assert lengths.max() > 1e6
     cut = DocumentCut(window=8192, overlap=200, bos=1, eos=2)
     sizes = cut.sizes(lengths)
-    blocks = [sizes[at : at + packing.WINDOWS_PER_BLOCK] for at in range(0, len(sizes), packing.WINDOWS_PER_BLOCK)]
+    blocks = [
+        sizes[at : at + document_packing.WINDOWS_PER_BLOCK]
+        for at in range(0, len(sizes), document_packing.WINDOWS_PER_BLOCK)
+    ]
     rows = {how: sum(int(assign_rows(block, 8192, how).max()) + 1 for block in blocks) for how in ("pad", "best_fit")}
     useful = {how: sizes.sum() / count / 8192 for how, count in rows.items()}
     assert useful["best_fit"] > 0.97
@@ -167,8 +168,8 @@ def test_rows_with_and_without_lengths_make_one_micro_batch() -> None:
     assert rows.loss_mask.tolist() == [[1] * 6, [1, 0, 1, 1, 0, 0]]
     assert (rows.padding, rows.windows) == (1, 3)
     inputs = rows.tokens[:, :-1]
-    assert documents.document_lengths(inputs, 3, rows.lengths) == [[4, 2], [2, 3, 1]]
-    assert documents.document_positions(inputs, -1, rows.lengths).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0]]
+    assert sample_rows.document_lengths(inputs, 3, rows.lengths) == [[4, 2], [2, 3, 1]]
+    assert sample_rows.document_positions(inputs, -1, rows.lengths).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0]]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
@@ -264,7 +265,7 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
 def test_rows_are_counted_once_and_counted_anew_where_what_is_kept_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packing, "WINDOWS_PER_BLOCK", 16)
+    monkeypatch.setattr(document_packing, "WINDOWS_PER_BLOCK", 16)
     manifest = shard(tmp_path / "s", np.random.default_rng(5).integers(1, 40, 90).tolist())
     windows, kept = DocumentWindows(manifest, DocumentCut(window=13, overlap=3, bos=1, eos=2)), tmp_path / "kept"
     counted: list[int] = []
@@ -277,7 +278,7 @@ def test_rows_are_counted_once_and_counted_anew_where_what_is_kept_does_not_fit(
     monkeypatch.setattr(PackedRows, "_count", counting)
 
     def opened(
-        how: packing.Packing = "best_fit", room: int = 16, cut: DocumentCut = windows.cut
+        how: document_packing.Packing = "best_fit", room: int = 16, cut: DocumentCut = windows.cut
     ) -> tuple[int, list[Any]]:
         counted.clear()
         rows = PackedRows(DocumentWindows(manifest, cut), room, how, cache=kept, opening="an attempt")

@@ -12,8 +12,8 @@ from tests.waiting import wait_for
 
 PROGRAM = """
 import sys, threading, time
-from relayrun.tokens.tokenize.locks import locked
-from relayrun.tokens.tokenize.pool import one_thread, run_tasks
+from relayrun.tokens.tokenize.processes import locked
+from relayrun.tokens.tokenize.processes import one_thread, run_tasks
 
 LOADED = []
 
@@ -44,7 +44,7 @@ def test_workers_share_what_is_loaded_where_there_is_one_thread(tmp_path: Path, 
 
 FORK = """
 import os, sys
-from relayrun.tokens.tokenize.locks import locked
+from relayrun.tokens.tokenize.processes import locked
 with locked(sys.argv[1]):
     child = os.fork()
     if child == 0:
@@ -54,7 +54,7 @@ with locked(sys.argv[1]):
 
 
 def test_a_fork_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
-    from relayrun.tokens.tokenize.locks import file_lock
+    from relayrun.tokens.tokenize.processes import file_lock
 
     command = [sys.executable, "-c", FORK, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:

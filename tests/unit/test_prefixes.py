@@ -14,8 +14,8 @@ import pytest
 
 from relayrun.errors import InputError
 from relayrun.files import REPLACED_PREFIX, replaced_folder
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.prefixes import find_prefixes, join_prefixes
+from relayrun.tokens.shards.shard import ShardWriter
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_config.py"
 NAMES = ["a'; echo foo", "-dash", 'quote"d', "größe 数据", "new\nline", ".hidden", "x.bin", "$HOME"]

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from relayrun.errors import InputError
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
 from tests.waiting import wait_for

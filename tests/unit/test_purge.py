@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.rundir import purge
+from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import DAY_SECONDS
 from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.storage_limits import DAY_SECONDS
 from relayrun.watch import cron_check
 from relayrun.watch.status import run_status, run_status_text
 from relayrun.watch.status.queue import QueueStatus
-from relayrun.watch.status.terminal import print_table
+from relayrun.watch.status.tables import print_table
 from relayrun.watch.symptoms import purged_soon
 from tests.history import make_history
 from tests.workspace import Workspace
@@ -89,23 +89,23 @@ def test_the_innermost_folder_counts_and_links_are_followed(tmp_path: Path) -> N
     use(tmp_path / "a/b/x", days_ago=0)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     rules = {str(tmp_path / "link"): 30.0, f"{tmp_path}/link/b": 10.0, str(tmp_path / "a2"): 1.0}
-    found = purge.first_purge("x", "data", [str(tmp_path / "link/b/x")], rules)
+    found = storage_limits.first_purge("x", "data", [str(tmp_path / "link/b/x")], rules)
     assert found is not None
     assert (found.days, found.time) == (10.0, pytest.approx(NOW + 10 * DAY_SECONDS))
-    assert purge.first_purge("x", "data", [str(tmp_path / "a/b/x")], {"/scratch": 1.0}) is None
-    assert purge.first_purge("x", "data", [str(tmp_path / "none")], rules) is None
+    assert storage_limits.first_purge("x", "data", [str(tmp_path / "a/b/x")], {"/scratch": 1.0}) is None
+    assert storage_limits.first_purge("x", "data", [str(tmp_path / "none")], rules) is None
 
 
 def test_of_many_files_some_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at = []
-    monkeypatch.setattr(purge, "_purge_rule", lambda path, _: looked_at.append(path))
-    purge.first_purge("x", "data", [f"/x/{number}" for number in range(10_001)], {"/x": 1.0})
-    assert 900 < len(looked_at) <= purge.MAX_FILES_CHECKED
+    monkeypatch.setattr(storage_limits, "_purge_rule", lambda path, _: looked_at.append(path))
+    storage_limits.first_purge("x", "data", [f"/x/{number}" for number in range(10_001)], {"/x": 1.0})
+    assert 900 < len(looked_at) <= storage_limits.MAX_FILES_CHECKED
 
 
 def test_without_the_setting_nothing_is_looked_at(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     replace(Plan.load(run), purge_days={}).write(run.plan)
-    monkeypatch.setattr(purge, "first_purge", None)
+    monkeypatch.setattr(storage_limits, "first_purge", None)
     assert gathered(run).purges == []
 
 

@@ -14,23 +14,21 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.chain import quota as measuring
-from relayrun.control.chain.quota import QuotaMonitor, measure_quotas, read_quotas
-from relayrun.control.chain.quota_table import parse_quota_output
+from relayrun.control.chain.quota import QuotaMonitor, measure_quotas, parse_quota_output, read_quotas
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import write_due_notices
 from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
-from relayrun.control.rundir import quota
+from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import DAY_SECONDS
-from relayrun.control.rundir.quota import FILE_SYSTEM, QuotaForecast
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.storage_limits import DAY_SECONDS, FILE_SYSTEM, QuotaForecast
 from relayrun.errors import RelayrunError
 from relayrun.watch import symptoms
 from relayrun.watch.status import run_status, run_status_text
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.terminal import print_table
+from relayrun.watch.status.tables import print_table
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import ROOT, began
 
@@ -78,7 +76,7 @@ class Site:
         measure_quotas(self.run, self.plan, now=self.now)
         return [
             each
-            for each in quota.quota_forecasts(quota.read_usage(self.run), now=self.now)
+            for each in storage_limits.quota_forecasts(storage_limits.read_usage(self.run), now=self.now)
             if each.source != FILE_SYSTEM
         ]
 
@@ -170,8 +168,8 @@ def test_files_are_counted_too(site: Site) -> None:
 
 def test_a_week_is_kept_in_few_points(site: Site) -> None:
     site.days(20, growth=ONE, every=1.0)
-    points = [entry["time"] for entry in quota.read_usage(site.run).points]
-    assert len(points) <= quota.MAX_SAMPLES
+    points = [entry["time"] for entry in storage_limits.read_usage(site.run).points]
+    assert len(points) <= storage_limits.MAX_SAMPLES
     assert site.now - 7 * DAY_SECONDS <= points[0] < site.now - 5 * DAY_SECONDS  # type: ignore[operator]
     assert points[-1] == site.now
 
@@ -234,7 +232,7 @@ def test_a_site_names_a_command_of_its_own(site: Site) -> None:
     program.chmod(0o755)
     site.plan = replace(site.plan, quota_command=[str(program), "--of", "{user}", "{path}/; rm -rf /"])
     measure_quotas(site.run, site.plan, now=site.now)
-    (found,) = quota.quota_forecasts(quota.read_usage(site.run), now=site.now)
+    (found,) = storage_limits.quota_forecasts(storage_limits.read_usage(site.run), now=site.now)
     assert (found.source, found.used, found.limit) == ("ourquota", 5000, 9000)
     seen = Path(f"{program}.seen").read_text()
     assert seen == f"--of {os.getuid()} {site.run.path}/; rm -rf /\n"  # an argument, and no line of a shell
@@ -266,7 +264,7 @@ def test_a_command_that_says_nothing_is_said(
 
 def test_words_of_quota_and_json() -> None:
     assert parse_quota_output("x", '{"used": 1, "limit": 2}') == [
-        quota.QuotaLimit(source="x", kind="bytes", used=1, limit=2)
+        storage_limits.QuotaLimit(source="x", kind="bytes", used=1, limit=2)
     ]
     assert parse_quota_output("x", '{"used": "a lot"}') is None
     assert parse_quota_output("x", "[]") is None
@@ -283,7 +281,7 @@ def test_a_job_measures_with_its_saves_and_says_what_fails(
         watch.look(saved)
         assert watch._thread is not None
         watch._thread.join(300)
-        return len(quota.read_usage(site.run).points)
+        return len(storage_limits.read_usage(site.run).points)
 
     site.look()
     assert look(0) == 2
@@ -291,7 +289,7 @@ def test_a_job_measures_with_its_saves_and_says_what_fails(
     monkeypatch.setattr(measuring, "MEASURE_AFTER_SAVE_SECONDS", 0.0)
     assert look(200) == 3
     assert look(200) == 3  # no save meanwhile
-    quota.usage_path(site.run).write_text("{")
+    storage_limits.usage_path(site.run).write_text("{")
     watch.look(300)
     watch._thread.join(300)  # type: ignore[union-attr]
     with pytest.raises(RelayrunError, match="unreadable record"):
@@ -321,7 +319,7 @@ for number in range(8):
 """
     subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
     now = NOW + 7 * 6 * HOUR
-    every = quota.quota_forecasts(quota.read_usage(Run(run.path)), now=now)
+    every = storage_limits.quota_forecasts(storage_limits.read_usage(Run(run.path)), now=now)
     (found,) = [each for each in every if (each.source, each.kind) == (FILE_SYSTEM, "bytes")]
     assert found.limit == 20 << 20
     assert found.a_day == pytest.approx(8_000_000, rel=0.02)
@@ -341,7 +339,7 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     assert "lfs quota: 100.0 MB of 100.0 MB used, 1.0 MB in checkpoints of this run: full at any moment" in (
         capsys.readouterr().out
     )
-    assert json.loads(quota.usage_path(site.run).read_text())["complaint"] is None
+    assert json.loads(storage_limits.usage_path(site.run).read_text())["complaint"] is None
 
 
 @pytest.mark.parametrize(
@@ -355,9 +353,14 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_status_says_that_the_disk_is_full_also_of_a_chain_that_has_ended(
-    site: Site, monkeypatch: pytest.MonkeyPatch, limits: list[tuple[quota.QuotaKind, int, int]], said: str | None
+    site: Site,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: list[tuple[storage_limits.QuotaKind, int, int]],
+    said: str | None,
 ) -> None:
-    found = [quota.QuotaLimit(source=FILE_SYSTEM, kind=kind, used=used, limit=limit) for kind, used, limit in limits]
+    found = [
+        storage_limits.QuotaLimit(source=FILE_SYSTEM, kind=kind, used=used, limit=limit) for kind, used, limit in limits
+    ]
     monkeypatch.setattr(run_status, "file_system_limit", lambda place: found)
     site.run.stop.write_text("cancelled by ada\n")
     status = run_status.read_run_status(site.run, QueueStatus(), now=NOW)

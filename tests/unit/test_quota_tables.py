@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.quota import read_quotas
-from relayrun.control.chain.quota_table import parse_quota_output
-from relayrun.control.rundir.quota import QuotaLimit
+from relayrun.control.chain.quota import parse_quota_output, read_quotas
+from relayrun.control.rundir.storage_limits import QuotaLimit
 
 HEAD = "     Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace\n"
 KIB = 1024

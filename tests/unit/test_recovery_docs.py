@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
-from relayrun.control.agent.between import ranks_gone_line
-from relayrun.control.rundir.rounds import RESTART_SECONDS, FailedRestart
+from relayrun.config.compose import resolve
+from relayrun.control.agent.restart import ranks_gone_line
+from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart
 from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
 
@@ -29,7 +29,7 @@ def test_the_page_is_short_and_its_configs_are_some(tmp_path: Path) -> None:
     assert len(blocks("yaml")) == 2
     for part in blocks("yaml"):
         (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
-        assert compose.load_run_config(tmp_path / "whole.yaml").chain.recovery == "node"
+        assert resolve.load_run_config(tmp_path / "whole.yaml").chain.recovery == "node"
 
 
 def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
     (part,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
     config = written(tmp_path, COMMAND)
     (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
-    made = compose.load_run_config(tmp_path / "whole.yaml")
+    made = resolve.load_run_config(tmp_path / "whole.yaml")
     assert (made.trainer, made.chain.recovery) == ("command", "node")
     assert ranks_gone_line(4) in page
 

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.config.compose import compose
-from relayrun.control.agent.places import NodeRanks
+from relayrun.config.compose import resolve
+from relayrun.control.agent.job_nodes import NodeRanks
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -25,7 +25,7 @@ NODE = {"recovery": "node"}
 
 def plan_of(folder: Path, **sections: Any) -> Plan:
     path = Workspace.make(folder).config("run", **sections)
-    return make_plan(compose.load_run_config(path), Run(folder / "run"), folder, revision=1)
+    return make_plan(resolve.load_run_config(path), Run(folder / "run"), folder, revision=1)
 
 
 def test_agents_are_off_and_a_plan_of_an_earlier_version_has_none(tmp_path: Path) -> None:
@@ -79,12 +79,12 @@ def test_what_cannot_work_is_refused_with_the_setting_to_change(
 ) -> None:
     path = Workspace.make(tmp_path).config("run", **({"chain": NODE} | sections))
     with pytest.raises(ConfigError) as refused:
-        compose.load_run_config(path)
+        resolve.load_run_config(path)
     assert words in str(refused.value)
 
 
 def test_another_trainer_has_a_server_that_starts_its_command(tmp_path: Path) -> None:
-    config = compose.load_run_config(written(tmp_path, COMMAND, chain=NODE))
+    config = resolve.load_run_config(written(tmp_path, COMMAND, chain=NODE))
     plan = make_plan(config, Run(tmp_path / "run"), tmp_path, revision=1)
     where = [f"--run-dir={tmp_path}/run"]
     assert plan.fork_server == [sys.executable, "-P", "-m", "relayrun.control.agent.spawn_server", *where]
@@ -123,7 +123,7 @@ def test_an_elastic_run_knows_with_how_many_nodes_it_may_go_on(tmp_path: Path) -
 def test_what_cannot_be_elastic_is_refused(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
     path = Workspace.make(tmp_path).config("run", **({"chain": NODE} | ELASTIC | sections))
     with pytest.raises(ConfigError) as refused:
-        compose.load_run_config(path)
+        resolve.load_run_config(path)
     assert words in str(refused.value)
 
 

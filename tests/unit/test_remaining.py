@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relayrun.watch.status.remaining import PACE_ATTEMPTS, AttemptPace, RemainingWork, remaining_work
+from relayrun.watch.status.summary import PACE_ATTEMPTS, AttemptPace, RemainingWork, remaining_work
 
 HOUR = 3600.0
 

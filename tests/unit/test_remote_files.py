@@ -20,8 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from relayrun.errors import InputError
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import stat_inputs
-from relayrun.tokens.stores import remote, stores
-from relayrun.tokens.stores.remote import RemoteFile, StoreError
+from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.urls import RemoteFile, StoreError
 
 from .test_preprocess import Run, data, out, run, tokenizer, write_jsonl
 from .tokenization_corpus import write_parquet
@@ -31,7 +31,7 @@ __all__ = ["data", "out", "run", "tokenizer"]
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(urls, "RETRY_PAUSES", (0.0, 0.0, 0.0))
 
 
 def page(folder: Path) -> bytes:
@@ -238,7 +238,7 @@ def test_no_file_is_left_out_because_its_store_was_away(flaky: str, run: Run, ou
 
 
 def test_a_file_that_is_another_one_when_it_is_opened_again_is_an_error(flaky: str) -> None:
-    file = stores.open_input(f"{flaky}/a.jsonl")
+    file = urls.open_input(f"{flaky}/a.jsonl")
     file.read(10)
     with fsspec.open(f"{flaky}/a.jsonl", "wb") as other:
         other.write(b"short")

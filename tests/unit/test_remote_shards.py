@@ -15,19 +15,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.data import DataSection
-from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.data import DataSection, DocumentWindowSection
 from relayrun.errors import ConfigError, InputError
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.build_datasets import training_order
-from relayrun.tokens.order import block_cache, remote_shards
-from relayrun.tokens.order.block_cache import MIN_CACHE_BYTES, SLOT_BYTES, SLOTS_PER_SET, BlockCache
-from relayrun.tokens.order.document_order import DocumentWindowOrder
-from relayrun.tokens.order.samples import WindowOrder
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.tokens.order import remote_shards
+from relayrun.tokens.order.datasets import WindowOrder
+from relayrun.tokens.order.document_packing import DocumentWindowOrder
+from relayrun.tokens.order.remote_shards import MIN_CACHE_BYTES, SLOT_BYTES, SLOTS_PER_SET, BlockCache
 from relayrun.tokens.shards.manifest import DatasetManifest
-from relayrun.tokens.stores import remote
-from relayrun.tokens.stores.remote import StoreError
+from relayrun.tokens.shards.shard import ShardWriter
+from relayrun.tokens.stores import urls as stores_urls
+from relayrun.tokens.stores.urls import StoreError
 from tests.workspace import Workspace
 
 from .test_remote_files import Server
@@ -37,7 +36,7 @@ LENGTHS = np.random.default_rng(7).integers(1, 900, 900)
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "RETRY_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(stores_urls, "RETRY_PAUSES", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +103,14 @@ def test_samples_are_those_of_local_shards_through_failures(server: Server, fold
 def test_a_full_cache_evicts_and_stays_within_its_bound(server: Server, folder: Path, tmp_path: Path) -> None:
     blocks = BlockCache(tmp_path, MIN_CACHE_BYTES)
     for number in range(40):
-        content = bytes([number]) * block_cache.BLOCK_BYTES
+        content = bytes([number]) * remote_shards.BLOCK_BYTES
         assert blocks.get(f"block {number}", lambda content=content: content) == content  # type: ignore[misc]
         assert size_of(tmp_path) <= MIN_CACHE_BYTES
     fetched: list[int] = []
 
     def fetch(number: int) -> bytes:
         fetched.append(number)
-        return bytes([number]) * block_cache.BLOCK_BYTES
+        return bytes([number]) * remote_shards.BLOCK_BYTES
 
     for number in range(40 - SLOTS_PER_SET, 40):
         blocks.get(f"block {number}", lambda number=number: fetch(number))  # type: ignore[misc]
@@ -119,11 +118,11 @@ def test_a_full_cache_evicts_and_stays_within_its_bound(server: Server, folder: 
     blocks.get("block 0", lambda: fetch(0))
     assert fetched == [0]
     again = BlockCache(tmp_path, MIN_CACHE_BYTES)
-    assert again.get("block 0", lambda: fetch(0)) == bytes(block_cache.BLOCK_BYTES)
+    assert again.get("block 0", lambda: fetch(0)) == bytes(remote_shards.BLOCK_BYTES)
     assert fetched == [0]
     BlockCache(tmp_path, 3 * MIN_CACHE_BYTES)  # one of another size takes the place of this one
     assert size_of(tmp_path) == 0
-    assert blocks.get("block 0", lambda: fetch(0)) == bytes(block_cache.BLOCK_BYTES)
+    assert blocks.get("block 0", lambda: fetch(0)) == bytes(remote_shards.BLOCK_BYTES)
 
 
 def test_what_is_torn_is_fetched_again(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
 from relayrun.watch.report import terminal_report
-from relayrun.watch.report.series import axis_ticks, reduce_points
+from relayrun.watch.report.chart import axis_ticks, reduce_points
 from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 

@@ -10,13 +10,12 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.rundir.run import Run
-from relayrun.watch.report import overview
-from relayrun.watch.report.document import report_page
+from relayrun.watch.report import live_server
+from relayrun.watch.report.page import report_page
 from relayrun.watch.report.report_data import RunReportData, read_report_data
 from relayrun.watch.status.queue import QueueStatus
-from relayrun.watch.status.remaining import RemainingWork
 from relayrun.watch.status.run_status import read_run_status
-from relayrun.watch.status.standing import DamagedRun
+from relayrun.watch.status.summary import DamagedRun, RemainingWork
 from tests import pages
 from tests.browser import Page
 from tests.history import STEP
@@ -110,14 +109,14 @@ def test_a_list_of_runs(tab: Page, two: list[RunReportData], tmp_path: Path, mon
         "made-up/llama3-8b": replace(done, durable_iteration=6000),
     }
     goodput = dict(zip(names, ("95.1%", "…", "93.8%", "88.2%", "94.9%"), strict=True))
-    text = overview.overview_page("/scratch/made-up/runs", list(names.items()), goodput, now=now, of=5)
+    text = live_server.overview_page("/scratch/made-up/runs", list(names.items()), goodput, now=now, of=5)
     path = tmp_path / "runs.html"
     assert wrong(tab, path, made_up(text.replace('http-equiv="refresh"', 'name="none"'))) == []
     tab.show(path.as_uri(), width=1200)
     draw(tab, "report-runs.png", 450)
     long = "without-a-space-" * 20
     entries = [(long, replace(dead, broken=long)), (long, DamagedRun(path=long, error=long))] * 2
-    text = overview.overview_page(f"/{long}", entries, {long: "…"}, now=now, page=2, pages=3, of=250)
+    text = live_server.overview_page(f"/{long}", entries, {long: "…"}, now=now, page=2, pages=3, of=250)
     assert wrong(tab, path, text.replace('http-equiv="refresh"', 'name="none"')) == []
 
 

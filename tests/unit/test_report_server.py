@@ -22,7 +22,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.watch.report import server
+from relayrun.watch.report import live_server
 from tests import pages
 from tests.browser import Page
 from tests.history import STEP, make_history
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with server.serve_reports(folder, port=0) as (address, serving):
+    with live_server.serve_reports(folder, port=0) as (address, serving):
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         yield address
@@ -191,7 +191,7 @@ def test_every_answer_forbids_what_it_does_not_need(address: str) -> None:
 
 
 def test_a_run_that_goes_on_is_read_anew(folder: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "SUMMARY_SECONDS", 0.0)
+    monkeypatch.setattr(live_server, "SUMMARY_SECONDS", 0.0)
     run = Run(folder / "ada/llama3-1b")
     assert "of 300" in asked(address, "/KEY/")[1]
     text = run.attempt(3).metrics.read_text()
@@ -264,7 +264,7 @@ def test_a_thousand_runs_answer_within_a_second(tmp_path: Path, monkeypatch: pyt
     with open(run.attempt(3).metrics, "w") as file:
         file.writelines(STEP.format(number) for number in range(3751, 1_003_751))
     shutil.move(run.path, folder / "p/long")
-    with server.serve_reports(folder, port=0) as (address, serving):
+    with live_server.serve_reports(folder, port=0) as (address, serving):
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         try:
@@ -284,7 +284,7 @@ def test_a_thousand_runs_answer_within_a_second(tmp_path: Path, monkeypatch: pyt
 
 def test_the_first_answer_needs_no_process_of_its_own(folder: Path) -> None:
     """Whoever only looks at the list pays for the list: goodput is reckoned once it was answered."""
-    gallery = server.ReportGallery(folder)
+    gallery = live_server.ReportGallery(folder)
     before = set(multiprocessing.active_children())
     try:
         found = gallery.overview(1)

@@ -19,8 +19,8 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.watch.report import server
-from relayrun.watch.report.worker import ReportWorker
+from relayrun.watch.report import live_server
+from relayrun.watch.report.live_server import ReportWorker
 from tests.history import make_history
 from tests.unit.test_report_server import asked
 from tests.waiting import wait_for
@@ -122,8 +122,8 @@ def test_an_end_does_not_wait(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[str, server.ReportGallery]]:
-    with server.serve_reports(folder, port=0) as (address, serving):
+def served(folder: Path) -> Iterator[tuple[str, live_server.ReportGallery]]:
+    with live_server.serve_reports(folder, port=0) as (address, serving):
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         try:
@@ -136,7 +136,7 @@ def served(folder: Path) -> Iterator[tuple[str, server.ReportGallery]]:
 def test_a_report_whose_process_is_killed_is_answered_at_once(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "SUMMARY_SECONDS", 0.0)
+    monkeypatch.setattr(live_server, "SUMMARY_SECONDS", 0.0)
     with served(tmp_path / "runs") as (address, gallery):
         real = gallery._reporter.begin
         monkeypatch.setattr(gallery._reporter, "begin", lambda *_: real(sleeps, str(tmp_path / "pid")))
@@ -163,7 +163,7 @@ def made(value: str | Exception) -> Future[str]:
 
 def test_an_error_that_passes_is_no_answer_for_ever(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has ended and changes no more; its file system was away for a moment."""
-    gallery = server.ReportGallery(tmp_path / "runs")
+    gallery = live_server.ReportGallery(tmp_path / "runs")
     answers: list[Any] = [OSError(116, "Stale file handle"), "a page"]
     for worker in ("_reporter", "_reckoner"):
         left = list(answers)
@@ -172,7 +172,7 @@ def test_an_error_that_passes_is_no_answer_for_ever(run: Run, tmp_path: Path, mo
         gallery.report("ada/llama3-1b")
     with pytest.raises(OSError, match="Stale"):
         gallery.report("ada/llama3-1b")  # not tried again at once for all who ask
-    monkeypatch.setattr(server, "SUMMARY_SECONDS", 0.0)
+    monkeypatch.setattr(live_server, "SUMMARY_SECONDS", 0.0)
     assert gallery.report("ada/llama3-1b") == "a page"
     assert gallery.report("ada/llama3-1b") == "a page"
     _, names = gallery.overview(1) or ("", [])
@@ -183,12 +183,12 @@ def test_an_error_that_passes_is_no_answer_for_ever(run: Run, tmp_path: Path, mo
 
 
 def test_goodput_says_what_passes_from_what_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server._goodput_of(str(run.path)).endswith("%")
+    assert live_server._goodput_of(str(run.path)).endswith("%")
     monkeypatch.setattr(Run, "attempt_numbers", lambda _: fails("OSError"))
     with pytest.raises(OSError, match="away"):
-        server._goodput_of(str(run.path))
+        live_server._goodput_of(str(run.path))
     run.plan.write_text("{")
-    assert server._goodput_of(str(run.path)) == ""
+    assert live_server._goodput_of(str(run.path)) == ""
 
 
 def test_the_folder_of_one_run_is_served_too(run: Run) -> None:
@@ -207,7 +207,7 @@ def test_a_run_may_be_named_as_elsewhere(
     (tmp_path / ".relayrun").touch()
     monkeypatch.chdir(tmp_path)
     shown: list[Path] = []
-    monkeypatch.setattr(server, "serve_reports", lambda folder, **_: shown.append(folder) or raises())
+    monkeypatch.setattr(live_server, "serve_reports", lambda folder, **_: shown.append(folder) or raises())
     assert main(["report", "ada/llama3-1b", "--serve"]) == 1
     assert shown == [tmp_path / "logs/runs/ada/llama3-1b"]
 

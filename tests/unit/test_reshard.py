@@ -25,8 +25,8 @@ from relayrun.errors import RelayrunError
 from relayrun.tokens.shuffle import buckets
 from relayrun.tokens.shuffle import reshard as module
 from relayrun.tokens.shuffle.buckets import row_keys
-from relayrun.tokens.shuffle.lengths import LengthProfile, length_points
 from relayrun.tokens.shuffle.reshard import ReshardOptions
+from relayrun.tokens.shuffle.text_lengths import LengthProfile, length_points
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 3000

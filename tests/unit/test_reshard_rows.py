@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayrun.cli import main
-from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import InputError
 from relayrun.tokens.shuffle import reshard as module
-from relayrun.tokens.shuffle.pieces import RowSplit
 from relayrun.tokens.shuffle.reshard import ReshardOptions
+from relayrun.tokens.shuffle.text_lengths import RowSplit
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.unit.test_reshard import digests

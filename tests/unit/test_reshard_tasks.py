@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.tokens.shuffle import buckets, multi_node, output, reshard
+from relayrun.tokens.shuffle import buckets, multi_node, reshard
 from relayrun.tokens.shuffle.multi_node import ReshardTask
 from relayrun.tokens.shuffle.reshard import ReshardOptions
 
@@ -131,9 +131,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
         (buckets, "_bins", 3),
         (buckets, "_bins", 10),
         (buckets.np, "savez", 4),
-        (output.np, "save", 1),
-        (output, "narrow", 20),
-        (output.np, "save", 6),
+        (buckets.np, "save", 1),
+        (buckets, "narrow", 20),
+        (buckets.np, "save", 6),
         (multi_node, "write_json", 1),
         (multi_node, "draw", 1),
         (multi_node.os, "rename", 1),
@@ -153,13 +153,13 @@ def test_a_killed_run_goes_on_with_any_number_of_tasks(
     assert not options.output.exists() or name == "rmtree"
     written: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        whole = output.atomic_file
-        for module in (buckets, output):
+        whole = buckets.atomic_file
+        for module in (buckets, buckets):
             patch.setattr(module, "whole_file", lambda path: written.append(path) or whole(path))
         assert run(reshard.replace(options, threads=2), 3) == ROWS
     assert contents(options.output) == wanted
     assert not list((tmp_path / "temp").iterdir())
-    if owner is output.np and call == 6:  # what was done is kept
+    if owner is buckets.np and call == 6:  # what was done is kept
         assert not [path for path in written if path.suffix in (".arrow", ".npz")]
         assert len(written) < len(wanted)
 

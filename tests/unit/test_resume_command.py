@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
-from relayrun.control.rundir.lineage import resume_point
+from relayrun.config.compose import resolve
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError
-from relayrun.submit.check import state
+from relayrun.submit.check import existing_run
 from tests.history import make_history
 from tests.workspace import Workspace
 
@@ -56,7 +55,7 @@ def test_what_changes_is_said_and_makes_a_revision(
 def test_a_run_that_was_moved_goes_on_where_it_is(submitted: Run, tmp_path: Path) -> None:
     moved = Run(submitted.path.rename(tmp_path / "elsewhere"))
     assert main(["resume", str(moved.path)]) == 0
-    assert compose.read_resolved_config(moved.config_revision(2)).run_dir == str(moved.path)
+    assert resolve.read_resolved_config(moved.config_revision(2)).run_dir == str(moved.path)
     assert str(moved.path) in moved.job_script.read_text()
 
 
@@ -73,9 +72,9 @@ def test_a_run_that_stands_where_it_is_to_stop_is_refused(tmp_path: Path) -> Non
     reached = resume_point(made).iteration
     path = Workspace.make(tmp_path).config("run", training={"steps": 1000})
     with pytest.raises(ConfigError, match=f"training.stop_after: the run stands at iteration {reached} already"):
-        state.check_stop_after(compose.load_run_config(path, [f"training.stop_after={reached}"]), made)
-    state.check_stop_after(compose.load_run_config(path, [f"training.stop_after={reached + 1}"]), made)
-    state.check_stop_after(compose.load_run_config(path), made)
+        existing_run.check_stop_after(resolve.load_run_config(path, [f"training.stop_after={reached}"]), made)
+    existing_run.check_stop_after(resolve.load_run_config(path, [f"training.stop_after={reached + 1}"]), made)
+    existing_run.check_stop_after(resolve.load_run_config(path), made)
 
 
 def test_a_run_that_there_is_not_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

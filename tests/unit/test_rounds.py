@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.agent_decide import Death, RestartFacts, first_death, why_no_restart
-from relayrun.control.rundir import rewinds, rounds
-from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.control.decisions import Death, RestartFacts, first_death, why_no_restart
+from relayrun.control.rundir import restarts
+from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.merged_metrics import MergedViews, merged_metrics, newest_valid_lines, valid_lines
 from relayrun.control.rundir.records import CheckpointCommit, RankFailure
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines
 from tests.history import began
@@ -125,19 +125,19 @@ def test_the_records_of_a_failed_round_are_read_with_what_getting_back_took(tmp_
     run = Run(tmp_path)
     began(run, 1)
     attempt = run.attempt(1)
-    assert rounds.read_failed_restarts(attempt) == []
+    assert restarts.read_failed_restarts(attempt) == []
     one = failed(1, base=0, durable=40, seconds={"end": 0.5}, steps_lost=5)
-    rounds.record_failed_restart(attempt, one)
+    restarts.record_failed_restart(attempt, one)
     assert one.told == "round 1: rank 3 on n1: killed by SIGKILL, at iteration 45; again from iteration 40"
-    rounds.amend_failed_restart(attempt, 1, seconds={"step": 1.0, "all": 2.04})
+    restarts.amend_failed_restart(attempt, 1, seconds={"step": 1.0, "all": 2.04})
     two = failed(2, base=40, durable=40, again=False, reason="enough", rank=None, node="", words="the agent is gone")
-    rounds.record_failed_restart(attempt, two)
-    assert [each.seconds for each in rounds.read_failed_restarts(attempt)] == [
+    restarts.record_failed_restart(attempt, two)
+    assert [each.seconds for each in restarts.read_failed_restarts(attempt)] == [
         {"end": 0.5, "step": 1.0, "all": 2.04},
         {},
     ]
-    assert rounds.read_failed_restarts(attempt)[0].told.endswith("again from iteration 40, 2.0 s to the next step")
-    assert rounds.read_failed_restarts(attempt)[1].told == "round 2: the agent is gone, at iteration 45; enough"
+    assert restarts.read_failed_restarts(attempt)[0].told.endswith("again from iteration 40, 2.0 s to the next step")
+    assert restarts.read_failed_restarts(attempt)[1].told == "round 2: the agent is gone, at iteration 45; enough"
 
 
 def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_iteration_once(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_
     began(run, 1)
     attempt = run.attempt(1)
     attempt.failures.mkdir()
-    assert rounds.restart_checkpoint(run, attempt) == ResumePoint(iteration=0, path=None)
+    assert restarts.restart_checkpoint(run, attempt) == ResumePoint(iteration=0, path=None)
     train(run, 1, 1, 22)
     commit(run, 1, 10)
     commit(run, 1, 20)
@@ -155,27 +155,27 @@ def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_
     views = MergedViews(run)
     views.update(attempt=1)
     RankFailure(rank=1, node="n", error="OSError: away", time=1.0).write(attempt.failures / "rank-0001.json")
-    base = rounds.restart_checkpoint(run, attempt)
+    base = restarts.restart_checkpoint(run, attempt)
     assert base == ResumePoint(iteration=10, path=str(run.checkpoint(10)))
-    rounds.record_failed_restart(attempt, failed(1, base=0, durable=10))
-    (moved,) = rounds.prepare_restart(run, attempt, base, next_round=2)
+    restarts.record_failed_restart(attempt, failed(1, base=0, durable=10))
+    (moved,) = restarts.prepare_restart(run, attempt, base, next_round=2)
     assert "iter_0000020" in moved
     assert not run.checkpoint(20).exists()
     assert list(attempt.failures.glob("*.json")) == []
     assert (attempt.failures / "round-0001/rank-0001.json").exists()
     train(run, 1, 11, 15)
-    rounds.record_failed_restart(attempt, failed(2, base=10, durable=10, next_iteration=13, source="memory"))
-    rounds.prepare_restart(run, attempt, base, next_round=3, next_iteration=13)
-    assert rounds.read_failed_restarts(attempt)[-1].told.endswith("again from iteration 13 (memory)")
+    restarts.record_failed_restart(attempt, failed(2, base=10, durable=10, next_iteration=13, source="memory"))
+    restarts.prepare_restart(run, attempt, base, next_round=3, next_iteration=13)
+    assert restarts.read_failed_restarts(attempt)[-1].told.endswith("again from iteration 13 (memory)")
     train(run, 1, 14, 14)
     views.update(attempt=1)
     iterations = [line["iteration"] for line in read_lines(run.metrics_view)]
     assert iterations == list(range(1, 15))
     assert [line["iteration"] for line in merged_metrics(run)] == iterations
     assert [line["iteration"] for line in newest_valid_lines(run)] == iterations[::-1]
-    assert rounds.newest_recorded_iteration(attempt) == 14
+    assert restarts.newest_recorded_iteration(attempt) == 14
     commit(run, 1, 20)  # computed again: the newer line counts
-    assert rounds.restart_checkpoint(run, attempt).iteration == 20
+    assert restarts.restart_checkpoint(run, attempt).iteration == 20
 
 
 def test_a_round_before_any_checkpoint_starts_where_its_attempt_did(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_round_before_any_checkpoint_starts_where_its_attempt_did(tmp_path: Pa
     began(other, 1)
     commit(other, 1, 40)
     began(run, 1, base=40, base_path=str(other.checkpoint(40)))
-    assert rounds.restart_checkpoint(run, run.attempt(1)) == ResumePoint(iteration=40, path=str(other.checkpoint(40)))
+    assert restarts.restart_checkpoint(run, run.attempt(1)) == ResumePoint(iteration=40, path=str(other.checkpoint(40)))
 
 
 def test_a_round_whose_attempts_base_is_torn_goes_back_further_and_begin_json_says_so(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_a_round_whose_attempts_base_is_torn_goes_back_further_and_begin_json_sa
     commit(run, 1, 20)
     began(run, 2, base=20)
     (run.checkpoint(20) / "data").unlink()
-    base = rounds.restart_checkpoint(run, run.attempt(2))
-    rounds.prepare_restart(run, run.attempt(2), base, next_round=2)
+    base = restarts.restart_checkpoint(run, run.attempt(2))
+    restarts.prepare_restart(run, run.attempt(2), base, next_round=2)
     begin = run.attempt(2).read_begin()
     assert begin is not None
     assert (begin.base_iteration, begin.base_path) == (10, str(run.checkpoint(10)))
@@ -206,14 +206,14 @@ def test_a_rewind_whose_line_its_writer_could_not_leave_keeps_its_place_before_t
     attempt = run.attempt(1)
     train(run, 1, 1, 15)
     commit(run, 1, 10)
-    rewind = rewinds.Rollback(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
-    rewinds.record_rollback(attempt, rewind)  # and then it was killed
-    rounds.record_failed_restart(attempt, failed(1, base=0, durable=10))
-    rounds.prepare_restart(run, attempt, rounds.restart_checkpoint(run, attempt), next_round=2)
+    rewind = restarts.Rollback(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
+    restarts.record_rollback(attempt, rewind)  # and then it was killed
+    restarts.record_failed_restart(attempt, failed(1, base=0, durable=10))
+    restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_round=2)
     assert [line.keys() & {"rewind", "round"} for line in read_lines(attempt.metrics)][-1:] == [{"rewind"}]
     train(run, 1, 11, 18)
-    rounds.record_failed_restart(attempt, failed(2, base=10, durable=10))
-    rounds.prepare_restart(run, attempt, rounds.restart_checkpoint(run, attempt), next_round=3)
+    restarts.record_failed_restart(attempt, failed(2, base=10, durable=10))
+    restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_round=3)
     assert list(read_lines(attempt.metrics))[-1] == {"iteration": 10, "round": 3}
     train(run, 1, 11, 12)
     assert [line["iteration"] for line in merged_metrics(run)] == list(range(1, 13))

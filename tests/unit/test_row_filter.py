@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from relayrun.config.sections.row_filter import condition_columns, parse_row_condition
-from relayrun.tokens.streams.conditions import arrow_expression
+from relayrun.config.sections.conditions import condition_columns, parse_row_condition
+from relayrun.tokens.streams.row_filters import arrow_expression
 
 ROWS = pa.table(
     {

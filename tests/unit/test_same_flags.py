@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import places
-from relayrun.cli.data import dumps, mixture
+from relayrun.cli.data import dumps, shards
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/tokenization.md").read_text(encoding="utf-8")
 PAIRS = re.findall(r"^\| `(\w+\.py)` \| `relayrun (\w+) (\w+)` \|$", PAGE, re.M)
@@ -19,7 +19,7 @@ PAIRS = re.findall(r"^\| `(\w+\.py)` \| `relayrun (\w+) (\w+)` \|$", PAGE, re.M)
 
 def subcommands() -> dict[tuple[str, str], argparse.ArgumentParser]:
     found = {}
-    for module in (dumps, mixture):
+    for module in (dumps, shards):
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
         (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.setup_lines import check_setup_lines
+from relayrun.config.sections.job_script import check_setup_lines
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import gres, sbatch_options
+from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError
-from relayrun.submit import evaluation_job, run_plan, submission
-from relayrun.submit.check import job as check
+from relayrun.submit import policies, run_plan, submission
+from relayrun.submit.check import slurm as check
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "configs/runs/demo-slurm.yaml"
@@ -37,7 +37,7 @@ Options provided by plugins:
 
 
 def config(*overrides: str) -> RunConfig:
-    return compose.load_run_config(SLURM, overrides)
+    return resolve.load_run_config(SLURM, overrides)
 
 
 def header(text: str) -> list[str]:
@@ -47,10 +47,10 @@ def header(text: str) -> list[str]:
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed sbatch that prints HELP."""
-    monkeypatch.setattr(sbatch_options.slurm_command, "run", lambda command, seconds: HELP)
-    sbatch_options.installed_sbatch_options.cache_clear()
+    monkeypatch.setattr(slurm_commands.slurm_command, "run", lambda command, seconds: HELP)
+    slurm_commands.installed_sbatch_options.cache_clear()
     yield
-    sbatch_options.installed_sbatch_options.cache_clear()
+    slurm_commands.installed_sbatch_options.cache_clear()
 
 
 def test_any_option_stands_in_the_job_script_quoted() -> None:
@@ -91,7 +91,7 @@ def test_what_cannot_be_handed_on_is_refused_with_what_to_do(section: str, given
 
 @pytest.mark.usefixtures("listed")
 def test_names_are_checked_against_the_installed_sbatch_with_its_plugins() -> None:
-    assert sbatch_options.option_names_in(HELP) >= {"account", "gres", "mem-per-cpu", "mem", "propagate", "uenv"}
+    assert slurm_commands.option_names_in(HELP) >= {"account", "gres", "mem-per-cpu", "mem", "propagate", "uenv"}
     check.refuse_job_settings(config('job.sbatch={gres: "gpu:4", uenv: prgenv}'))
     with pytest.raises(
         ConfigError, match=r"job.sbatch.mail-typ: the sbatch .* has no option --mail-typ\n.*mail-type\?"
@@ -102,19 +102,19 @@ def test_names_are_checked_against_the_installed_sbatch_with_its_plugins() -> No
 
 
 def test_without_sbatch_the_list_of_a_named_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sbatch_options, "installed_sbatch_options", lambda: None)
-    sbatch_options.check_sbatch_options(["gres", "mail-type", "network"], where="job.sbatch")
+    monkeypatch.setattr(slurm_commands, "installed_sbatch_options", lambda: None)
+    slurm_commands.check_sbatch_options(["gres", "mail-type", "network"], where="job.sbatch")
     with pytest.raises(ConfigError, match=r"sbatch 22\.05\.8 has no option --mailtype\n.*did you mean mail-type\?"):
-        sbatch_options.check_sbatch_options(["mailtype"], where="job.sbatch")
+        slurm_commands.check_sbatch_options(["mailtype"], where="job.sbatch")
 
 
 def test_the_real_sbatch_prints_a_list_that_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=ALL\n")
     monkeypatch.setenv("SLURM_CONF", str(conf))
-    sbatch_options.installed_sbatch_options.cache_clear()
-    found = sbatch_options.installed_sbatch_options()
-    sbatch_options.installed_sbatch_options.cache_clear()
+    slurm_commands.installed_sbatch_options.cache_clear()
+    found = slurm_commands.installed_sbatch_options()
+    slurm_commands.installed_sbatch_options.cache_clear()
     if found is None:
         assert os.environ.get("RELAYRUN_NO_SLURM") == "1", "Slurm's commands are missing"
         pytest.skip("no Slurm here")
@@ -144,7 +144,7 @@ def test_gpus_are_asked_for_in_one_way_only() -> None:
 def test_a_successor_asks_for_gpus_as_its_script_does(
     script: dict[str, str | None], options: dict[str, str], wanted: dict[str, str]
 ) -> None:
-    assert gres.gpu_options_like_script(options, script) == wanted
+    assert slurm_commands.gpu_options_like_script(options, script) == wanted
 
 
 def test_an_evaluation_asks_for_its_own_gpus_in_the_way_of_the_site() -> None:
@@ -152,7 +152,7 @@ def test_an_evaluation_asks_for_its_own_gpus_in_the_way_of_the_site() -> None:
         given = config("job.gpus_per_node=4", "evaluation.interval=100", *overrides)
         run = Run(Path("/tmp/run"))
         plan = run_plan.make_plan(given, run, ROOT, revision=1)
-        return header(evaluation_job.evaluation_script(given, plan, run))
+        return header(policies.evaluation_script(given, plan, run))
 
     site = 'job.sbatch={gres: "gpu:4", constraint-of-mine: x, mail-type: END}'.replace("constraint-of-mine: x, ", "")
     assert {"--gres=gpu:1", "--mail-type=END"} <= set(lines(site))
@@ -171,13 +171,13 @@ def test_options_of_the_site_and_of_the_run_are_joined(tmp_path: Path) -> None:
     )
     path = tmp_path / "run.yaml"
     path.write_text(f"include: [{SLURM}]\ncluster: here\njob:\n  sbatch: {{mail-type: END, licenses: false}}\n")
-    resolved = compose.load_run_config(path)
+    resolved = resolve.load_run_config(path)
     lines = header(submission.dry_run(resolved))
     assert {"--partition=boost", "--gres=gpu:4", "--mail-type=END"} <= set(lines)
     assert not any(line.startswith("--licenses") for line in lines)
-    (tmp_path / "again.yaml").write_text(compose.dump_run_config(resolved))
-    assert compose.read_resolved_config(tmp_path / "again.yaml") == resolved
-    assert compose.read_settings(path).place(("job", "sbatch", "gres")) == f"{tmp_path}/clusters/here.yaml:5"
+    (tmp_path / "again.yaml").write_text(resolve.dump_run_config(resolved))
+    assert resolve.read_resolved_config(tmp_path / "again.yaml") == resolved
+    assert resolve.read_settings(path).place(("job", "sbatch", "gres")) == f"{tmp_path}/clusters/here.yaml:5"
 
 
 def run_setup(tmp_path: Path, lines: list[str]) -> tuple[subprocess.CompletedProcess[str], str]:
@@ -245,7 +245,7 @@ def test_lines_stand_in_an_evaluations_script_behind_the_modules(tmp_path: Path)
     )
     run = Run(tmp_path)
     plan = run_plan.make_plan(given, run, ROOT, revision=1)
-    lines = evaluation_job.evaluation_script(given, plan, run).splitlines()
+    lines = policies.evaluation_script(given, plan, run).splitlines()
     places = [lines.index(line) for line in ("module load cuda", "source /opt/site/env.sh", "ulimit -l unlimited")]
     assert places == sorted(places)
     assert lines.index("set -euo pipefail") < places[0]

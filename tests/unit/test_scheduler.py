@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.scheduler import slurm_command, tasks
+from relayrun.control.scheduler import slurm_commands, tasks
 from relayrun.control.scheduler.base import clean_environment
-from relayrun.control.scheduler.job_text import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.control.scheduler.local_queue import LocalJob
 from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.errors import SchedulerError
 
 LINE = (
@@ -91,7 +91,7 @@ def test_slurm_is_asked_for_times_that_are_told_apart_when_summer_time_ends(
         for program in ("squeue", "scontrol", "sacct"):
             for moment in (1792888200, 1792891800):  # 2026-10-25 02:30, in summer time and an hour later
                 assert (
-                    parse_timestamp(slurm_command.run_slurm_command([program, str(moment)], seconds=30).strip())
+                    parse_timestamp(slurm_commands.run_slurm_command([program, str(moment)], seconds=30).strip())
                     == moment
                 )
     finally:

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.agent import sections as pages
-from relayrun.control.agent.hangs import HangDetector, hang_record
-from relayrun.control.agent.sections import ActivityPage, RankActivity
-from relayrun.train.reporting import sections
-from relayrun.train.reporting.sections import SectionReporter
-from relayrun.train.reporting.timings import Timings
+from relayrun.control.agent import hang_detection as pages
+from relayrun.control.agent.hang_detection import ActivityPage, HangDetector, RankActivity, hang_record
+from relayrun.train.reporting import liveness
+from relayrun.train.reporting.liveness import SectionReporter, Timings
 from tests.unit.test_training_timings import begin
 from tests.waiting import wait_for
 
@@ -207,12 +205,12 @@ def test_each_section_has_its_limit(section: str, step: float, save: float | Non
 
 
 def test_limits_begin_with_measured_steps_and_follow_them() -> None:
-    timings = measured(0.2, None, steps=sections.MEASURED_STEPS - 1)
+    timings = measured(0.2, None, steps=liveness.MEASURED_STEPS - 1)
     found = SectionReporter(None, 0, timings=timings, hang_timeout=HANG)
     assert found.limit("forward") == HANG
     timings.step(0.2, 8)
     assert found.limit("forward") == 60.0
-    for _ in range(sections.MEASURED_STEPS):
+    for _ in range(liveness.MEASURED_STEPS):
         timings.step(12.0, 8)
     assert found.limit("forward") == 120.0
     assert SectionReporter(None, 0, timings=timings, hang_timeout=5.0).limit("data") == 120.0, "ten usual steps"

@@ -23,20 +23,20 @@ from relayrun.control.notify import notices
 from relayrun.control.notify.notices import NOTICE_EVENTS, NoticePolicy, NoticeTarget
 from relayrun.control.rundir import campaign, find_runs, mirror
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
-from relayrun.control.rundir.quota import QuotaLimit
 from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat, StartTimes
-from relayrun.control.rundir.stop import write_stop
-from relayrun.control.scheduler import history, together
+from relayrun.control.rundir.run import write_stop
+from relayrun.control.rundir.storage_limits import QuotaLimit
+from relayrun.control.scheduler import job_history, slurm
 from relayrun.control.scheduler.base import Job
-from relayrun.control.scheduler.history import JobEnd
-from relayrun.control.scheduler.together import QueuedJob
+from relayrun.control.scheduler.job_history import JobEnd
+from relayrun.control.scheduler.slurm import QueuedJob
 from relayrun.errors import InputError, SchedulerError, user_name
 from relayrun.watch import cron_check, symptoms, unsent_notices
 from relayrun.watch.status import cron_check_record as records
 from relayrun.watch.status import queue as asking
-from relayrun.watch.status import run_status, standing_view
+from relayrun.watch.status import run_status, tables
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -165,7 +165,7 @@ def make_world(
 
     def make(*, told: bool = True) -> World:
         world = World(make_run, tmp_path, told=told)
-        monkeypatch.setattr(together, "jobs_by_name", world.jobs_of)
+        monkeypatch.setattr(slurm, "jobs_by_name", world.jobs_of)
         monkeypatch.setattr(asking, "query_queue", world.ask)
         monkeypatch.setattr(unsent_notices, "_start", lambda *_: None)
         return world
@@ -684,14 +684,14 @@ def test_status_shows_when_it_last_looked_and_that_it_is_dead(world: World) -> N
     assert look is not None
     assert (look.folder, look.time, look.period, look.late) == (str(world.folder), world.now, EVERY, False)
     world.now += 40
-    (line,) = standing_view.cron_check_lines([state(world)], now=world.now)
+    (line,) = tables.cron_check_lines([state(world)], now=world.now)
     assert line.startswith(f"sentinel: looked 40 s ago ({world.folder}, by ")
     world.now += 5 * HOUR
-    (line,) = standing_view.cron_check_lines([state(world)], now=world.now)
+    (line,) = tables.cron_check_lines([state(world)], now=world.now)
     assert line.startswith("sentinel: dead or late: looked 5.0 h ago")
     assert "every 120 s before" in line or "every 2 min before" in line
     records.cron_check_path(world.folder, ME).write_text("{")
-    (line,) = standing_view.cron_check_lines([state(world)], now=world.now)
+    (line,) = tables.cron_check_lines([state(world)], now=world.now)
     assert "nobody knows when it last looked" in line
 
 
@@ -804,7 +804,7 @@ def test_a_look_that_hangs_ends(
 
     monkeypatch.setattr(command, "TIME_LIMIT_SECONDS", 1)
     monkeypatch.setattr(world, "jobs_of", lambda *_, **__: time.sleep(100))
-    monkeypatch.setattr(together, "jobs_by_name", world.jobs_of)
+    monkeypatch.setattr(slurm, "jobs_by_name", world.jobs_of)
     assert main(["sentinel", str(world.folder)]) == 1
     assert "no end of this look in 1 s" in capsys.readouterr().err
 
@@ -881,4 +881,4 @@ def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # 
     ],
 )
 def test_reasons_that_never_end(reason: str, for_ever: bool, budget: bool) -> None:
-    assert (history.never_starts(reason), history.waits_for_budget(reason)) == (for_ever, budget)
+    assert (job_history.never_starts(reason), job_history.waits_for_budget(reason)) == (for_ever, budget)

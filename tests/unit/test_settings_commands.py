@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, describe
+from relayrun.config.compose import describe, resolve
 from relayrun.control.rundir.run import Run
 from tests.workspace import Workspace
 
@@ -29,7 +29,7 @@ def test_the_resolved_config_can_be_submitted_again(
 ) -> None:
     assert main(["config", str(path), "--set", "cluster.environment.A=1:30"]) == 0
     (tmp_path / "again.yaml").write_text(capsys.readouterr().out)
-    assert compose.load_run_config(tmp_path / "again.yaml") == compose.load_run_config(
+    assert resolve.load_run_config(tmp_path / "again.yaml") == resolve.load_run_config(
         path, ["cluster.environment.A=1:30"]
     )
 
@@ -55,8 +55,8 @@ def test_a_run_shows_any_of_its_revisions(tmp_path: Path, capsys: pytest.Capture
     run.config.mkdir(parents=True)
     run.manifest.write_text("{}")
     for number, steps in ((1, 4), (2, 9)):
-        config = compose.load_run_config(workspace.config("a", training={"steps": steps}))
-        run.config_revision(number).write_text(compose.dump_run_config(config))
+        config = resolve.load_run_config(workspace.config("a", training={"steps": steps}))
+        run.config_revision(number).write_text(resolve.dump_run_config(config))
     for name, steps in ((f"{run.path}:1", 4), (f"{run.path}:2", 9), (str(run.path), 9)):
         assert main(["config", name]) == 0
         assert yaml.safe_load(capsys.readouterr().out)["training"]["steps"] == steps
@@ -118,7 +118,7 @@ def test_the_json_schema_takes_every_config_file_and_names_what_it_does_not_know
     validator = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
     validator.check_schema(validator.schema)
     for path in [*(ROOT / "configs/runs").glob("*.yaml"), *(ROOT / "configs/models").glob("*.yaml")]:
-        values = compose.yamlfile.read(path).values
+        values = resolve.yamlfile.read(path).values
         assert [error.message for error in validator.iter_errors(values)] == [], path
     wrong = {"training": {"stepps": 3, "steps": 0}, "checkpoint": {"interval": "often"}}
     assert len(list(validator.iter_errors(wrong))) == 3

@@ -13,8 +13,8 @@ import pytest
 
 from relayrun.control.agent import coordinator, requests
 from relayrun.control.agent.connections import AgentConnections
-from relayrun.control.agent.lines import MessageSocket
-from relayrun.control.rundir import node_health, rounds
+from relayrun.control.agent.messages import MessageSocket
+from relayrun.control.rundir import node_health, restarts
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.records import Hang
 
@@ -150,7 +150,7 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_round(three: Looked) -> N
     three.facts = BROKEN
     three.end(1)
     assert three.places() == [0, None, 1]
-    (failed,) = rounds.read_failed_restarts(three.attempt)
+    (failed,) = restarts.read_failed_restarts(three.attempt)
     assert (failed.culprit, failed.lost, failed.again) == ("rank 1 on n0: killed by SIGKILL", {"n1": "n2"}, True)
     assert three.found() == [("n1", "run_dir", "left out", 1)]
 
@@ -165,7 +165,7 @@ def test_the_copies_of_a_sick_node_are_gone_with_it(three: Looked) -> None:
     three.facts = BROKEN
     three.end(1, memory=own[1])
     assert three.places() == [0, None, 1]
-    (failed,) = rounds.read_failed_restarts(three.attempt)
+    (failed,) = restarts.read_failed_restarts(three.attempt)
     assert (failed.source, failed.next_iteration) == ("disk", 0)
     assert three.all[2].last["memory"] is None
 
@@ -196,7 +196,7 @@ def test_a_node_that_falls_ill_without_a_spare_one_ends_the_attempt_with_its_nam
     nodes.facts = BROKEN
     nodes.end(1)
     assert nodes.coordinator.code == 137
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.again, failed.reason, failed.lost) == (False, f"n1 is sick: {WORDS}", {"n1": ""})
     assert nodes.found() == [("n1", "run_dir", "ended", 1)]
 

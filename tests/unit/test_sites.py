@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.submit import submission
 from relayrun.submit.check import report
@@ -68,7 +68,7 @@ def test_every_site_has_a_row() -> None:
 @pytest.mark.parametrize("name", ASKED_FOR)
 def test_the_job_holds_what_the_site_asks_for(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN.format(root=ROOT, name=name, folder=tmp_path))
-    config = compose.load_run_config(tmp_path / "run.yaml")
+    config = resolve.load_run_config(tmp_path / "run.yaml")
     text = submission.dry_run(config)
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     for option in [*ASKED_FOR[name], "--account=proj", "--nodes=2"]:
@@ -92,7 +92,7 @@ def test_a_site_file_names_its_sources_and_leaves_the_account_to_the_user(name: 
 def test_the_check_says_what_could_not_be_read_of_a_site(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN.format(root=ROOT, name="juwels-booster", folder=tmp_path))
     for overrides, said in (([], 1), (["cluster.not_checked=[]"], 0)):
-        config = compose.load_run_config(tmp_path / "run.yaml", overrides)
+        config = resolve.load_run_config(tmp_path / "run.yaml", overrides)
         found = [each for each in report.check_config(config).warnings if each.name == "job.site"]
         assert len(found) == said
         assert all("the name of the partition, booster; that GPUs" in each.words for each in found)
@@ -100,7 +100,7 @@ def test_the_check_says_what_could_not_be_read_of_a_site(tmp_path: Path) -> None
 
 def test_the_definition_file_of_alps_holds_the_variables_of_its_site_file() -> None:
     file = tomllib.loads((ROOT / "container/relayrun.toml").read_text())
-    site = compose.yamlfile.read(CLUSTERS / "alps.yaml").values
+    site = resolve.yamlfile.read(CLUSTERS / "alps.yaml").values
     assert file["env"] == site["environment"]
     assert len(file["env"]) == 11
     assert file["annotations"]["com"]["hooks"]["aws_ofi_nccl"] == {"enabled": "true", "variant": "cuda12"}
@@ -164,7 +164,7 @@ def test_the_pages_own_site_file_is_valid(tmp_path: Path) -> None:
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters/my-cluster.yaml").write_text(text)
     (tmp_path / "run.yaml").write_text(RUN.format(root=ROOT, name="my-cluster", folder=tmp_path))
-    job = submission.dry_run(compose.load_run_config(tmp_path / "run.yaml"))
+    job = submission.dry_run(resolve.load_run_config(tmp_path / "run.yaml"))
     assert "#SBATCH --gres=gpu:4" in job
     assert "#SBATCH --mail-type=END" in job
 
@@ -180,16 +180,16 @@ def test_a_persons_variable_for_sbatch_is_heeded_and_written_into_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     monkeypatch.setenv(f"SBATCH_{option.upper()}", "proj2")
-    config = compose.load_run_config(run_config(tmp_path))
+    config = resolve.load_run_config(run_config(tmp_path))
     assert f"#SBATCH --{option}=proj2\n" in submission.dry_run(config)
-    config = compose.load_run_config(run_config(tmp_path, name="alps"))  # it holds over the defaults of the site
+    config = resolve.load_run_config(run_config(tmp_path, name="alps"))  # it holds over the defaults of the site
     assert f"#SBATCH --{option}=proj2\n" in submission.dry_run(config)
-    config = compose.load_run_config(
+    config = resolve.load_run_config(
         run_config(tmp_path), [f"job.{option}=mine"]
     )  # and --set over it, as an option of sbatch
     assert f"#SBATCH --{option}=mine\n" in submission.dry_run(config)
-    (tmp_path / "resolved.yaml").write_text(compose.dump_run_config(config))
-    assert compose.read_resolved_config(tmp_path / "resolved.yaml") == config  # what a run was submitted with stays
+    (tmp_path / "resolved.yaml").write_text(resolve.dump_run_config(config))
+    assert resolve.read_resolved_config(tmp_path / "resolved.yaml") == config  # what a run was submitted with stays
 
 
 def test_a_persons_variable_for_sbatch_that_says_something_else_than_the_config_is_refused_by_name(
@@ -203,7 +203,7 @@ def test_a_persons_variable_for_sbatch_that_says_something_else_than_the_config_
         assert "SBATCH_ACCOUNT=proj2, and job.account is proj" in said
         assert "run.yaml" in said
     monkeypatch.setenv("SBATCH_ACCOUNT", "proj")
-    assert compose.load_run_config(path).job.account == "proj"
+    assert resolve.load_run_config(path).job.account == "proj"
 
 
 @pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
@@ -214,7 +214,7 @@ def test_a_variable_that_names_another_cluster_is_refused_by_name(
     for verb in ("check", "submit"):
         assert main([verb, str(run_config(tmp_path))]) == 1
         assert f"{variable}=other is not heeded" in capsys.readouterr().err
-    assert compose.load_run_config(run_config(tmp_path, name="local")).cluster.scheduler == "local"
+    assert resolve.load_run_config(run_config(tmp_path, name="local")).cluster.scheduler == "local"
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_a_variable_of_sbatch_that_is_not_heeded_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, setting: str
 ) -> None:
     monkeypatch.setenv(variable, "5")
-    compose.load_run_config(run_config(tmp_path))
+    resolve.load_run_config(run_config(tmp_path))
     assert f"{variable}=5 is not heeded: set {setting}" in caplog.text
     caplog.clear()
-    compose.load_run_config(run_config(tmp_path, name="local"))
+    resolve.load_run_config(run_config(tmp_path, name="local"))
     assert caplog.text == ""
 
 
@@ -240,7 +240,7 @@ def test_a_launchers_plan_has_the_account_of_its_job_whatever_the_shell_said(
     for name, value in {"SBATCH_ACCOUNT": "proj2", "SLURM_JOB_ACCOUNT": "proj3", "SBATCH_TIMELIMIT": "5"}.items():
         monkeypatch.setenv(name, value)
     seen: list[LocatedSettings] = []
-    monkeypatch.setattr("relayrun.cli.run.launch.check.dry_run", lambda given, _: seen.append(given) or 0)
+    monkeypatch.setattr("relayrun.cli.run.submit.check.dry_run", lambda given, _: seen.append(given) or 0)
     assert main(["launch", "--dry-run", str(run_config(tmp_path))]) == 0
     assert seen[0].values["job"]["account"] == "proj3"
     assert "not heeded" not in capsys.readouterr().err

@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 
 from relayrun.control.agent import coordinator as module
-from relayrun.control.agent import hangs, heard
+from relayrun.control.agent import hang_detection, job_nodes
 from relayrun.control.agent.coordinator import Coordinator
+from relayrun.control.agent.hang_detection import RankActivity
 from relayrun.control.agent.health import JobHealth
-from relayrun.control.agent.heard import SILENT_BEATS
-from relayrun.control.agent.sections import RankActivity
-from relayrun.control.chain.orphaned import lost_batch_host
-from relayrun.control.rundir import rounds
+from relayrun.control.agent.job_nodes import SILENT_BEATS
+from relayrun.control.chain.failover import lost_batch_host
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
-from relayrun.control.scheduler.job_text import parse_job
 from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.slurm_commands import parse_job
 from relayrun.files import append_line
 from tests.history import began
 
@@ -121,7 +121,7 @@ def one(tmp_path: Path) -> Nodes:
 
 
 def test_a_hang_is_a_round_that_names_the_late_rank_and_its_node(one: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hangs, "STACKS_SECONDS", 0.0)
+    monkeypatch.setattr(hang_detection, "STACKS_SECONDS", 0.0)
 
     def stand(node: int, ranks: Sequence[int], **changes: Any) -> None:
         usual = {"entered": 9, "section": "forward", "iteration": 7, "seconds": 61.0, "limit": 60.0, "state": ""}
@@ -145,7 +145,7 @@ def test_a_hang_is_a_round_that_names_the_late_rank_and_its_node(one: Nodes, mon
     one.coordinator.hear(1, {"kind": "beat", "round": 1, "standing": standing})
     one.coordinator.look()
     one.end(0, 1, 2)
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.rank, failed.node, failed.again) == (3, "n1", True)
     assert failed.words.startswith("hang: no progress for 61 s in data after iteration 7; ")
     assert failed.words.endswith("others wait for rank 3 in data")
@@ -159,7 +159,7 @@ def test_the_ranks_of_a_lost_node_begin_with_the_copies_that_the_next_node_keeps
     one.end(0, memory=[*own, *((rank, 7, f"hash {rank}", True) for rank in (2, 3))])
     one.end(2)
     assert one.places() == [0, None, 1]
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.source, failed.next_iteration, failed.steps_lost) == ("neighbour", 7, 0)
     assert failed.told.endswith("n2 takes the place of n1; again from iteration 7 (memory of a neighbour)")
     assert one.all[2].last["memory"] == 7
@@ -171,7 +171,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost(one: Nodes) -> None:
     assert one.coordinator.code is None
     one.end(2)
     assert one.places() == [0, None, 1]
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.rank, failed.node, failed.lost, failed.again, failed.source) == (
         None,
         "n1",
@@ -195,9 +195,9 @@ def test_rank_0_moves_with_its_place(one: Nodes) -> None:
 def test_a_lost_node_is_the_cause_of_what_its_neighbours_say(one: Nodes) -> None:
     one.dead(0, 1, error="RuntimeError: connection closed by peer")
     one.end(0, 2)  # node 1 does not answer any more
-    assert not rounds.read_failed_restarts(one.attempt)
+    assert not restarts.read_failed_restarts(one.attempt)
     one.lose(1)
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.culprit, failed.again) == ("n1: its agent is gone", True)
 
 
@@ -219,7 +219,7 @@ def test_two_nodes_are_lost_at_once_and_one_more_in_the_round_between(tmp_path: 
     nodes.end(3, 4)
     nodes.lose(1)  # before it says that its ranks have ended
     assert nodes.places() == [None, None, None, 0, 1]
-    (failed,) = rounds.read_failed_restarts(nodes.attempt)
+    (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert failed.lost == {"n0": "n3", "n1": "n4"}
     assert nodes.said[0] == "the spare node n2 is gone: its agent is gone"
 
@@ -230,7 +230,7 @@ def test_without_a_spare_node_left_the_attempt_ends(one: Nodes) -> None:
     one.lose(1)
     one.end(0)
     assert (one.coordinator.code, one.all[0].last) == (1, {"kind": "leave", "code": 1})
-    (failed,) = rounds.read_failed_restarts(one.attempt)
+    (failed,) = restarts.read_failed_restarts(one.attempt)
     assert (failed.again, failed.reason, failed.lost) == (False, "no spare node is left", {"n1": ""})
 
 
@@ -242,7 +242,7 @@ def test_rounds_without_a_later_state_end_the_attempt_though_spare_nodes_are_lef
     nodes.lose(2)
     nodes.end(0, 3, 4)
     assert nodes.coordinator.code == 1
-    assert "2 rounds in a row" in rounds.read_failed_restarts(nodes.attempt)[-1].reason
+    assert "2 rounds in a row" in restarts.read_failed_restarts(nodes.attempt)[-1].reason
 
 
 def test_a_later_checkpoint_is_where_the_spare_node_begins(one: Nodes) -> None:
@@ -255,11 +255,11 @@ def test_a_later_checkpoint_is_where_the_spare_node_begins(one: Nodes) -> None:
     one.end(0, 2)
     start = one.all[2].last
     assert (start["base_iteration"], start["base_path"], start["memory"]) == (5, str(folder), None)
-    assert rounds.read_failed_restarts(one.attempt)[0].steps_lost == 2
+    assert restarts.read_failed_restarts(one.attempt)[0].steps_lost == 2
 
 
 def test_an_agent_without_a_word_is_given_up_and_not_heard_again(one: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heard, "AGENT_BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(job_nodes, "AGENT_BEAT_SECONDS", 0.0)
     for _ in range(SILENT_BEATS):
         one.coordinator.hear(0, {"kind": "beat"})
         one.coordinator.hear(2, {"kind": "beat"})

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
-from relayrun.config.compose.elastic import elastic_nodes
+from relayrun.config.compose import resolve
+from relayrun.config.compose.layout_rules import elastic_nodes
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
@@ -36,14 +36,14 @@ def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
     assert len(PAGE.splitlines()) <= 150
     path = Workspace.make(tmp_path).config("run", cluster=SLURM, training={"global_batch_size": 16})
     (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml')}", encoding="utf-8")
-    config = compose.load_run_config(tmp_path / "whole.yaml")
+    config = resolve.load_run_config(tmp_path / "whole.yaml")
     assert (config.job.nodes, config.job.spare_nodes) == (4, 1)
 
 
 def test_with_fewer_nodes_the_config_of_the_page_goes_on_as_it_says(tmp_path: Path) -> None:
     path = Workspace.make(tmp_path).config("run", cluster=SLURM, job={"ntasks_per_node": 1})
     (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml', 1)}", encoding="utf-8")
-    config = compose.load_run_config(tmp_path / "whole.yaml")
+    config = resolve.load_run_config(tmp_path / "whole.yaml")
     assert isinstance(config, RunConfig)
     assert elastic_nodes(config) == [4, 3, 2, 1]
 
@@ -59,7 +59,7 @@ def test_the_job_asks_for_all_nodes_and_outlives_the_loss_of_one(
 ) -> None:
     path = Workspace.make(tmp_path).config("run", **SPARE, cluster=SLURM)
     run = Run(tmp_path / "run")
-    plan = make_plan(compose.load_run_config(path), run, tmp_path, revision=1)
+    plan = make_plan(resolve.load_run_config(path), run, tmp_path, revision=1)
     assert (plan.nodes, plan.spare_nodes, plan.ntasks) == (2, 1, 2 * plan.ntasks_per_node)
     lines = job_script.job_script(plan, run).splitlines()
     assert {"#SBATCH --nodes=3", "#SBATCH --no-kill"} <= set(lines)
@@ -85,7 +85,7 @@ def test_the_job_asks_for_all_nodes_and_outlives_the_loss_of_one(
     assert words[-8:] == ["--", "python3", "-P", "-m", "relayrun.control.chain", "orphaned", *where]
     assert words.index("srun") == 8
     without = make_plan(
-        compose.load_run_config(Workspace.make(tmp_path / "without").config("run", cluster=SLURM)),
+        resolve.load_run_config(Workspace.make(tmp_path / "without").config("run", cluster=SLURM)),
         run,
         tmp_path,
         revision=1,
@@ -112,5 +112,5 @@ def test_what_cannot_work_is_refused_with_the_setting_to_change(
     cluster = SLURM | sections.get("cluster", {})
     path = Workspace.make(tmp_path).config("run", **(SPARE | sections | {"cluster": cluster}))
     with pytest.raises(ConfigError) as refused:
-        compose.load_run_config(path)
+        resolve.load_run_config(path)
     assert words in str(refused.value)

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from relayrun.errors import RelayrunError
-from relayrun.tokens.readers import spill
-from relayrun.tokens.readers.spill import LongText, release_pages
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers import texts
+from relayrun.tokens.readers.texts import LongText, Texts, release_pages
 
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill, "MAX_BYTES_IN_MEMORY", 1000)
+    monkeypatch.setattr(texts, "MAX_BYTES_IN_MEMORY", 1000)
 
 
 @pytest.mark.parametrize("pieces", [[], [b"short"], [b"a" * 600, b"b" * 600, b"c"], [b"d" * 5000, b"", b"e" * 9000]])
@@ -83,7 +82,7 @@ def test_a_full_disk_is_not_laid_on_the_input(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RelayrunError, match="no room for a long text: No space left on device"):
         LongText(str(tmp_path)).add(b"x" * 5000)
     monkeypatch.undo()
-    monkeypatch.setattr(spill, "MAX_BYTES_IN_MEMORY", 1000)
+    monkeypatch.setattr(texts, "MAX_BYTES_IN_MEMORY", 1000)
     text = LongText(str(tmp_path))
     text.add(b"x" * 5000)
     monkeypatch.setattr(mmap, "mmap", full)

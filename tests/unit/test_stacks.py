@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import stacks as of_ranks
+from relayrun.control.rundir import node_health as of_ranks
 
 COLLECTIVE = """Thread 0x00007f1 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 324 in wait
 Current thread 0x00007f2 (most recent call first):
   File "/site-packages/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
-  File "/relayrun/train/parallel.py", line 80 in maximum
+  File "/relayrun/train/distributed.py", line 80 in maximum
 """
 ASLEEP = """Current thread 0x00007f3 (most recent call first):
   File "/home/me/my_hooks.py", line 33 in sleep_on

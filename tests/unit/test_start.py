@@ -19,7 +19,7 @@ HEAVY = (
     "rich",
     "torch",
     "tokenizers",
-    "relayrun.control.trainers.choose",
+    "relayrun.control.trainers.registry",
     "relayrun.config.compose",
 )
 SCRIPTS = [

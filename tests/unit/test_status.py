@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import cli, files
-from relayrun.control.chain import nodes
+from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import evaluations, find_runs, triggers
 from relayrun.control.rundir.evaluations import EvaluationResult, SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan
@@ -21,12 +21,12 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.watch.status import queue, run_status, run_status_text, standing_view
+from relayrun.watch.status import queue, run_status, run_status_text, tables
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.standing import DamagedRun, RunSummary
-from relayrun.watch.status.terminal import print_table
+from relayrun.watch.status.summary import DamagedRun, RunSummary
+from relayrun.watch.status.tables import print_table
 from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began, make_history
@@ -102,9 +102,9 @@ def test_a_running_chain(run: Run) -> None:
     )
     for number, iteration in ((1, 5), (2, 11)):
         append_line(run.attempt(number).failed_saves, {"iteration": iteration, "error": "no space", "time": NOW})
-    nodes.record_node_failures(run, 1, {"n1": "node failure"}, now=NOW - 700)
-    nodes.record_node_failures(run, 2, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
-    nodes.record_node_failures(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
+    excluded_nodes.record_node_failures(run, 1, {"n1": "node failure"}, now=NOW - 700)
+    excluded_nodes.record_node_failures(run, 2, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
+    excluded_nodes.record_node_failures(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
     triggers.touch_trigger(run, "save")
     found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert (found.run, found.state, found.stop, found.scheduler_error) == ("test/chain", "running", None, None)
@@ -122,12 +122,12 @@ def test_a_running_chain(run: Run) -> None:
 
 
 def test_a_node_that_is_used_again_because_there_are_too_few_others(run: Run) -> None:
-    nodes.record_node_failures(run, 1, {"n1": "node failure"}, now=NOW - 700, sick=True)
+    excluded_nodes.record_node_failures(run, 1, {"n1": "node failure"}, now=NOW - 700, sick=True)
     found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert (found.excluded, found.used_again) == (["n1"], ["n1"])
     text = dict(run_status_text._lines(found, NOW))["excluded"]
     assert text == "n1 (used again: there are too few others)"
-    nodes.record_node_failures(
+    excluded_nodes.record_node_failures(
         run, 2, {"n1": "node failure"}, now=NOW - 100
     )  # in this attempt: the next job leaves it out
     assert run_status.read_run_status(run, RUNNING, now=NOW).used_again == []
@@ -314,7 +314,7 @@ def test_a_glance_says_of_every_run_what_a_whole_look_says(
     assert [type(entry) for entry in brief] == [RunSummary] * 4 + [DamagedRun]
     for one, other in zip(brief, whole, strict=True):
         assert {name: getattr(other, name) for name in vars(one)} == vars(one)
-    assert standing_view.runs_table(brief).row_count == 5
+    assert tables.runs_table(brief).row_count == 5
     left = [entry.remaining for entry in brief if isinstance(entry, RunSummary) and entry.path == str(past.path)]
     assert left[0] is not None
     assert left[0].attempts == 5
@@ -417,9 +417,9 @@ def test_the_table_of_a_pipe_is_that_of_a_terminal_that_is_wide(
         run_status.read_run_status(run, QueueStatus(), now=time.time()),
         DamagedRun(path="/runs/p/torn", error="plan.json: no JSON"),
     ]
-    print_table(standing_view.runs_table(found))
+    print_table(tables.runs_table(found))
     folded = capsys.readouterr().out
-    standing_view.print_runs(found)
+    tables.print_runs(found)
     assert capsys.readouterr().out == folded
     assert "[bold]名前" in folded
 

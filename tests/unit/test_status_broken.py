@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.config.compose import resolve
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import history
+from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Job
-from relayrun.control.scheduler.history import JobEnd
+from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.submit import submission
 from relayrun.watch.status import queue, run_status
@@ -166,7 +166,7 @@ def test_the_json_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_command_that_goes_on_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = Workspace.make(tmp_path)
-    submission.submit_run(compose.load_run_config(workspace.config("run")))
+    submission.submit_run(resolve.load_run_config(workspace.config("run")))
     made = workspace.run("run")
     for path in (made.path / "local").glob("job-*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "FAILED", "end_time": 2.0}))
@@ -181,11 +181,11 @@ def test_a_local_queue_whose_terminal_has_gone_is_broken_and_a_submit_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace = Workspace.make(tmp_path)
-    config = compose.load_run_config(workspace.config("run"))
+    config = resolve.load_run_config(workspace.config("run"))
     submission.submit_run(config)  # nobody runs its queue
     made = workspace.run("run")
     assert status(made, queue.query_queue(made)).state == "queued"  # somebody may be about to
-    monkeypatch.setattr(history, "ANSWER_SECONDS", -1.0)
+    monkeypatch.setattr(job_history, "ANSWER_SECONDS", -1.0)
     found = status(made, queue.query_queue(made))
     assert found.state == "broken"
     assert "nobody runs" in (found.broken or "")
@@ -247,14 +247,14 @@ def test_without_accounting_the_controller_says_it(
     sacct: str | None,
 ) -> None:
     made, _plan = make_run(scheduler="slurm")
-    monkeypatch.setattr(history, "ANSWER_SECONDS", 20.0 if sacct != "sleep 100" else 2.0)
-    monkeypatch.setattr(history, "SILENT_COMMANDS", set())
+    monkeypatch.setattr(job_history, "ANSWER_SECONDS", 20.0 if sacct != "sleep 100" else 2.0)
+    monkeypatch.setattr(job_history, "SILENT_COMMANDS", set())
     extra = {} if sacct is None else {"sacct": sacct}
     commands(tmp_path / "bin", monkeypatch, squeue=SQUEUE, scontrol=SCONTROL, **extra)
     found = status(made, queue.query_queue(made))
     assert found.last_job is not None
     assert (found.last_job.id, found.last_job.reason, found.last_job.source) == ("41", "NonZeroExitCode", "scontrol")
-    assert ("sacct" in history.SILENT_COMMANDS) is (sacct == "sleep 100")
+    assert ("sacct" in job_history.SILENT_COMMANDS) is (sacct == "sleep 100")
 
 
 def test_what_nobody_remembers_is_no_error(

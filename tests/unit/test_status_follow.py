@@ -16,7 +16,7 @@ import pytest
 from relayrun.cli.watch import status
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.watch.status import queue, standing_view
+from relayrun.watch.status import queue, tables
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -136,4 +136,4 @@ def test_ctrl_c_ends_it_without_a_traceback(runs: list[Run], slurm: Path) -> Non
 def test_a_line_says_where_a_run_stands(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("")
     [entry] = RunsWatcher().look(runs[:1], now=NOW)
-    assert standing_view.run_line(entry).startswith("tests/a: broken, iteration 0 of ")
+    assert tables.run_line(entry).startswith("tests/a: broken, iteration 0 of ")

@@ -21,10 +21,10 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.watch.status import queue, run_status, standing_view
+from relayrun.watch.status import queue, run_status, tables
 from relayrun.watch.status.cron_check_record import CronCheckRecord, write_cron_check
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.standing import DamagedRun, RunSummary
+from relayrun.watch.status.summary import DamagedRun, RunSummary
 from tests.history import STEP, began, make_history
 
 
@@ -225,7 +225,7 @@ def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest
             assert alone == entry
         else:
             assert {name: getattr(alone, name) for name in vars(entry)} == vars(entry), entry.path
-        assert standing_view.run_line(alone) == standing_view.run_line(entry)
+        assert tables.run_line(alone) == tables.run_line(entry)
     damaged = {Path(entry.path).name[2:] for entry in found if isinstance(entry, DamagedRun)}
     assert damaged == {kind.__name__ for kind in DAMAGE}
     states = {Path(entry.path).name[2:]: entry.state for entry in found if isinstance(entry, RunSummary)}

@@ -17,12 +17,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.inputs import read_paths_file
-from relayrun.tokens.stores import stores
-from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.stores import urls
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dumps import (
+    MetadataFolder,
+    count_files_linked_twice,
+    dump_size,
+    find_data_files,
+    prepare_dumps,
+)
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from relayrun.tokens.tokenize.metadata import MetadataFolder, dump_size
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import count_files_linked_twice, find_data_files, prepare_dumps
 from relayrun.tokens.tokenize.tune import run_trials
 
 from .test_preprocess import write_jsonl
@@ -66,25 +71,25 @@ def test_the_root_of_a_store_is_a_data_set_too() -> None:
     with fsspec.open(f"memory://{name}.jsonl", "wb") as file:
         file.write(b"{}")
     assert f"{name}.jsonl" in [file.path for file in find_data_files("memory://")]
-    assert stores.stat_url(stores.join_path("memory://", f"{name}.jsonl"))[0] == 2
+    assert urls.stat_url(urls.join_path("memory://", f"{name}.jsonl"))[0] == 2
 
 
 def test_a_file_url_does_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert stores.absolute_path("file://da ta/") == f"file://{tmp_path}/da ta"
+    assert urls.absolute_path("file://da ta/") == f"file://{tmp_path}/da ta"
 
 
 def test_dumps_below_a_url_have_its_text_as_their_link(tmp_path: Path) -> None:
     url, metadata = place("memory", tmp_path), tmp_path / "meta"
     prepare_dumps(url + "/", metadata, n_dumps=2)
     assert os.readlink(metadata / "raw-dataset-link") == MetadataFolder(metadata).dataset() == url
-    assert stores.absolute_path(metadata / "raw-dataset-link") == url
+    assert urls.absolute_path(metadata / "raw-dataset-link") == url
     assert find_data_files(metadata / "raw-dataset-link") == find_data_files(url)
     (metadata / "again").symlink_to("raw-dataset-link")
     (tmp_path / "further").symlink_to(metadata / "again")
-    assert stores.absolute_path(tmp_path / "further") == stores.absolute_path(f"{metadata}/raw-dataset-link/") == url
+    assert urls.absolute_path(tmp_path / "further") == urls.absolute_path(f"{metadata}/raw-dataset-link/") == url
     (metadata / "loop").symlink_to("loop")
-    assert stores.resolve_url_link(metadata / "loop") == str(metadata / "loop")
+    assert urls.resolve_url_link(metadata / "loop") == str(metadata / "loop")
     assert read_paths_file(metadata / "dumps/paths_file_0.txt") == ["a.parquet", "e.jsonl.zst"]
     assert dump_size(metadata / "dumps/paths_file_0.txt") == 70
     MetadataFolder(metadata).finish(0)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from relayrun.control.rundir.stragglers import STRAGGLER_RATIO, Straggler, slowest_rank
-from relayrun.train.reporting.points import MetricPoint
+from relayrun.control.rundir.node_health import STRAGGLER_RATIO, Straggler, slowest_rank
+from relayrun.train.reporting.trackers import MetricPoint
 
 USUAL = [0.001, 0.100, 0.010, 0.002]
 FOUND = Straggler(rank=3, node="n1", section="forward", ratio=1.42, seconds=0.05)

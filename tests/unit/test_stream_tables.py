@@ -11,7 +11,7 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens import streams
-from relayrun.tokens.streams.buckets import Bucketing, bucket_batches, fill_buckets
+from relayrun.tokens.streams.tables import Bucketing, bucket_batches, fill_buckets
 from tests import streaming
 from tests.streaming import write
 

@@ -10,9 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.document_window import DocumentWindowSection
-from relayrun.config.sections.streams import StreamSection
+from relayrun.config.sections.data import DataSource, DocumentWindowSection, StreamSection
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.streams.files import freeze_text_files
 from relayrun.tokens.streams.lane_cursor import LaneCursor

@@ -16,8 +16,7 @@ from relayrun.errors import InputError
 from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.mixture.stream_worker import StreamWorker, StreamWorkerDied
-from relayrun.tokens.order.lanes import LaneReader
-from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.order.sampler import LaneReader, MixtureSampler
 from relayrun.tokens.shards.manifest import Manifest
 from tests import streaming
 from tests.streaming import write

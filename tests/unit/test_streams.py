@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import ConfigError, FatalTrainingError, InputError
-from relayrun.tokens.order.lanes import OpenLanes
-from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.order.sampler import MixtureSampler, OpenLanes
 from relayrun.tokens.order.schedule import Interleave, RotatedInterleave, Schedule, integer_weights
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.ahead import Prefetcher
-from relayrun.tokens.streams.fragments import group_count
+from relayrun.tokens.streams.blocks import Prefetcher
+from relayrun.tokens.streams.fragments import TEXT_COLUMN, group_count
 from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
-from relayrun.tokens.streams.rows import TEXT_COLUMN
 from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
@@ -470,7 +468,7 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
 READS_AT_ITS_END = """
 import io, sys, time
 import pyarrow as pa, pyarrow.parquet as pq
-from relayrun.tokens.streams.ahead import Ahead
+from relayrun.tokens.streams.blocks import Ahead
 
 class Slow(io.BytesIO):
     def read(self, size=-1):

@@ -12,16 +12,16 @@ import pytest
 from tokenizers import Tokenizer
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import InputError
 from relayrun.files import write_json
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.mixture.build_datasets import training_order
-from relayrun.tokens.order.progress import TrainingProgress
+from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams import blocks
 from relayrun.watch.status import run_status, run_status_text
@@ -70,13 +70,13 @@ class StreamedRun:
         mixture = {name: every[name] | {"weight": weight} for name, weight in self.weights.items()}
         tokenizer = str(self.workspace.folder / "tokenizer.json")
         data = {"tokenizer": tokenizer, "datasets": [], "mixture": mixture, "lanes": LANES}
-        config = compose.load_run_config(self.workspace.config("run", data=data, training={"global_batch_size": BATCH}))
+        config = resolve.load_run_config(self.workspace.config("run", data=data, training={"global_batch_size": BATCH}))
         assert isinstance(config, RunConfig)
         found = build_manifest(config)
         before = Manifest.read(self.dir.manifest).datasets if self.dir.manifest.exists() else {}
         self.manifest = replace(found, datasets=before | found.datasets)
         self.manifest.write(self.dir.manifest)
-        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(compose.dump_run_config(config))
+        self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(resolve.dump_run_config(config))
         self.config = config
 
     def attempt(self, saves: list[int], *, records: bool = True) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.streams import blocks, lane_blocks
+from relayrun.tokens.streams import blocks
 from relayrun.tokens.streams.text_stream import TextStream
 from tests.streaming import digest, stream, write
 
@@ -53,9 +53,9 @@ def test_lanes_that_drift_apart_keep_few_blocks(
 ) -> None:
     monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 4)
     of = made(tmp_path, texts, nb_prefetch=prefetch)
-    monkeypatch.setattr(lane_blocks, "MAX_WAITING_BLOCKS", 10**9)
+    monkeypatch.setattr(blocks, "MAX_WAITING_BLOCKS", 10**9)
     expected, kept = read(of, 900)
-    monkeypatch.setattr(lane_blocks, "MAX_WAITING_BLOCKS", 1)
+    monkeypatch.setattr(blocks, "MAX_WAITING_BLOCKS", 1)
     found, few = read(of, 900)
     assert found == expected
     assert few <= 1 + prefetch + 4
@@ -67,7 +67,7 @@ def test_a_lane_that_is_behind_ends_with_the_last_epoch(tmp_path: Path, monkeypa
     monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 4)
     ends = []
     for most in (1, 10**9):
-        monkeypatch.setattr(lane_blocks, "MAX_WAITING_BLOCKS", most)
+        monkeypatch.setattr(blocks, "MAX_WAITING_BLOCKS", most)
         lanes = (of := made(tmp_path, LONG_IN_TURN, nb_epochs=3)).open_lanes(dict(enumerate(of.first_cursors())))
         found: dict[int, list[str]] = {0: [], 1: []}
         for lane in (0, 1):

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config.sections import row_filter
+from relayrun.config.sections import conditions
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.tokens.readers import rows as parquet_rows
+from relayrun.tokens.readers import columns as parquet_rows
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.conditions import ConditionMisfit, arrow_expression, row_fulfils
 from relayrun.tokens.streams.lane_cursor import LaneCursor
+from relayrun.tokens.streams.row_filters import ConditionMisfit, arrow_expression, row_fulfils
 from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming
 from tests.streaming import numbers_in, stream, write
@@ -260,7 +260,7 @@ def rows_of_json(generator: random.Random, count: int) -> list[dict[str, Any]]:
 )
 def test_a_condition_chooses_lines_as_arrow_chooses_rows(condition: str) -> None:
     found = rows_of_json(random.Random(condition), 300)
-    tree = row_filter.parse_row_condition(condition)
+    tree = conditions.parse_row_condition(condition)
     schema = pa.schema([("a", pa.int64()), ("b", pa.float64()), ("c", pa.string()), ("d", pa.bool_())])
     table = pa.Table.from_pylist([row | {"n": n} for n, row in enumerate(found)], schema.append(pa.field("n", "int64")))
     expected = set(table.filter(arrow_expression(tree))["n"].to_pylist())
@@ -272,9 +272,9 @@ def test_a_condition_chooses_lines_as_arrow_chooses_rows(condition: str) -> None
 def test_a_condition_that_does_not_fit_a_value_says_so() -> None:
     for row in ({"a": "3"}, {"a": True}, {"a": [1]}, {"a": {}}):
         with pytest.raises(ConditionMisfit, match="a number"):
-            row_fulfils(row_filter.parse_row_condition("a > 1"), row)
+            row_fulfils(conditions.parse_row_condition("a > 1"), row)
     with pytest.raises(ConditionMisfit, match="not text"):
-        row_fulfils(row_filter.parse_row_condition("utf8_length(a) > 1"), {"a": 5})
+        row_fulfils(conditions.parse_row_condition("utf8_length(a) > 1"), {"a": 5})
 
 
 def scored(folder: Path, values: list[Any]) -> None:

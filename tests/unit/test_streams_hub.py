@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.tokens.tokenize.encode.byte_tokenizer import write_byte_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer_files import write_byte_tokenizer
 from tests.streaming import write
 from tests.unit.test_download import COMMIT, NAME, DatasetHub
 from tests.unit.test_streams_urls import samples, stream
@@ -54,19 +54,19 @@ def answered(place: str) -> list[dict[str, Any]]:
 def version(place: str) -> list[Any]:
     """What a submit keeps of a file, in the program."""
     from relayrun.tokens.shards.manifest import FileEntry
-    from relayrun.tokens.stores import stores
+    from relayrun.tokens.stores import urls
     from relayrun.tokens.streams.files import _frozen
 
-    file = _frozen(FileEntry(path=place, size=stores.stat_url(place)[0], fingerprint=""), [], whole=True)
+    file = _frozen(FileEntry(path=place, size=urls.stat_url(place)[0], fingerprint=""), [], whole=True)
     return [file.size, file.fingerprint, file.changed]
 
 
 def hashed(place: str) -> str:
     """The hash of a file that is read piece by piece, in the program."""
-    from relayrun.tokens.stores import stores
+    from relayrun.tokens.stores import urls
 
     found = hashlib.sha256()
-    with stores.open_input(place) as file:
+    with urls.open_input(place) as file:
         while piece := file.read(1_000_000):
             found.update(piece)
     return found.hexdigest()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, InputError
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams import files
@@ -42,7 +42,7 @@ class Data:
         return self.workspace.config("run", data=data, job=job or {})
 
     def submit(self, *, accept: bool = False, **source: Any) -> AcceptedData:
-        config = compose.load_run_config(self.file(**source))
+        config = resolve.load_run_config(self.file(**source))
         assert isinstance(config, RunConfig)
         run = self.workspace.run("run")
         if self.manifest is not None:
@@ -200,7 +200,7 @@ def test_a_manifest_of_an_earlier_version_knows_no_times(data: Data, long_file: 
 
 
 def test_a_file_in_two_streams_is_refused(data: Data) -> None:
-    values = compose.load_run_config(data.file())
+    values = resolve.load_run_config(data.file())
     assert isinstance(values, RunConfig)
     web = values.data.mixture["web"]
     both = values.data.model_copy(update={"mixture": {"web": web, "again": web}})
@@ -228,7 +228,7 @@ def test_a_file_in_two_streams_is_refused(data: Data) -> None:
 )
 def test_what_cannot_work_is_refused_before_submission(data: Data, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        compose.load_run_config(data.file(**settings))
+        resolve.load_run_config(data.file(**settings))
     assert words in str(error.value)
 
 
@@ -238,7 +238,7 @@ def test_fewer_rows_than_lanes_are_refused_before_submission(data: Data) -> None
 
 
 def test_a_url_stays_as_it_is(data: Data) -> None:
-    config = compose.load_run_config(data.file(path=["hf://datasets/a/b/*.parquet", "web"]))
+    config = resolve.load_run_config(data.file(path=["hf://datasets/a/b/*.parquet", "web"]))
     assert isinstance(config, RunConfig)
     paths = config.data.mixture["web"].paths
     assert paths[0] == "hf://datasets/a/b/*.parquet"

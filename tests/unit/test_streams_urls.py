@@ -12,7 +12,7 @@ import pytest
 
 from relayrun.config.sections.data import DataSource
 from relayrun.errors import InputError
-from relayrun.tokens.stores.remote import RemoteFile, StoreError
+from relayrun.tokens.stores.urls import RemoteFile, StoreError
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming

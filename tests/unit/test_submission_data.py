@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
 from relayrun.submit import submission
-from relayrun.tokens.shards.indexed import ShardWriter
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.history import began
 from tests.workspace import Workspace
 
@@ -47,7 +47,7 @@ def config(workspace: Workspace, weights: dict[str, float]) -> Path:
 
 def submit(workspace: Workspace, weights: dict[str, float], *, accept: bool = False) -> None:
     """Queue a job, and take it out of the local queue again."""
-    submission.submit_run(compose.load_run_config(config(workspace, weights)), accept_data_change=accept)
+    submission.submit_run(resolve.load_run_config(config(workspace, weights)), accept_data_change=accept)
     for job in (workspace.folder / "run").glob("local*"):
         shutil.rmtree(job)
 
@@ -72,7 +72,7 @@ def test_a_new_mixture_is_a_new_revision(trained: Workspace, capsys: pytest.Capt
     run = trained.run("run")
     assert run.revisions() == [1, 2]
     assert list(Manifest.read(run.manifest).datasets) == ["web", "code", "books"]
-    assert compose.read_resolved_config(run.config_revision(2)).data.mixture["books"].weight == 3.0
+    assert resolve.read_resolved_config(run.config_revision(2)).data.mixture["books"].weight == 3.0
     submit(trained, {"web": 1.0, "books": 3.0})
     assert run.revisions() == [1, 2]
 
@@ -93,11 +93,11 @@ def test_changed_files_are_refused_and_leave_the_run_as_it_was(
     assert run.job_script.read_bytes() == script
     submit(trained, {"web": 1.0, "code": 1.0}, accept=True)
     assert "accepted: code: shard shard2 had 40 documents" in capsys.readouterr().err
-    assert compose.read_resolved_config(run.config_revision(2)).data.mixture["code"].edition == 2
+    assert resolve.read_resolved_config(run.config_revision(2)).data.mixture["code"].edition == 2
     assert list(Manifest.read(run.manifest).datasets) == ["web", "code", "code@2"]
     submit(trained, {"web": 1.0})
     submit(trained, {"web": 1.0, "code": 1.0})
-    assert compose.read_resolved_config(run.config_revision(4)).data.mixture["code"].edition == 2
+    assert resolve.read_resolved_config(run.config_revision(4)).data.mixture["code"].edition == 2
 
 
 def test_nothing_is_held_against_a_run_that_never_trained(trained: Workspace) -> None:
@@ -117,9 +117,9 @@ def test_a_group_that_cannot_reach_its_triggers_is_a_warning(
     workspace = Workspace.make(tmp_path)
     tmp_path.chmod(0o700)
     shared = workspace.config("run", chain={"triggers_group": str(os.getgid())})
-    submission.submit_run(compose.load_run_config(shared))
+    submission.submit_run(resolve.load_run_config(shared))
     assert "cannot reach the triggers: " in capsys.readouterr().err
-    submission.submit_run(compose.load_run_config(workspace.config("alone")))
+    submission.submit_run(resolve.load_run_config(workspace.config("alone")))
     assert "triggers" not in capsys.readouterr().err
 
 
@@ -132,7 +132,7 @@ def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
     run, weights = workspace.run("run"), {"web": 1.0}
 
     def mean(revision: int) -> str | None:
-        return compose.read_resolved_config(run.config_revision(revision)).training.loss_mean
+        return resolve.read_resolved_config(run.config_revision(revision)).training.loss_mean
 
     submit(workspace, weights)
     assert mean(1) == "micro_batch"
@@ -147,7 +147,7 @@ def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
     for number, named in enumerate((None, "token", None), start=2):
         workspace.config("run", data=data, training={} if named is None else {"loss_mean": named})
         capsys.readouterr()
-        submission.submit_run(compose.load_run_config(tmp_path / "run.yaml"))
+        submission.submit_run(resolve.load_run_config(tmp_path / "run.yaml"))
         for job in (tmp_path / "run").glob("local*"):
             shutil.rmtree(job)
         said = "training.loss_mean was sample and is token from the next attempt on" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one
             "mixture": {"d": {"path": paths, "weight": 1.0}},
         }
         capsys.readouterr()
-        submission.submit_run(compose.load_run_config(workspace.config("run", data=data)))
+        submission.submit_run(resolve.load_run_config(workspace.config("run", data=data)))
         for job in (tmp_path / "run").glob("local*"):
             shutil.rmtree(job)
         return [int(shard.prefix[-1]) for shard in Manifest.read(manifest).datasets["d"].shards]
@@ -207,7 +207,7 @@ def test_the_list_of_a_validation_set_keeps_its_order_and_a_run_that_began_with_
         held_out = {"books": [f"{tmp_path}/held-out/{name}" for name in names]}
         data = {"tokenizer": f"{tmp_path}/tokenizer.json", "datasets": [f"{tmp_path}/data"], "validation": held_out}
         capsys.readouterr()
-        submission.submit_run(compose.load_run_config(workspace.config("run", data=data)))
+        submission.submit_run(resolve.load_run_config(workspace.config("run", data=data)))
         for job in (tmp_path / "run").glob("local*"):
             shutil.rmtree(job)
         shards = Manifest.read(manifest).validation["books"].shards

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.errors import RelayrunError
 from relayrun.submit import submission
-from relayrun.submit.check import place
-from relayrun.tokens.shards.indexed import ShardWriter
+from relayrun.submit.check import storage
+from relayrun.tokens.shards.shard import ShardWriter
 from tests.workspace import Workspace
 
 NOBODY = 65_534
@@ -42,9 +42,9 @@ def ordinary_user() -> Iterator[None]:
 
 def refused(path: Path, *words: str) -> None:
     with pytest.raises(RelayrunError) as error:
-        submission.submit_run(compose.load_run_config(path))
+        submission.submit_run(resolve.load_run_config(path))
     assert all(word in str(error.value) for word in words), error.value
-    folder = Path(compose.load_run_config(path).run_dir or "")
+    folder = Path(resolve.load_run_config(path).run_dir or "")
     assert not list(folder.glob("local/job-*.json"))
     assert not (folder / "plan.json").exists()
 
@@ -80,10 +80,10 @@ def test_a_log_folder_that_this_user_cannot_write(tmp_path: Path) -> None:
     if os.geteuid():
         folder.chmod(0o555)
     with ordinary_user(), pytest.raises(RelayrunError, match="cannot be written") as error:
-        place.check_log_folder(folder)
+        storage.check_log_folder(folder)
     assert str(folder) in str(error.value)
     assert "->" in str(error.value)
     folder.chmod(0o777)
     with ordinary_user():
-        place.check_log_folder(folder)
+        storage.check_log_folder(folder)
     assert list(folder.iterdir()) == []

@@ -12,25 +12,24 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control import take_over
+from relayrun.control import chain_state
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Heartbeat
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import write_stop
+from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
 from relayrun.files import append_line, read_lines
-from relayrun.submit import mirror_policy, submission
-from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit import policies, submission
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.train.mirror import sync
-from relayrun.train.mirror.choose import destination_at
-from relayrun.train.mirror.pace import CopyRateLimit
+from relayrun.train.mirror.destination import CopyRateLimit
+from relayrun.train.mirror.sync import destination_at
 from tests.history import began
 from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
 from tests.workspace import Workspace
@@ -49,14 +48,14 @@ def refused(*_: object, **__: object) -> str:
 
 
 def config(workspace: Workspace, **sections: object) -> RunConfig:
-    return compose.load_run_config(workspace.config("deep/run", **sections))
+    return resolve.load_run_config(workspace.config("deep/run", **sections))
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     (tmp_path / "deep").mkdir()
     made = Workspace.make(tmp_path)
-    compose.load_run_config(made.config("deep/run"))
+    resolve.load_run_config(made.config("deep/run"))
     return made
 
 
@@ -128,7 +127,7 @@ def shared() -> Iterator[Workspace]:
 @pytest.mark.slow
 def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
-    wanted = compose.load_run_config(shared.config("run", cluster={"python": None}))
+    wanted = resolve.load_run_config(shared.config("run", cluster={"python": None}))
     with acting_as(OWNER):
         job = submission.submit_run(wanted).job_id
     run = shared.run("run")
@@ -169,9 +168,9 @@ def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
 ) -> None:
     monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
     with acting_as(OWNER):
-        job = submission.submit_run(compose.load_run_config(shared.config("run", cluster={"python": None}))).job_id
+        job = submission.submit_run(resolve.load_run_config(shared.config("run", cluster={"python": None}))).job_id
     run = shared.run("run")
-    monkeypatch.setattr(take_over, "TAKE_OVER_SECONDS", 0.1)  # nobody puts the plan back
+    monkeypatch.setattr(chain_state, "TAKE_OVER_SECONDS", 0.1)  # nobody puts the plan back
     measured = supervisor.measured_lead
 
     def taken_over_meanwhile(*arguments: Any) -> tuple[float, float | None]:
@@ -262,7 +261,7 @@ def test_a_run_that_begins_anew_does_not_take_copies_over_that_it_would_remove(
     ((said, _),) = mirror_findings(wanted, take_over=True)
     assert "would begin anew" in said
     loads = config(workspace, checkpoint={**wanted.checkpoint.model_dump(exclude_unset=True), "load": str(place)})
-    mirror_policy.refuse_mirror_of_other_run(loads, workspace.run("deep/run"), take_over=True)
+    policies.refuse_mirror_of_other_run(loads, workspace.run("deep/run"), take_over=True)
 
 
 @pytest.mark.slow

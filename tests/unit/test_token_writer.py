@@ -12,11 +12,10 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 
-from relayrun.tokens.shards.record import ShardRecords
-from relayrun.tokens.shards.verify import verify_shards
+from relayrun.tokens.shards.checks import verify_shards
+from relayrun.tokens.shards.shard import ShardRecords
 from relayrun.tokens.tokenize import MegatronTokenWriter
-from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
-from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer import ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer

@@ -15,23 +15,22 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import ConfigError, InputError, RelayrunError, SchedulerError
-from relayrun.tokens.tokenize.dumps_jobs import (
+from relayrun.tokens.tokenize.dump_jobs import (
     CSV_COLUMNS,
     append_csv_row,
     prepare_submission,
     submit_dumps,
     tokenize_dump,
 )
+from relayrun.tokens.tokenize.dumps import MetadataFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import (
     TokenizationConfig,
     TokenizationSettings,
     load_tokenization_config,
     settings_from_environment,
 )
-from relayrun.tokens.tokenize.metadata import MetadataFolder
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
-from relayrun.tokens.tokenize.split import prepare_dumps
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 from tests.waiting import wait_for
 
 from .test_preprocess import door, workers_of

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import RelayrunError
-from relayrun.tokens.tokenize.dumps_jobs import prepare_submission
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission
+from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import settings_from_environment
-from relayrun.tokens.tokenize.limit import requeue_before_time_limit
-from relayrun.tokens.tokenize.split import prepare_dumps
+from relayrun.tokens.tokenize.processes import requeue_before_time_limit
 from tests.waiting import wait_for
 
 from .test_preprocess import workers_of

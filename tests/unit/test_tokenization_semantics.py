@@ -23,8 +23,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from relayrun.errors import InputError
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.shards.indexed import Shard
-from relayrun.tokens.tokenize import fused
+from relayrun.tokens.shards.shard import Shard
+from relayrun.tokens.tokenize import shard_task
 from relayrun.tokens.tokenize.encode import engines
 from relayrun.tokens.tokenize.pipeline import TokenizeResult
 
@@ -273,7 +273,7 @@ def test_long_documents_are_tokenized_in_pieces_to_the_same_bytes(
     write = write_parquet if suffix == "parquet" else write_jsonl
     write(data / f"a.{suffix}", texts)
     run([f"a.{suffix}"], bos=True)
-    monkeypatch.setattr(fused, "PIECE_BYTES", 30)
+    monkeypatch.setattr(shard_task, "PIECE_BYTES", 30)
     encoded: list[int] = []
     encode = engines.RoutedEngine.encode
 
@@ -306,7 +306,7 @@ def test_texts_without_a_known_letter_are_empty_however_long_they_are(
     name_tokens(tokenizer, bos_token="<s>", eos_token=EOS)
     write_parquet(data / "a.parquet", ["N" * 100, "N" * 50 + "ACGT" * 20, "", "GATTACA", "N" * 2000, "T" * 300])
     run(["a.parquet"], bos=True, keep_empty=keep_empty)
-    monkeypatch.setattr(fused, "PIECE_BYTES", 16)
+    monkeypatch.setattr(shard_task, "PIECE_BYTES", 16)
     run(["a.parquet"], bos=True, keep_empty=keep_empty, batch_bytes=40, output_folder=tmp_path / "pieces")
     for suffix in ("bin", "idx"):
         file = f"00000_tokens.{suffix}"

@@ -19,7 +19,6 @@ from relayrun.config.compose import yaml_file
 from relayrun.errors import InputError
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.tokenize import MegatronTokenWriter, tune
-from relayrun.tokens.tokenize.flags import OPTION_FLAGS, add_tokenize_flags, options_from_flags, options_to_flags
 from relayrun.tokens.tokenize.job_config import (
     CURATOR_NAMES,
     ENVIRONMENT_SETTINGS,
@@ -28,7 +27,16 @@ from relayrun.tokens.tokenize.job_config import (
     TokenizationSettings,
     settings_from_environment,
 )
-from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions
+from relayrun.tokens.tokenize.options import (
+    OPTION_FLAGS,
+    AppendEod,
+    EngineName,
+    OnError,
+    TokenizeOptions,
+    add_tokenize_flags,
+    options_from_flags,
+    options_to_flags,
+)
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,16 +16,16 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode import engines, families
-from relayrun.tokens.tokenize.encode.added import longest_match_pattern
-from relayrun.tokens.tokenize.encode.characters import (
+from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
+from relayrun.tokens.tokenize.encode.families import normalize_pattern, plan_engine
+from relayrun.tokens.tokenize.encode.routing import (
     FIRST_UNASSIGNED_LEAD,
+    DigitEngine,
     find_characters,
+    longest_match_pattern,
     numeric_table,
     unassigned_table,
 )
-from relayrun.tokens.tokenize.encode.digits import DigitEngine
-from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
-from relayrun.tokens.tokenize.encode.families import normalize_pattern, plan_engine
 from tests import published
 from tests.fuzz_tokenizers import compare, random_texts
 from tests.published import (

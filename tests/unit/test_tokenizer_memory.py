@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode import engines, memory
+from relayrun.tokens.tokenize.encode import engines, tokenizer_files
 from relayrun.tokens.tokenize.encode import tokenizer as loading
 from relayrun.tokens.tokenize.encode.engines import EngineSelection, HuggingFaceEngine, select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
@@ -111,14 +111,17 @@ def test_options_code_libraries_and_processor_are_part_of_the_name(file: Path, m
     assert load(file).eos_id is not None
     assert load(file, append_eod="no").eos_id is None
     assert load(file, special_text=True).fingerprint != load(file).fingerprint
-    names = {memory.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
-    names |= {memory.cache_key(*each) for each in (("proof", (b"ab", b""), ("tokenizers", "gigatoken")),)}
-    names |= {memory.cache_key("proof", (b"a", b"b"), ("tokenizers",)), memory.cache_key("p", (b"a", b"b"), ())}
-    monkeypatch.setattr(memory, "_package_record", lambda package: b"another build")
-    names |= {memory.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
+    names = {tokenizer_files.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
+    names |= {tokenizer_files.cache_key(*each) for each in (("proof", (b"ab", b""), ("tokenizers", "gigatoken")),)}
+    names |= {
+        tokenizer_files.cache_key("proof", (b"a", b"b"), ("tokenizers",)),
+        tokenizer_files.cache_key("p", (b"a", b"b"), ()),
+    }
+    monkeypatch.setattr(tokenizer_files, "_package_record", lambda package: b"another build")
+    names |= {tokenizer_files.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
     monkeypatch.undo()
-    monkeypatch.setattr(memory, "_code_and_machine", lambda: b"other code")
-    names |= {memory.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
+    monkeypatch.setattr(tokenizer_files, "_code_and_machine", lambda: b"other code")
+    names |= {tokenizer_files.cache_key("proof", (b"a", b"b"), ("tokenizers", "gigatoken"))}
     assert len(names) == 6
 
 

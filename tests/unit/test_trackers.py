@@ -17,12 +17,12 @@ import pytest
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import update_tracker_runs
-from relayrun.control.trainers.wandb import wandb_mode
+from relayrun.control.trainers.tools import wandb_mode
 from relayrun.files import append_line
-from relayrun.train import trackers
-from relayrun.train.reporting import tracker_feed, wandb_files
-from relayrun.train.reporting.points import MetricPoint, PointReader, StreamRolledBack
-from relayrun.train.reporting.sinks import highest_tensorboard_step
+from relayrun.train import hook_list
+from relayrun.train.reporting import tracker_feed
+from relayrun.train.reporting import trackers as reporting_trackers
+from relayrun.train.reporting.trackers import MetricPoint, PointReader, StreamRolledBack, highest_tensorboard_step
 from tests.history import began
 from tests.waiting import read_line, wait_for
 
@@ -262,7 +262,7 @@ def test_when_wandb_is_on(environment: dict[str, str], mode: str | None) -> None
 @pytest.mark.alone
 def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(trackers, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(hook_list, "LEAVE_SECONDS", 0.3)
     hung: list[subprocess.Popen[bytes]] = []
 
     def start(*_arguments: Any) -> subprocess.Popen[bytes]:
@@ -270,10 +270,10 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
         hung.append(subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, bufsize=0))
         return hung[-1]
 
-    monkeypatch.setattr(trackers, "_start", start)
+    monkeypatch.setattr(hook_list, "_start", start)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
-    made = trackers.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = hook_list.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     assert len(hung) == 2
     begun = time.monotonic()
@@ -287,7 +287,7 @@ def test_one_line_says_that_wandb_is_off(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = trackers.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = hook_list.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said == ["W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment"]
@@ -299,7 +299,7 @@ def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypat
     (tmp_path / "streams.json").write_text("{")
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = trackers.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = hook_list.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")
@@ -341,12 +341,12 @@ def test_records_of_a_wandb_file_span_blocks_and_a_torn_end_is_left(tmp_path: Pa
         run.log({"text": "x" * 5000, "loss": float(iteration)}, step=iteration)
     run.finish()
     wandb.teardown()  # the client writes its file's end when it goes
-    (path,) = wandb_files.offline_wandb_files(folder, "abcd1234")
-    assert [row["_step"] for row in wandb_files.wandb_history(path)] == list(range(1, 31))
-    assert wandb_files.highest_wandb_step(folder, "abcd1234") == 30
-    assert wandb_files.highest_wandb_step(folder, "other") == 0
+    (path,) = reporting_trackers.offline_wandb_files(folder, "abcd1234")
+    assert [row["_step"] for row in reporting_trackers.wandb_history(path)] == list(range(1, 31))
+    assert reporting_trackers.highest_wandb_step(folder, "abcd1234") == 30
+    assert reporting_trackers.highest_wandb_step(folder, "other") == 0
     path.write_bytes(path.read_bytes()[:100_000])
-    left = [row["_step"] for row in wandb_files.wandb_history(path)]
+    left = [row["_step"] for row in reporting_trackers.wandb_history(path)]
     assert left == list(range(1, len(left) + 1))
     assert 5 < len(left) < 30
-    assert wandb_files.highest_wandb_step(folder, "abcd1234") == len(left)
+    assert reporting_trackers.highest_wandb_step(folder, "abcd1234") == len(left)

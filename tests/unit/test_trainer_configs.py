@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, describe, yaml_file
+from relayrun.config.compose import describe, resolve, yaml_file
 from relayrun.config.compose.schema import CONFIG_CLASSES, CommandConfig, MegatronConfig, RunConfig
 from relayrun.errors import ConfigError
 from tests.workspace import Workspace
@@ -35,7 +35,7 @@ def written(folder: Path, values: dict[str, Any], **changes: Any) -> Path:
 
 def refused(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        compose.load_run_config(path, overrides)
+        resolve.load_run_config(path, overrides)
     return str(error.value)
 
 
@@ -44,13 +44,13 @@ def with_command(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_trainer_decides_the_class(tmp_path: Path) -> None:
-    assert type(compose.load_run_config(written(tmp_path, COMMAND))) is CommandConfig
-    megatron = compose.load_run_config(written(tmp_path, MEGATRON))
+    assert type(resolve.load_run_config(written(tmp_path, COMMAND))) is CommandConfig
+    megatron = resolve.load_run_config(written(tmp_path, MEGATRON))
     assert isinstance(megatron, MegatronConfig)
     assert megatron.model is megatron.data is megatron.training is None
     workspace = Workspace.make(tmp_path)
-    assert type(compose.load_run_config(workspace.config("run"))) is RunConfig
-    assert type(compose.load_run_config(workspace.config("run", trainer="native"))) is RunConfig
+    assert type(resolve.load_run_config(workspace.config("run"))) is RunConfig
+    assert type(resolve.load_run_config(workspace.config("run", trainer="native"))) is RunConfig
     assert {name: kind.model_fields["trainer"].default for name, kind in CONFIG_CLASSES.items()} == {
         name: name for name in CONFIG_CLASSES
     }
@@ -58,9 +58,9 @@ def test_the_trainer_decides_the_class(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [COMMAND, MEGATRON])
 def test_a_config_is_read_back_as_it_was(values: dict[str, Any], tmp_path: Path) -> None:
-    config = compose.load_run_config(written(tmp_path, values))
-    (tmp_path / "0001.yaml").write_text(compose.dump_run_config(config))
-    assert compose.read_resolved_config(tmp_path / "0001.yaml") == config
+    config = resolve.load_run_config(written(tmp_path, values))
+    (tmp_path / "0001.yaml").write_text(resolve.dump_run_config(config))
+    assert resolve.read_resolved_config(tmp_path / "0001.yaml") == config
 
 
 def test_a_section_of_another_trainer_says_whose_it_is(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_a_mistake_in_a_flag_is_named(args: dict[str, Any], words: str, tmp_path
 def test_flags_keep_their_kinds_and_an_override_takes_one_away(tmp_path: Path) -> None:
     args = {"qk-layernorm": True, "profile-ranks": [0, 4], "lr": 1e-3, "lr-decay-style": "WSD", "seed": 3}
     path = written(tmp_path, MEGATRON, megatron_lm={"dir": "checkout", "args": args, "args_file": "my-args.sh"})
-    config = compose.load_run_config(path)
+    config = resolve.load_run_config(path)
     assert isinstance(config, MegatronConfig)
     assert config.megatron_lm.args == args
     assert {type(value) for value in config.megatron_lm.args.values()} == {bool, list, float, str, int}
     assert Path(config.megatron_lm.dir).is_absolute()
     assert Path(config.megatron_lm.args_file or "").is_absolute()
-    config = compose.load_run_config(path, ["megatron_lm.args.lr=null", "megatron_lm.args.seed=4"])
+    config = resolve.load_run_config(path, ["megatron_lm.args.lr=null", "megatron_lm.args.seed=4"])
     assert isinstance(config, MegatronConfig)
     assert config.megatron_lm.args == {name: value for name, value in args.items() if name != "lr"} | {"seed": 4}
 
@@ -146,7 +146,7 @@ def test_files_that_a_command_names_are_absolute_and_other_words_stay(tmp_path: 
     (tmp_path / "train.py").write_text("")
     (tmp_path / "data").write_text("")
     words = ["python3", "train.py", "other.py", "data", "./data", "--file=train.py", "{checkpoints}"]
-    config = compose.load_run_config(written(tmp_path, with_command(run=words)))
+    config = resolve.load_run_config(written(tmp_path, with_command(run=words)))
     assert isinstance(config, CommandConfig)
     here = str(tmp_path)
     assert config.command.run == [words[0], f"{here}/train.py", "other.py", "data", f"{here}/data", *words[5:]]
@@ -154,7 +154,7 @@ def test_files_that_a_command_names_are_absolute_and_other_words_stay(tmp_path: 
 
 def test_what_needs_a_native_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tests/foreign is a run of trainer command, and this is for the native one"):
-        compose.require_native(compose.load_run_config(written(tmp_path, COMMAND)))
+        resolve.require_native(resolve.load_run_config(written(tmp_path, COMMAND)))
 
 
 @pytest.mark.slow

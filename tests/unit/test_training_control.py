@@ -17,10 +17,9 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.train.control import AgreedRequests, RequestPoller
 from relayrun.train.hooks import Step
 from relayrun.train.reporting.metrics import Metrics
-from relayrun.train.signals import SignalFlag
+from relayrun.train.requests import AgreedRequests, RequestPoller, SignalFlag
 from tests.waiting import wait_for
 
 

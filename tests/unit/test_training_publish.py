@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import evaluations, rounds
+from relayrun.control.rundir import evaluations, restarts
 from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.evaluations import EvaluationPolicy
-from relayrun.control.rundir.lineage import resume_point
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError
 from relayrun.files import append_line
 from relayrun.train.checkpoint import publish
-from relayrun.train.reporting import agent_link
+from relayrun.train.reporting import liveness
 from tests.history import began
 
 
@@ -70,8 +70,8 @@ def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeyp
         raise Ended(code)
 
     begin(run, 1)
-    monkeypatch.setenv(agent_link.AGENT_SOCKET_VARIABLE, "0")
-    monkeypatch.setenv(rounds.RESTART_VARIABLE, "2")
+    monkeypatch.setenv(liveness.AGENT_SOCKET_VARIABLE, "0")
+    monkeypatch.setenv(restarts.RESTART_VARIABLE, "2")
     monkeypatch.setattr(os, "_exit", ended)
     over = FailedRestart(
         round=1,
@@ -85,9 +85,9 @@ def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeyp
         next_iteration=0,
         again=True,
     )
-    rounds.record_failed_restart(run.attempt(1), over)
+    restarts.record_failed_restart(run.attempt(1), over)
     save(run, 1, 7)
-    rounds.record_failed_restart(run.attempt(1), replace(over, round=2))
+    restarts.record_failed_restart(run.attempt(1), replace(over, round=2))
     with pytest.raises(Ended):
         save(run, 1, 8)
     assert resume_point(run).iteration == 7

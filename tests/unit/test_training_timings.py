@@ -16,9 +16,8 @@ import pytest
 from relayrun.control.rundir.records import AttemptStart, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.train.__main__ import record_failure
-from relayrun.train.reporting import heartbeat
-from relayrun.train.reporting.heartbeat import HeartbeatWriter, node_name
-from relayrun.train.reporting.timings import Timings
+from relayrun.train.reporting import liveness
+from relayrun.train.reporting.liveness import HeartbeatWriter, Timings, node_name
 from tests.waiting import read_line, wait_for
 
 
@@ -140,7 +139,7 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
 ) -> None:
     folder = tmp_path / "heartbeat"
     clock = [100.0]
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: clock[0])
     timings = Timings(begin())
     pulse = HeartbeatWriter(folder, node="n1", active=True, iteration=7, timings=timings)
     pulse.beat()
@@ -163,7 +162,7 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, clock = tmp_path / "heartbeat", [100.0]
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: clock[0])
     pulse = HeartbeatWriter(folder, node="n1", active=True, iteration=7, timings=Timings(begin()), rare=True)
     pulse.beat()
     assert (read(folder).phase, read(folder).interval) == ("start", 60.0)
@@ -205,7 +204,7 @@ def test_sigusr1_dumps_the_stacks_of_all_threads_and_the_process_goes_on(tmp_pat
     stacks = tmp_path / "debug" / "rank-0003.txt"
     program = f"""
 import pathlib, sys, threading, time
-from relayrun.train.signals import dump_stacks_on_request
+from relayrun.train.requests import dump_stacks_on_request
 dump_stacks_on_request(pathlib.Path({str(stacks)!r}))
 def a_thread_that_waits(): time.sleep(600)
 threading.Thread(target=a_thread_that_waits, daemon=True).start()

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.compose.unsupported_transformer_fields import NEWER_FIELDS, OTHER_SETTINGS, UNSUPPORTED_FIELDS
-from relayrun.config.sections.model import ModelSection
-from relayrun.config.sections.parallel import ParallelSection
-from relayrun.config.sections.training import TrainingSection
-from relayrun.config.sections.transformer import (
+from relayrun.config.sections.model import (
     LLAMA_DEFAULTS,
     NEEDS_TRANSFORMER_ENGINE,
     NOT_SAVED_WITH_WEIGHTS,
+    ModelSection,
     TransformerSection,
 )
-from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
+from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
@@ -183,7 +183,7 @@ def test_types_are_those_of_megatron_core(name: str) -> None:
 )
 def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose.load_run_config(DEMO, [f"model.transformer.{text}"])
+        resolve.load_run_config(DEMO, [f"model.transformer.{text}"])
     assert words in caught.value.message
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
 def test_what_latent_attention_leaves_out_is_refused(transformer: str, others: list[str], words: str) -> None:
     given = [f"model.transformer={{multi_latent_attention: true{transformer}}}", "model.num_query_groups=6", *others]
     with pytest.raises(ConfigError) as caught:
-        compose.load_run_config(DEMO, given)
+        resolve.load_run_config(DEMO, given)
     assert words in caught.value.message
 
 
@@ -233,7 +233,7 @@ def test_what_products_in_8_bits_cannot_do_is_refused(transformer: str, others: 
     recipe = "" if "recipe" in transformer else ", fp8_recipe: tensorwise"
     given = [f"model.transformer={{fp8: hybrid{recipe}{transformer}}}", *others]
     with pytest.raises(ConfigError) as caught:
-        compose.load_run_config(
+        resolve.load_run_config(
             DEMO, ["training.transformer_impl=transformer_engine", "training.precision=bf16", *given]
         )
     assert words in caught.value.message
@@ -242,14 +242,14 @@ def test_what_products_in_8_bits_cannot_do_is_refused(transformer: str, others: 
 def test_products_in_8_bits_are_taken_where_they_can_be() -> None:
     engine = ["training.transformer_impl=transformer_engine", "training.precision=bf16"]
     for fields in ("", ", fp8_recipe: delayed, fp8_margin: 1", ", fp8_recipe: blockwise, first_last_layers_bf16: true"):
-        compose.load_run_config(DEMO, [*engine, f"model.transformer={{fp8: e4m3{fields}}}"])
+        resolve.load_run_config(DEMO, [*engine, f"model.transformer={{fp8: e4m3{fields}}}"])
 
 
 def test_a_window_over_ranks_needs_the_local_attention() -> None:
     window = ["model.transformer.window_size=[15, 0]", "parallel.context_parallel_size=2"]
     with pytest.raises(ConfigError, match=r"set training\.transformer_impl=local"):
-        compose.load_run_config(DEMO, [*window, "training.transformer_impl=transformer_engine"])
-    compose.load_run_config(DEMO, window)
+        resolve.load_run_config(DEMO, [*window, "training.transformer_impl=transformer_engine"])
+    resolve.load_run_config(DEMO, window)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path: Path) -> No
     (folder / "metadata.json").write_text("{}")
 
     def begun(there: dict[str, Any], here: str) -> ResumePoint:
-        config = compose.load_run_config(DEMO, [f"model.transformer={here}", f"checkpoint.load={folder}"])
+        config = resolve.load_run_config(DEMO, [f"model.transformer={here}", f"checkpoint.load={folder}"])
         assert isinstance(config, RunConfig)
         model = config.model.model_dump(exclude={"transformer"}) | {"transformer": there}
         (folder / "model.yaml").write_text(yaml_file.dump_yaml({"model": model, "iteration": 5}))
@@ -288,11 +288,11 @@ def test_a_resume_with_another_model_is_refused_by_field(tmp_path: Path) -> None
     run.config.mkdir(exist_ok=True)
     for number, text in ((1, "{qk_layernorm: true}"), (2, "{}")):
         run.config_revision(number).write_text(
-            compose.dump_run_config(compose.load_run_config(DEMO, [f"model.transformer={text}"]))
+            resolve.dump_run_config(resolve.load_run_config(DEMO, [f"model.transformer={text}"]))
         )
 
     def resumed(*overrides: str) -> ResumePoint:
-        return find_initial_checkpoint(compose.load_run_config(DEMO, overrides), run, None)
+        return find_initial_checkpoint(resolve.load_run_config(DEMO, overrides), run, None)
 
     assert resumed("model.transformer.qk_layernorm=true", "model.rotary_base=20000").path is None  # its own: no other
     with pytest.raises(ConfigError) as caught:
@@ -322,7 +322,7 @@ def test_the_commands_of_the_page_work(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(("line", "words"), re.findall(r"^\| `(\w+: [^`]+)` \| (.*) \|$", PAGE, re.M))
 def test_the_errors_of_the_page_are_said(line: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose.load_run_config(DEMO, [f"model.transformer={{{line}}}"])
+        resolve.load_run_config(DEMO, [f"model.transformer={{{line}}}"])
     assert words in caught.value.message
 
 
@@ -330,7 +330,7 @@ def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S)
     path = tmp_path / "example.yaml"
     path.write_text(example.replace("../models", str(ROOT / "configs/models")))
-    values = compose.read_settings(path).values["model"]["transformer"]
+    values = resolve.read_settings(path).values["model"]["transformer"]
     assert TransformerSection.model_validate(values).model_dump() == {
         "kv_channels": 128,
         "qk_layernorm": True,
@@ -345,18 +345,18 @@ def test_every_model_of_the_page_is_there() -> None:
 
 
 def test_a_revision_holds_what_was_set(tmp_path: Path) -> None:
-    config = compose.load_run_config(
+    config = resolve.load_run_config(
         DEMO, ["model.transformer={kv_channels: 32, qk_layernorm: true, qk_l2_norm: false}"]
     )
     assert isinstance(config, RunConfig)
     assert config.model.transformer.model_dump() == {"kv_channels": 32, "qk_layernorm": True}
-    (tmp_path / "revision.yaml").write_text(compose.dump_run_config(config))
-    assert compose.read_resolved_config(tmp_path / "revision.yaml") == config
-    before = compose.load_run_config(DEMO)
-    text = compose.dump_run_config(before)
+    (tmp_path / "revision.yaml").write_text(resolve.dump_run_config(config))
+    assert resolve.read_resolved_config(tmp_path / "revision.yaml") == config
+    before = resolve.load_run_config(DEMO)
+    text = resolve.dump_run_config(before)
     assert "  transformer: {}\n" in text
     (tmp_path / "revision.yaml").write_text(text.replace("  transformer: {}\n", ""))  # of an earlier version
-    assert compose.read_resolved_config(tmp_path / "revision.yaml") == before
+    assert resolve.read_resolved_config(tmp_path / "revision.yaml") == before
 
 
 def shape(**transformer: Any) -> ModelSection:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from relayrun.tokens.tokenize.record import is_unchanged
+from relayrun.tokens.tokenize.shard_folder import is_unchanged
 
 from .test_preprocess import Run, data, out, run, tokenizer, write_jsonl
 from .tokenization_corpus import expected_ids, shard_documents
@@ -130,7 +130,7 @@ def test_a_shard_that_was_damaged_is_made_again(
 
 
 def test_the_time_of_a_web_server_counts() -> None:
-    from relayrun.tokens.stores.stores import modified_time
+    from relayrun.tokens.stores.urls import modified_time
 
     moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     assert modified_time({"Last-Modified": "Fri, 02 Jan 2026 03:04:05 GMT"}) == round(moment.timestamp() * 1e9)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from relayrun import cli
-from relayrun.tokens.tokenize.split import prepare_dumps
+from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.tune import TuningTrial, recommend_trial
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet

@@ -9,13 +9,20 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.control.rundir.lineage import Lineage, ResumePoint, newest_commit_at, resume_point
-from relayrun.control.rundir.quarantine import newer_broken_checkpoints, quarantine_checkpoint, quarantined_checkpoints
+from relayrun.control.rundir.checkpoint_records import (
+    Lineage,
+    ResumePoint,
+    newer_broken_checkpoints,
+    newest_commit_at,
+    quarantine_checkpoint,
+    quarantined_checkpoints,
+    resume_point,
+)
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError
 from relayrun.train.checkpoint import checksums
-from relayrun.train.checkpoint.damaged import quarantine_and_fall_back
+from relayrun.train.checkpoint.save_and_restore import quarantine_and_fall_back
 from tests.history import began
 
 

@@ -13,11 +13,10 @@ import pytest
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.retokenize import SourceComparison, compare_with_source
-from relayrun.tokens.tokenize.verify import verify_dumps
+from relayrun.tokens.tokenize.verify import SourceComparison, compare_with_source, verify_dumps
 
 from .test_dumps_status import settings
 from .test_preprocess import Run, data, out, run, tokenizer, write_jsonl

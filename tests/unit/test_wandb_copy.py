@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.train.reporting.wandb_copy import WandbProject, copy_project
+from relayrun.train.reporting.wandb_runs import WandbProject, copy_project
 from tests.wandb_service import WandBService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def test_the_flags_of_the_earlier_system_and_those_of_earlier_versions_are_taken
         asked.update(options, projects=projects)
         return []
 
-    monkeypatch.setattr("relayrun.train.reporting.wandb_copy.copy_project", take)
+    monkeypatch.setattr("relayrun.train.reporting.wandb_runs.copy_project", take)
     monkeypatch.setattr(wandb, "Api", lambda: None)
     monkeypatch.setattr("sys.argv", ["copy_wandb_project.py", *words.split()])
     with pytest.raises(SystemExit, match=r"^0$"):

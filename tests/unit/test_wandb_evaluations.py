@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import update_tracker_runs
-from relayrun.train.reporting import wandb_files
+from relayrun.train.reporting import trackers
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Run:
     workspace = Workspace.make(tmp_path)
     made = workspace.run("run")
     made.config.mkdir(parents=True)
-    made.config_revision(1).write_text(compose.dump_run_config(compose.load_run_config(workspace.config("run"))))
+    made.config_revision(1).write_text(resolve.dump_run_config(resolve.load_run_config(workspace.config("run"))))
     made.plan.write_text("{}")
     attempt(made, 1, base=0, last=30)
     update_tracker_runs(made)
@@ -79,5 +79,5 @@ def test_offline_files_hold_them_once(run: Run) -> None:
     for iteration in (10, 20):
         finish(run, iteration, at=float(iteration), value=0.5)
         tell(run, WANDB_MODE="offline")
-    files = wandb_files.offline_wandb_files(run.path / "wandb", name)
-    assert [row["iteration"] for path in files for row in wandb_files.wandb_history(path)] == [10, 20]
+    files = trackers.offline_wandb_files(run.path / "wandb", name)
+    assert [row["iteration"] for path in files for row in trackers.wandb_history(path)] == [10, 20]

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.files import append_line
-from relayrun.train.reporting.wandb_files import offline_wandb_files, wandb_history
+from relayrun.train.reporting.trackers import offline_wandb_files, wandb_history
 from tests.history import began
 from tests.waiting import wait_for
 from tests.wandb_service import WandBService
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Run:
     workspace = Workspace.make(tmp_path)
     made = workspace.run("run")
     made.config.mkdir(parents=True)
-    made.config_revision(1).write_text(compose.dump_run_config(compose.load_run_config(workspace.config("run"))))
+    made.config_revision(1).write_text(resolve.dump_run_config(resolve.load_run_config(workspace.config("run"))))
     made.plan.write_text("{}")
     return made
 

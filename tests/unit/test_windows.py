@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.tokens.order.windows import WindowDataset
-from relayrun.tokens.shards.indexed import INDEX_HEADER, INDEX_MAGIC, ShardWriter
+from relayrun.tokens.order.datasets import WindowDataset
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.shards.shard import INDEX_HEADER, INDEX_MAGIC, ShardWriter
 
 
 def dataset(folder: Path, sizes: list[int], dtypes: list[type[np.generic]] | None = None) -> DatasetManifest:

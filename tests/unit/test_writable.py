@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
-from relayrun.config.compose import compose, sites, writable, yaml_file
+from relayrun.config.compose import resolve, sites, writable, yaml_file
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.mixture.folder import create_mixture
+from relayrun.tokens.mixture.create_mixture import create_mixture
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.tokenize.encode.byte_tokenizer import write_byte_tokenizer
+from relayrun.tokens.tokenize.datatrove_pipeline import MegatronTokenWriter
+from relayrun.tokens.tokenize.encode.tokenizer_files import write_byte_tokenizer
 from relayrun.tokens.tokenize.job_config import ENVIRONMENT_SETTINGS, settings_from_environment
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
-from relayrun.tokens.tokenize.writer import MegatronTokenWriter
 from tests.history import make_history
 from tests.workspace import CONFIG, Workspace
 
@@ -236,7 +236,7 @@ def test_no_file_that_asks_a_program_is_a_url(name: str, tmp_path: Path) -> None
         )
     )
     with pytest.raises(ConfigError, match=rf"command\.{name}: s3://bucket/x is a URL"):
-        compose.load_run_config(tmp_path / "run.yaml")
+        resolve.load_run_config(tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize("name", ["metadata_folder", "output_folder", "logs", "cache_dir"])

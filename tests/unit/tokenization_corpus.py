@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 
 EOS = "<|endoftext|>"
 

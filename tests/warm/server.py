@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = (
-    "relayrun.config.compose.compose",
+    "relayrun.config.compose.resolve",
     "relayrun.train.loop",
     "relayrun.train.reporting.debugging",
     "relayrun.train.export.evaluate",

@@ -1,49 +1,131 @@
-"""`relayrun dumps`: where the dumps of a tokenization stand, what is wrong with them, which settings suit a node."""
+"""`relayrun dumps`: a data set as dumps, one tokenization job each.
+
+`prepare` splits a data set into dumps, `submit` queues their jobs, `status` prints their progress, `tune` measures
+worker counts and batch sizes on this node, `verify` checks finished dumps, `size` prints a dump's bytes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import typing
+from pathlib import Path
 
-from relayrun.cli.data import (
-    download,
-    dump_size,
-    example_text,
-    merge_shards,
-    prepare_dumps,
-    reshard,
-    submit_dumps,
-    tokenize,
-    train_tokenizer,
-)
+from relayrun.cli.data import shards, tokenize
 from relayrun.config.compose.writable import check_outputs
 from relayrun.tokens.tokenize import dump_status, tune
+from relayrun.tokens.tokenize.dump_jobs import submit_dumps
+from relayrun.tokens.tokenize.dumps import dump_size, prepare_dumps, print_dumps
+from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from relayrun.tokens.tokenize.options import EngineName, TokenizeOptions
-from relayrun.tokens.tokenize.pool import use_one_thread
+from relayrun.tokens.tokenize.processes import use_one_thread
+
+
+def add_dump_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("paths_file", type=Path, metavar="PATHS_FILE")
+    parser.set_defaults(run=run_dump_size)
+
+
+def run_dump_size(options: argparse.Namespace) -> int:
+    """Print the bytes of all files of a paths file. Raises RelayrunError."""
+    print(dump_size(options.paths_file))
+    return 0
+
+
+def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--dataset-folder",
+        required=True,
+        metavar="D",
+        help="a folder, or a URL that fsspec knows (s3://bucket/x), searched for parquet, "
+        "JSON lines (.jsonl, .json, also .gz and .zst), .csv(.gz) and .arrow files",
+    )
+    parser.add_argument(
+        "--preprocessing-metadata-folder",
+        required=True,
+        metavar="M",
+        help="gets raw-dataset-link and dumps/paths_file_{i}.txt",
+    )
+    parser.add_argument(
+        "--filter-in",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="keep files whose path below D contains any of these (case-sensitive)",
+    )
+    parser.add_argument(
+        "--filter-out",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="leave out files whose path below D contains any of these",
+    )
+    parser.add_argument("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
+    parser.add_argument(
+        "--seconds-per-gb",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="for the estimate of hours (default: %(default)s)",
+    )
+    parser.set_defaults(run=run_prepare)
+
+
+def run_prepare(options: argparse.Namespace) -> int:
+    """Split a dataset into dumps: write the paths files that the tokenization jobs read. Raises RelayrunError."""
+    check_outputs({"--preprocessing-metadata-folder": options.preprocessing_metadata_folder})
+    dumps = prepare_dumps(
+        options.dataset_folder,
+        options.preprocessing_metadata_folder,
+        filter_in=options.filter_in,
+        filter_out=options.filter_out,
+        n_dumps=options.n_dumps,
+    )
+    print_dumps(dumps, seconds_per_gb=options.seconds_per_gb)
+    return 0
+
+
+def add_submit_dumps_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("config", metavar="CONFIG", help="for example configs/data/tokenization-example.yaml")
+    parser.add_argument("--executor", choices=("local", "slurm"), help="instead of the config's own")
+    parser.add_argument("--wait", action="store_true", help="return when all Slurm jobs have ended")
+    parser.set_defaults(run=run_submit_dumps)
+
+
+def run_submit_dumps(options: argparse.Namespace) -> int:
+    """Tokenize every dump of a dataset, as Slurm jobs or on this machine. Raises RelayrunError."""
+    config = load_tokenization_config(options.config)
+    if options.executor is not None:
+        config = config.model_copy(update={"executor": options.executor})
+    submit_dumps(config, wait=options.wait)
+    return 0
+
 
 SUBCOMMANDS = (
-    ("example", "text that every machine has, to try things with", example_text.add_example_arguments),
+    ("example", "text that every machine has, to try things with", tokenize.add_example_arguments),
     (
         "download",
         "files of a data set of the Hugging Face hub, their checksums compared",
-        download.add_download_arguments,
+        tokenize.add_download_arguments,
     ),
     (
         "tokenizer",
         "train a tokenizer on a dataset's text, or make one of bytes",
-        train_tokenizer.add_tokenizer_arguments,
+        tokenize.add_tokenizer_arguments,
     ),
-    ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard.add_shuffle_arguments),
-    ("prepare", "split a dataset into dumps, one job each", prepare_dumps.add_prepare_arguments),
+    ("shuffle", "shuffle a dataset globally, into parquet files of even size", tokenize.add_shuffle_arguments),
+    ("prepare", "split a dataset into dumps, one job each", add_prepare_arguments),
     (
         "submit",
         "tokenize all dumps of a YAML config, as Slurm jobs or on this machine",
-        submit_dumps.add_submit_dumps_arguments,
+        add_submit_dumps_arguments,
     ),
     ("tokenize", "tokenize the files of one dump: what a job does", tokenize.add_tokenize_arguments),
-    ("merge", "the shards of a folder as one shard", merge_shards.add_merge_shards_arguments),
-    ("size", "bytes of a dump's files", dump_size.add_dump_size_arguments),
+    ("merge", "the shards of a folder as one shard", shards.add_merge_shards_arguments),
+    ("size", "bytes of a dump's files", add_dump_size_arguments),
 )
 """Subcommands with modules of their own, most of them also programs in scripts/ or launchers/."""
 

@@ -1,11 +1,175 @@
-"""`relayrun dumps tokenize`, and scripts/tokenization/preprocess_megatron.py: files of text as token shards."""
+"""`relayrun dumps example | download | tokenizer | shuffle | tokenize`: from raw text to token shards.
+
+`tokenize` and `shuffle` also run as programs in scripts/tokenization/. This module imports no numpy:
+`tokenize` limits the number of threads before it imports the libraries that start them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import signal
+import sys
+from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
-from relayrun.tokens.tokenize.flags import add_tokenize_flags, options_from_flags
+from relayrun.errors import ConfigError, RelayrunError
+from relayrun.tokens.tokenize.encode.tokenizer_files import BYTE_SPECIAL_TOKENS, write_byte_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags, options_from_flags
+
+
+def add_download_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("repository", metavar="OWNER/NAME", help="a data set of the Hugging Face hub")
+    parser.add_argument(
+        "--include", required=True, nargs="+", metavar="PATTERN", help="paths of files in it, with * and ?"
+    )
+    parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="gets the files and SHA256SUMS")
+    parser.add_argument("--revision", default="main", metavar="R", help="branch, tag or commit (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="files at a time (default: %(default)s)")
+    parser.set_defaults(run=run_download)
+
+
+def run_download(options: argparse.Namespace) -> int:
+    """Fetch files and say where they are. Raises RelayrunError."""
+    check_outputs({"--output-folder": options.output_folder})
+    from relayrun.tokens.stores.download import (  # huggingface_hub, which takes a while to import
+        CHECKSUMS_FILE,
+        download_dataset,
+    )
+
+    count = download_dataset(
+        options.repository,
+        options.include,
+        options.output_folder,
+        revision=options.revision,
+        at_once=options.workers,
+        endpoint=os.environ.get("HF_ENDPOINT"),
+        report=lambda line: print(line, flush=True),
+    )
+    print(f"{count:,} files in {options.output_folder}, their checksums in {CHECKSUMS_FILE}")
+    return 0
+
+
+def add_example_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="gets docs/, code/ and heldout/")
+    parser.add_argument("--megabytes", type=float, default=24.0, help="text of docs and code (default: %(default)s)")
+    parser.set_defaults(run=run_example)
+
+
+def run_example(options: argparse.Namespace) -> int:
+    """Write documentation and sources of this Python installation as parquet. Raises RelayrunError."""
+    check_outputs({"--output-folder": options.output_folder})
+    from relayrun.lab.demo.corpus import build_corpus  # pyarrow
+
+    made = build_corpus(options.output_folder, megabytes=options.megabytes)
+    for each in (made.docs, made.code, made.heldout):
+        print(f"{each.folder}: {each.documents:,} documents, {each.bytes / 1e6:.1f} MB")
+    return 0
+
+
+SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
+
+
+def _finite_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is no size")
+    return value
+
+
+def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--dataset-folder", required=True, metavar="D", help="local, or a URL that fsspec knows (s3://bucket/x)"
+    )
+    parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
+    parser.add_argument(
+        "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--file-size", type=_finite_number, default=500, metavar="MB", help="default: %(default)s")
+    groups = parser.add_mutually_exclusive_group()
+    groups.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
+    groups.add_argument(
+        "--row-group-mb",
+        type=_finite_number,
+        metavar="MB",
+        help="row groups of about so much text, before it is compressed",
+    )
+    parser.add_argument(
+        "--split-rows", type=int, metavar="N", help="cut texts of more than N characters into rows of at most N"
+    )
+    parser.add_argument(
+        "--split-overlap", type=int, default=0, metavar="M", help="characters of a row that the next one repeats"
+    )
+    parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
+    parser.add_argument(
+        "--memory-limit",
+        type=_finite_number,
+        default=4,
+        metavar="GB",
+        help="of the process, on several nodes of each (default: %(default)s)",
+    )
+    parser.add_argument("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked")
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=("fail", "skip-line"),
+        default=TokenizeOptions.default("on_error"),
+        help="skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)",
+    )
+    parser.add_argument("--stage", choices=SHUFFLE_STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
+    parser.set_defaults(run=run_shuffle)
+
+
+def run_shuffle(given: argparse.Namespace) -> int:
+    """Shuffle a dataset globally, into parquet files of even size. Raises RelayrunError."""
+    check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
+    if given.memory_limit >= 2:
+        # Arrow's allocator keeps what it has: to give pages back and clear them again costs CPU time. What it keeps
+        # too much is some 150 MB, which a small limit has no room for.
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
+    # pyarrow: not paid for --help
+    from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, reshard
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
+    options = ReshardOptions(
+        dataset_folder=given.dataset_folder,
+        output=given.output_folder,
+        column=given.column,
+        seed=given.seed,
+        file_size=int(given.file_size * 1e6),
+        row_group_size=given.row_group_size,
+        row_group_bytes=None if given.row_group_mb is None else round(given.row_group_mb * 1e6),
+        split_rows=given.split_rows,
+        split_overlap=given.split_overlap,
+        compression=given.compression,
+        memory_limit=int(given.memory_limit * 1e9),
+        temp_dir=given.temp_dir,
+        threads=given.threads,
+        on_error=given.on_error,
+    )
+    rows: int | None
+    if given.stage:
+        from relayrun.tokens.shuffle.multi_node import ReshardTask
+
+        if given.stage == "check":
+            ReshardTask(options, task=0, tasks=int(os.environ.get("NODES", "1"))).check()
+            return 0
+        if "SLURM_PROCID" not in os.environ:
+            raise RelayrunError("--stage is for the tasks of a Slurm job step", hint="submit_reshard.sh starts them")
+        task, tasks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+        rows = ReshardTask(options, task=task, tasks=tasks).run(given.stage)
+    else:
+        rows = reshard(options)
+    if rows is not None:
+        print(f"{rows:,} rows; length against position, before and after: {given.output_folder / LENGTHS_PICTURE}")
+    return 0
 
 
 def add_tokenize_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +192,7 @@ def run_tokenize(given: argparse.Namespace) -> int:
     options = options_from_flags(given)
     check_outputs({"--output-folder": given.output_folder, "--logging-dir": given.logging_dir})
 
-    from relayrun.tokens.tokenize.pool import use_one_thread
+    from relayrun.tokens.tokenize.processes import use_one_thread
 
     use_one_thread()
     from relayrun.tokens.tokenize.pipeline import tokenize_paths_file  # pyarrow, tokenizers: not paid for --help
@@ -41,4 +205,49 @@ def run_tokenize(given: argparse.Namespace) -> int:
         logging_dir=given.logging_dir,
     )
     print(result.summary())
+    return 0
+
+
+def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--dataset-folder",
+        nargs="+",
+        metavar="D",
+        help="folders or URLs with the files that `relayrun dumps prepare` takes; each gives an equal share",
+    )
+    parser.add_argument("--output-folder", required=True, type=Path, metavar="T", help="gets tokenizer.json")
+    parser.add_argument(
+        "--vocabulary-size", type=int, default=4096, metavar="N", help="with 256 bytes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bytes", action="store_true", help="without training: every byte is a token, as models of genomes have it"
+    )
+    parser.set_defaults(run=run_tokenizer)
+
+
+def run_tokenizer(options: argparse.Namespace) -> int:
+    """Make a tokenizer and say where it is. Raises RelayrunError."""
+    check_outputs({"--output-folder": options.output_folder})
+    if options.bytes:
+        if options.dataset_folder:
+            raise ConfigError("--bytes reads no text", where="--dataset-folder", hint="leave one of the two out")
+        made = write_byte_tokenizer(options.output_folder)
+        print(
+            f"{made}: a token for each byte, its id the byte; {', '.join(BYTE_SPECIAL_TOKENS.values())} are the tokens 0 to 3"
+        )
+        return 0
+    if not options.dataset_folder:
+        raise ConfigError(
+            "a tokenizer is trained on text", hint="give --dataset-folder, or --bytes for a tokenizer of bytes alone"
+        )
+    from relayrun.tokens.tokenize.train_tokenizer import BOS_TOKEN, EOS_TOKEN, train_tokenizer  # pyarrow
+
+    made = train_tokenizer(
+        options.dataset_folder, options.output_folder, column=options.column, vocabulary_size=options.vocabulary_size
+    )
+    print(f"{made}: byte-level BPE; {BOS_TOKEN} is token 0, and {EOS_TOKEN}, which ends every document, token 1")
     return 0

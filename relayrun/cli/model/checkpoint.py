@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
-from relayrun.control.rundir import lineage
+from relayrun.control.rundir import checkpoint_records
+from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, newer_broken_checkpoints
 from relayrun.control.rundir.find_runs import find_run, split_iteration
 from relayrun.control.rundir.mirror import record_verified
-from relayrun.control.rundir.quarantine import BrokenCheckpoint, newer_broken_checkpoints
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.train.checkpoint import checksums
@@ -51,7 +51,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     folder, torn = _checkpoint_folder(options.name)
     for left in torn:
         print(f"damaged: {left.path}: {left.why}")
-    commit = lineage.newest_commit_at(folder)
+    commit = checkpoint_records.newest_commit_at(folder)
     root = None if commit is None else commit.checksum
     if root is None and not (folder / checksums.CHECKSUM_INDEX).exists():
         raise InputError(
@@ -132,7 +132,7 @@ def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
         return folder.absolute(), []
     named, iteration = split_iteration(name)
     run = find_run(named)
-    line = lineage.Lineage(run)
+    line = checkpoint_records.Lineage(run)
     if iteration is None:
         newest = line.durable()
         if newest.path is None:

@@ -1,7 +1,7 @@
-"""`relayrun save`, `relayrun stop` and `relayrun cancel`: a person controls a chain.
+"""`relayrun save`, `relayrun stop` and `relayrun cancel`: ask a chain for a checkpoint, or end it.
 
-After a stop nothing starts any more, whatever happens meanwhile. The exit trigger comes first: a job that runs,
-or starts while we look, obeys it; only where no job is there to do so is the chain ended from here.
+No job of a chain starts after a stop. The exit trigger is written first: a running job, or a job that starts
+meanwhile, obeys it. If the chain has no job, this command ends the chain itself.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import argparse
 import os
 import time
 
-from relayrun.control import signs
+from relayrun.control import chain_state
 from relayrun.control.chain import campaign, supervisor
-from relayrun.control.chain.cancel import cancel_chain, stop_chain_without_files
+from relayrun.control.chain.jobs import cancel_chain, stop_chain_without_files
 from relayrun.control.rundir import find_runs, triggers
 from relayrun.control.rundir.campaign import campaign_folders
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.watch import unsent_notices
@@ -111,5 +110,7 @@ def _stop_with_files(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -
 
 def _running_job(run: Run, plan: Plan, jobs: list[Job]) -> str | None:
     """Id of the job that has started and not yet gone; another user's may be hidden, but not its signs of life."""
-    sign = signs.newest_life_sign(run, plan, now=time.time()) if signs.is_owned_by_another_user(plan) else None
+    sign = (
+        chain_state.newest_life_sign(run, plan, now=time.time()) if chain_state.is_owned_by_another_user(plan) else None
+    )
     return next((job.id for job in jobs if not job.waits), sign.job_id if sign else None)

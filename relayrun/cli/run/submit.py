@@ -1,17 +1,162 @@
-"""`relayrun submit`: check, prepare the run directory, queue one job."""
+"""`relayrun submit`, `check`, `resume` and `launch`: from a config, a run or a job's environment to a queued job.
+
+`submit` checks a run config, prepares the run directory and queues one job. `check` prints what a submit would
+refuse, and the plan of the run; it writes and queues nothing. `resume` submits a run again with its last settings.
+`launch` is called by the sbatch scripts of launchers/ and makes their job the first one of a chain.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from relayrun.cli.run import check
-from relayrun.config.compose import compose
+from relayrun import places
+from relayrun.config.compose import resolve, sites
+from relayrun.config.compose.resolve import config_differences
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.scheduler import local
+from relayrun.errors import RelayrunError, RunDirError
 from relayrun.submit import launcher_environment, submission
-from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.check import report_text
+from relayrun.submit.check.existing_run import SubmitIntent
+from relayrun.submit.check.findings import CheckFinding
+from relayrun.submit.check.report import CheckReport
+from relayrun.submit.launcher_environment import quote_yaml
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
+
+log = logging.getLogger(__name__)
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun check`."""
+    parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help="as for `relayrun submit`"
+    )
+    parser.add_argument("--resume", action="store_true", help="take it that the chain may have ended")
+    parser.add_argument("--accept-data-change", action="store_true", help="take it that the data may have changed")
+    parser.add_argument("--take-over", action="store_true", help="take it that the run may be another user's")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.set_defaults(run=run_check)
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Print findings and plan; the exit code is 1 where a submit would refuse. Raises RelayrunError."""
+    intent = SubmitIntent(
+        resume=options.resume, accept_data_change=options.accept_data_change, take_over=options.take_over
+    )
+    return check_settings(resolve.read_settings(options.config, options.overrides), intent, json=options.json)
+
+
+def check_settings(
+    given: LocatedSettings, intent: SubmitIntent, *, json: bool = False, launcher: Path | None = None
+) -> int:
+    """Check the run that settings mean, and print the report; return the exit code.
+
+    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
+    """
+    name = "settings.schema"
+    try:
+        config = resolve.validate_settings(given)
+        name = "settings.trainer"
+        report = submission.check_submission(config, given=given, intent=intent, launcher=launcher)
+    except RelayrunError as error:  # of settings of which no plan can be made
+        if not json:
+            raise
+        refused = CheckFinding(name=name, level="error", words=error.message, where=error.where, remedy=error.hint)
+        print(
+            report_text.json_text(
+                {"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]} | _EMPTY_REPORT
+            )
+        )
+        return 1
+    changes = changes_since_last_submit(report)
+    if json:
+        print(report_text.json_text(report_text.check_report_as_json(report, changes)))
+    else:
+        report_text.print_report(report, changes)
+    return 1 if report.findings.errors else 0
+
+
+def print_dry_run(given: LocatedSettings, intent: SubmitIntent) -> int:
+    """Print the job script that a submit would write, and on standard error what the check found but is not fine.
+
+    Behind it stands, as a comment, what the ranks of a foreign trainer execute.
+
+    Returns 1 where a submit would refuse. Raises RelayrunError where there is no job to print.
+    """
+    config = resolve.validate_settings(given)
+    print(submission.dry_run(config), end="", flush=True)
+    report = submission.check_submission(config, given=given, intent=intent)
+    if not isinstance(config, RunConfig):
+        print(*report_text.command_as_comment(report), sep="\n", flush=True)
+    findings = report.findings
+    for finding in findings.warnings:
+        log.warning("%s", finding.line)
+    findings.raise_errors()
+    return 0
+
+
+_EMPTY_REPORT: dict[str, Any] = {"data": [], "plan": None, "changes": []}
+
+
+def changes_since_last_submit(report: CheckReport) -> list[str]:
+    """What differs between the config and the run's last revision; empty for a run that has none."""
+    revisions = report.run.revisions()
+    if not revisions:
+        return []
+    return config_differences(resolve.read_resolved_config(report.run.config_revision(revisions[-1])), report.config)
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun launch`."""
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="check it and print the job script; write nothing")
+    parser.add_argument(
+        "--check", type=Path, metavar="LAUNCHER", help="print what `relayrun check` finds, with this sbatch script"
+    )
+    parser.set_defaults(run=run_launch)
+
+
+def run_launch(options: argparse.Namespace) -> int:
+    """Make this job the first of a chain, with the settings of the environment; print the run directory."""
+    file = places.project_folder() / options.config
+    settings = launcher_environment.environment_overrides(os.environ, trainer=resolve.read_trainer(file))
+    # sbatch itself heeds these, and its options over them: what the job has, where this is one
+    settings += [
+        f"job.{name}={launcher_environment.quote_yaml(os.environ.get(f'SLURM_JOB_{name.upper()}') or value)}"
+        for name, value in sites.sbatch_options_from_environment(os.environ).items()
+    ]
+    for name in (*sites.OTHER_CLUSTER_VARIABLES, *sites.IGNORED_VARIABLES):
+        os.environ.pop(name, None)
+    flag = partial(launcher_environment.boolean_variable, os.environ)
+    resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")
+    if options.dry_run or options.check is not None:
+        given = resolve.read_settings(file, settings)
+        intent = SubmitIntent(resume=resume, accept_data_change=accept, take_over=take_over)
+        if options.dry_run:
+            return print_dry_run(given, intent)
+        return check_settings(given, intent, launcher=options.check.absolute())
+    job = launcher_environment.job_overrides(os.environ)
+    log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
+    config = resolve.load_run_config(file, [*settings, *job])
+    print(
+        submission.adopt_job(
+            config,
+            host_python=os.environ.get("HOST_PYTHON") or None,
+            resume=resume,
+            accept_data_change=accept,
+            take_over=take_over,
+        ).path
+    )
+    return 0
 
 
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +201,12 @@ def run_submit(options: argparse.Namespace) -> int:
     """Submit one run, or, with --dry-run, print the job that would be submitted."""
 
     load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quote_yaml(options.load)}"]
-    given = compose.read_settings(options.config, [*options.overrides, *load])
+    given = resolve.read_settings(options.config, [*options.overrides, *load])
     accept, take_over = options.accept_data_change, options.take_over
     if options.dry_run:
-        return check.print_dry_run(
-            given, SubmitIntent(resume=options.resume, accept_data_change=accept, take_over=take_over)
-        )
+        return print_dry_run(given, SubmitIntent(resume=options.resume, accept_data_change=accept, take_over=take_over))
     submitted = submission.submit_run(
-        compose.validate_settings(given),
+        resolve.validate_settings(given),
         resume=options.resume,
         accept_data_change=accept,
         take_over=take_over,
@@ -85,3 +228,35 @@ def print_submitted(submitted: submission.SubmittedRun) -> None:
         follower = ProgressFollower(submitted.run, total_steps=submitted.plan.total_steps)
         local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
         unsent_notices.send_in_background(submitted.run)  # a STOP of the queue itself
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun resume`."""
+    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_change_arguments(parser)
+    parser.set_defaults(run=run_resume)
+
+
+def run_resume(options: argparse.Namespace) -> int:
+    """Submit a run as its newest revision says, with what --set changes, also where its chain has ended.
+
+    Raises RelayrunError.
+    """
+    found = find_run(options.name)
+    newest = max(found.revisions(), default=None)
+    if newest is None:
+        raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")
+    path = found.config_revision(newest)
+    given = resolve.read_settings(
+        path, [*options.overrides, f"run_dir={quote_yaml(str(found.path))}"]
+    )  # it may have moved
+    config = resolve.validate_settings(given)
+    for change in config_differences(resolve.read_resolved_config(path), config):
+        log.info("changed: %s", change)
+    accept, take_over = options.accept_data_change, options.take_over
+    if options.dry_run:
+        return print_dry_run(given, SubmitIntent(resume=True, accept_data_change=accept, take_over=take_over))
+    print_submitted(
+        submission.submit_run(config, resume=True, accept_data_change=accept, take_over=take_over, given=given)
+    )
+    return 0

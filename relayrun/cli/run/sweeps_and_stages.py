@@ -13,21 +13,21 @@ from pathlib import Path
 from relayrun.cli.run import stop as run_stop
 from relayrun.config.compose import campaign as config
 from relayrun.control.chain import campaign as supervisor
-from relayrun.control.chain import successor
+from relayrun.control.chain import jobs
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember
 from relayrun.control.rundir.find_runs import find_campaign
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.local import LocalScheduler, print_event
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
+from relayrun.submit import campaign as submission
 from relayrun.submit import campaign as view
-from relayrun.submit import submit_campaign as submission
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.status import queue
 from relayrun.watch.status.run_status_text import json_text
-from relayrun.watch.status.terminal import print_table
+from relayrun.watch.status.tables import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,7 @@ def _run_queue(member: CampaignMember) -> None:
     run, plan = member.run, Plan.load(member.run)
     scheduler = LocalScheduler(run)
     if not scheduler.jobs(plan):  # the terminal that ran it has gone, and its job with it
-        successor.queue_first_job(run, plan, scheduler)
+        jobs.queue_first_job(run, plan, scheduler)
     print(f"{plan.run}: run directory {run.path}", flush=True)
     scheduler.run_queue(print_event, ProgressFollower(run, total_steps=plan.total_steps).poll)
     unsent_notices.send_in_background(run)

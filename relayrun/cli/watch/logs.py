@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 from relayrun.control.rundir.find_runs import find_run
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.errors import RunDirError
 from relayrun.files import last_lines
-from relayrun.watch import logs, unsent_notices
+from relayrun.watch import follow, unsent_notices
 
 POLL_SECONDS = 1.0
 
@@ -37,11 +36,11 @@ def run(options: argparse.Namespace) -> int:
         attempt = options.attempt if options.attempt is not None else newest
         if attempt is None:
             raise RunDirError("no attempt of this run has begun", where=found.path)
-        print(logs.rank_messages(found, attempt, options.rank))
+        print(follow.rank_messages(found, attempt, options.rank))
         return 0
     shown: Path | None = None
-    following = logs.LogFollower(found)
-    for path in logs.job_log_files(found, options.attempt):
+    following = follow.LogFollower(found)
+    for path in follow.job_log_files(found, options.attempt):
         text, following.seen[path] = last_lines(path, options.lines)
         shown = print_log(path, text, shown)
     if options.follow:
@@ -49,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def follow_logs(run: Run, following: logs.LogFollower, shown: Path | None) -> None:
+def follow_logs(run: Run, following: follow.LogFollower, shown: Path | None) -> None:
     """Print what is added to the logs, until the chain has ended and nothing comes any more, or a person ends it."""
     quiet = 0
     try:

@@ -8,13 +8,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticeMessage, NoticePolicy
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import RunDirError
-from relayrun.submit import notice_policy
-from relayrun.watch import deliver, unsent_notices
+from relayrun.submit import policies
+from relayrun.watch import send_notices, unsent_notices
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_test(options: argparse.Namespace) -> int:
     """Send a test message to each target; the exit code is 1 where one was not sent. Raises RelayrunError."""
     if Path(options.name).is_file():
-        policy = notice_policy.make_notice_policy(compose.load_run_config(Path(options.name), options.overrides))
+        policy = policies.make_notice_policy(resolve.load_run_config(Path(options.name), options.overrides))
     else:
         policy = _policy(options.name)
     if not policy.targets:
@@ -44,7 +44,7 @@ def run_test(options: argparse.Namespace) -> int:
         NoticeMessage(target=target, notice=notice, settles=[], count=1, since=now) for target in policy.every_target()
     ]
     with ThreadPoolExecutor(len(messages)) as pool:
-        answers = list(pool.map(lambda message: deliver.send_message(policy, message, os.environ), messages))
+        answers = list(pool.map(lambda message: send_notices.send_message(policy, message, os.environ), messages))
     width = max(len(message.target.name) for message in messages)
     for message, error in zip(messages, answers, strict=True):
         print(f"{message.target.name:<{width}}  {'sent' if error is None else f'NOT SENT: {error}'}")
@@ -55,7 +55,7 @@ def run_send(options: argparse.Namespace) -> int:
     """Send what is due of a run; the exit code is 1 where something was not sent. Raises RelayrunError."""
     run = find_run(options.name)
     _policy(options.name)
-    failed = deliver.send_due_notices(run, job=False, environment=os.environ)
+    failed = send_notices.send_due_notices(run, job=False, environment=os.environ)
     for words in failed:
         print(f"NOT SENT: {words}")
     late, _ = unsent_notices.count_unsent(run, now=time.time())

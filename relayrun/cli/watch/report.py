@@ -1,6 +1,7 @@
-"""`relayrun report`: what runs did, trained and cost, as a page, as text, as JSON or as a picture.
+"""`relayrun report` and `relayrun goodput`: what runs did and where their node hours went.
 
-Each of these imports what it needs: to list the runs of a folder needs neither configs nor arrays.
+`report` writes a page, text, JSON or a picture. `goodput` prints an account in which every second of every node has a
+named part. Functions import what they need: listing the runs of a folder needs neither configs nor arrays.
 """
 
 from __future__ import annotations
@@ -18,9 +19,38 @@ from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import atomic_file
+from relayrun.watch.goodput import tables
+from relayrun.watch.goodput.account import account_for_run
+from relayrun.watch.status.run_status_text import json_text
+from relayrun.watch.status.tables import print_table
 
 if TYPE_CHECKING:
     from relayrun.watch.report.terminal_report import AttemptsReport
+
+
+def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun goodput`."""
+    parser.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run_goodput)
+
+
+def run_goodput(options: argparse.Namespace) -> int:
+    """Print the account of one or several runs. Raises RelayrunError."""
+    found = [account_for_run(find_run(name)) for name in options.names]
+    if options.json:
+        values = [tables.account_as_json(each) for each in found]
+        print(json_text(values if len(values) > 1 else values[0]))
+        return 0
+    for number, each in enumerate(found):
+        if number:
+            print()
+        print(tables.account_summary(each))
+        for table in tables.all_tables(each):
+            print()
+            print_table(table)
+    return 0
+
 
 DEFAULT_PORT = 8765
 """Where `--serve` listens, if nothing else is asked for."""
@@ -86,7 +116,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 def _serve_folder(options: argparse.Namespace) -> int:
     """Serve the runs of a folder until Ctrl-C. Raises RelayrunError."""
-    from relayrun.watch.report.server import serve_reports
+    from relayrun.watch.report.live_server import serve_reports
 
     if options.html is not None or options.text or options.json or options.png is not None or len(options.names) > 1:
         raise InputError("--serve shows one folder, and writes nothing", hint="relayrun report FOLDER --serve")
@@ -117,7 +147,7 @@ def _print_text_report(run: Run) -> None:
     from relayrun.watch.goodput import tables
     from relayrun.watch.goodput.account import account_for_run
     from relayrun.watch.report import terminal_report
-    from relayrun.watch.status.terminal import print_table
+    from relayrun.watch.status.tables import print_table
 
     found = _read_started_run(run)
     print_table(terminal_report.attempts_table(found))
@@ -130,16 +160,16 @@ def _print_text_report(run: Run) -> None:
 
 def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
     # what reads data sets and configs: not paid for the text
-    from relayrun.watch.report import document
+    from relayrun.watch.report import page as report_page
     from relayrun.watch.report.report_data import read_report_data
     from relayrun.watch.status.run_status_text import json_text
 
     pages = [read_report_data(run) for run in runs]
     if as_json:
-        values = [document.report_as_json(page) for page in pages]
+        values = [report_page.report_as_json(page) for page in pages]
         print(json_text(values if len(values) > 1 else values[0]))
     if target is not None:
-        text = document.report_page(pages, now=time.time())
+        text = report_page.report_page(pages, now=time.time())
         with atomic_file(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
         print(target)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
-from relayrun.control import signs
+from relayrun.control import chain_state
 from relayrun.control.rundir import campaign, find_runs
 from relayrun.control.rundir.find_runs import find_run, find_runs_below
 from relayrun.control.rundir.plan import Plan
@@ -27,9 +27,8 @@ from relayrun.submit import move_run as submit_move_run
 from relayrun.watch.status import queue, run_status
 from relayrun.watch.status.run_status_text import json_text
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.standing import DamagedRun
-from relayrun.watch.status.standing_view import format_seconds
-from relayrun.watch.status.terminal import print_table
+from relayrun.watch.status.summary import DamagedRun
+from relayrun.watch.status.tables import format_seconds, print_table
 
 SEARCH_DEPTH = 4
 """Runs lie at most so many folders below the one that is named."""
@@ -214,7 +213,7 @@ def _refuse_protected(source: Path, target: Path) -> None:
 def _refuse_busy_run(run: Run) -> None:
     """Raise InputError where a job may write into the run, RunDirError where it is another user's."""
     plan = Plan.load(run)
-    if plan.owner is not None and signs.is_owned_by_another_user(plan):
+    if plan.owner is not None and chain_state.is_owned_by_another_user(plan):
         name = user_name(plan.owner)
         raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
     asked = queue.query_queue(run)

@@ -15,9 +15,9 @@ from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.watch import unsent_notices
-from relayrun.watch.status import queue, standing_view
+from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.standing import DamagedRun, RunSummary
+from relayrun.watch.status.summary import DamagedRun, RunSummary
 
 UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
 """States in which something may still change by itself."""
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     now = time.time()
     if options.name is not None:
         from relayrun.watch.status import run_status, run_status_text
-        from relayrun.watch.status.terminal import print_table
+        from relayrun.watch.status.tables import print_table
 
         run = find_runs.find_run(options.name)
         stuck = _start_due_stages([run])
@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
             )
         )
     elif found := RunsWatcher().glance(runs, now=now):
-        standing_view.print_runs(found)
-        for line in standing_view.cron_check_lines(found, now=now):
+        tables.print_runs(found)
+        for line in tables.cron_check_lines(found, now=now):
             print(line)
     else:
         print(f"no runs below {find_runs.runs_folder()}")
@@ -141,7 +141,7 @@ def _follow_on_terminal(runs: Callable[[], list[Run]], watcher: RunsWatcher, int
             table = (
                 run_status_text.run_status_table(first, now=now)
                 if isinstance(first, RunStatus)
-                else standing_view.runs_table(found)
+                else tables.runs_table(found)
             )
             live.update(table, refresh=True)
             if _has_ended(found, single):
@@ -155,7 +155,7 @@ def _follow_as_lines(runs: Callable[[], list[Run]], watcher: RunsWatcher, interv
         now = time.time()
         found = watcher.glance(runs(), now=now)
         for entry in found:
-            line = standing_view.run_line(entry)
+            line = tables.run_line(entry)
             if told.get(entry.path) != line:
                 print(f"{time.strftime('%H:%M:%S', time.localtime(now))} {line}", flush=True)
                 told[entry.path] = line

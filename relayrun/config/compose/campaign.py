@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from relayrun import places
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.base import NAME_PATTERN
-from relayrun.config.sections.sweep_filter import SweepFilter
+from relayrun.config.sections.conditions import SweepFilter
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
 MAX_RUNS = 500
@@ -84,11 +84,11 @@ class _Reading:
         self._path = path
         self._overrides = overrides
         self._kind = kind
-        self._whole = compose.read_settings(path, overrides)
+        self._whole = resolve.read_settings(path, overrides)
         self._root = self._whole.root or places.project_folder(path)
 
     def describe(self) -> CampaignDescription:
-        for other in compose.CAMPAIGN_SECTIONS:
+        for other in resolve.CAMPAIGN_SECTIONS:
             if other != self._kind and other in self._whole.values:
                 if self._kind in self._whole.values:
                     self._refuse((other,), "a config has `sweep` or `stages`", "give each a config of its own")
@@ -98,7 +98,7 @@ class _Reading:
             self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{self._page}")
         project, own = self._text("project"), self._text("name")
         given = self._whole.values.get("run_dir")
-        self._folder = Path(compose.run_directory(given if isinstance(given, str) else None, project, own, self._root))
+        self._folder = Path(resolve.run_directory(given if isinstance(given, str) else None, project, own, self._root))
         at_once, runs = (None, self._stages(section)) if self._kind == "stages" else self._sweep(section)
         clusters = {run.config.cluster.scheduler for run in runs}
         if len(clusters) > 1:
@@ -138,16 +138,16 @@ class _Reading:
         for name, value in settings.items():
             axis = ("sweep", "product", name)
             place = self._whole.place(axis if axis in self._whole.places else (*at, name))
-            changes.append(compose.located_setting(name, value, place=place))
+            changes.append(resolve.located_setting(name, value, place=place))
         if load is not None:
-            changes.append(compose.located_setting("checkpoint.load", load, place=self._whole.place((*at, "from"))))
+            changes.append(resolve.located_setting("checkpoint.load", load, place=self._whole.place((*at, "from"))))
         if path is not None and path.resolve() != self._path.resolve():  # another config, for which no --set was meant
-            given = compose.read_settings(path, changes=changes)
+            given = resolve.read_settings(path, changes=changes)
         else:
-            given = compose.read_settings(self._path, self._overrides, changes=changes)
-            for several in compose.CAMPAIGN_SECTIONS:
+            given = resolve.read_settings(self._path, self._overrides, changes=changes)
+            for several in resolve.CAMPAIGN_SECTIONS:
                 given.values.pop(several, None)
-        return compose.validate_settings(given), given
+        return resolve.validate_settings(given), given
 
     # --- sweeps
 
@@ -289,7 +289,7 @@ class _Reading:
         if "config" in values:
             path = self._path.parent / str(values["config"])
         load = None
-        if source is not None and compose.read_trainer(path) != "command":  # that has no setting for it
+        if source is not None and resolve.read_trainer(path) != "command":  # that has no setting for it
             load = f"{source.config.run_dir}" + ("" if iteration is None else f":{iteration}")
         config, given = self._run(name, own, at, path=path, load=load)
         if evaluated and source is not None:

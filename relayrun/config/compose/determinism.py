@@ -1,7 +1,7 @@
 """What `training.deterministic` needs in the environment of the ranks, as a table; without torch, for the submit.
 
 The variables go into every job of the run, and the ranks look again before they start, since a container or a wrapper
-may have changed them. `relayrun.train.determinism` turns on the rest.
+may have changed them. `relayrun.train.distributed` turns on the rest.
 """
 
 from __future__ import annotations

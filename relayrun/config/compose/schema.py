@@ -3,7 +3,7 @@
 Every setting stands with its unit, its default and what it is called elsewhere in the section that it belongs to:
 `training.py`, `data.py` and `job.py` beside this file. `common.py` has what every run has, whatever its trainer;
 `megatron_lm.py` and `command.py` have what runs of foreign programs have. A field name is the one that Megatron or
-Slurm use, where they have one. Unknown names are errors; `relayrun.config.compose.compose` turns them into one that names the
+Slurm use, where they have one. Unknown names are errors; `relayrun.config.compose.resolve` turns them into one that names the
 file, the line and the nearest valid name.
 """
 
@@ -14,10 +14,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from relayrun.config.compose import elastic, expert_layout, fp8_layout
-from relayrun.config.compose.command import CommandConfig
-from relayrun.config.compose.common import CommonConfig
-from relayrun.config.compose.megatron_lm import MegatronConfig
+from relayrun.config.compose import layout_rules
+from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.data import MOCK_ORDER, DataSection, DataSource
@@ -30,12 +28,11 @@ from relayrun.config.sections.job import (
     JobSection,
     TrackingSection,
 )
-from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE, ModelSection
 from relayrun.config.sections.notify import NotifySection
 from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection
-from relayrun.config.sections.transformer import NEEDS_TRANSFORMER_ENGINE
 
 __all__ = [
     "CONFIG_CLASSES",
@@ -292,7 +289,7 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _experts(self) -> Self:
-        expert_layout.check_expert_layout(self)
+        layout_rules.check_expert_layout(self)
         return self
 
     @model_validator(mode="after")
@@ -304,7 +301,7 @@ class RunConfig(CommonConfig):
                 f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
                 "training.transformer_impl=transformer_engine, or leave it out"
             )
-        fp8_layout.check_fp8_layout(self)
+        layout_rules.check_fp8_layout(self)
         return self
 
     @model_validator(mode="after")
@@ -398,7 +395,7 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _elastic(self) -> Self:
-        elastic.check_elastic(self)
+        layout_rules.check_elastic(self)
         return self
 
 

@@ -1,15 +1,165 @@
-"""What is trained on: `data` and the data sets of its mixture."""
+"""The section `data`: data sets of the mixture, their order, document windows, and text that ranks tokenize themselves.
+
+`data.document_window` cuts documents into windows and packs them into rows. `source` and `stream` of a data set
+describe text files; their names are those of fairseq2's parquet pipeline.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from relayrun.config.sections.base import NAME_PATTERN, Fraction, OutputPath, Positive, Section
-from relayrun.config.sections.document_window import DOCUMENT_WINDOW, DocumentWindowSection
-from relayrun.config.sections.streams import DEFAULT_LANES, TOKEN_SHARDS, SourceKind, StreamSection
+from relayrun.config.sections import conditions
+from relayrun.config.sections.base import NAME_PATTERN, Fraction, ImportPath, NonNegative, OutputPath, Positive, Section
+
+DOCUMENT_WINDOW = "document-window"
+"""Name of the order."""
+
+Packing = Literal["none", "pad", "split", "greedy", "first_fit", "best_fit"]
+
+
+class DocumentWindowSection(Section):
+    """How `order: document-window` cuts documents into windows, and fills rows of training.seq_length tokens."""
+
+    window: Positive | None = None
+    """Tokens of a window, bos and eos included; default: training.seq_length. A longer document is cut into several."""
+    overlap: NonNegative = 0
+    """Tokens of a document that a window shares with the one before it. (transformers calls this `stride`.)"""
+    bos: NonNegative | None = None
+    """Id of the token that is put before every window; default: none is."""
+    eos: bool | NonNegative = False
+    """Id of the token that is put behind every window; true: the tokenizer's end of document."""
+    drop_eod: bool = False
+    """Leave out the end of document with which every document ends in the shards, for example because eos puts one
+    behind every window. A document without it ends the run."""
+    mask_special: bool = False
+    """The loss of predicting the eos of a window does not count. (Nothing predicts its bos.)"""
+    packing: Packing = "best_fit"
+    """What a row holds. none: one window, and padding; pad: the same, and no token attends to padding; split: windows
+    one behind the other, cut where a row is full; greedy: windows in their order, as long as they fit; first_fit: each
+    in the first row with room; best_fit: the longest first, each in the fullest row with room."""
+
+    @model_validator(mode="after")
+    def _overlap(self) -> Self:
+        if self.window is not None:
+            self.check(self.window)
+        return self
+
+    def check(self, window: int) -> None:
+        """Raise ValueError if windows of so many tokens leave no text, or do not move on."""
+        text = window - (self.bos is not None) - (self.eos is not False)
+        if self.overlap >= text:
+            raise ValueError(
+                f"document_window.overlap {self.overlap} must be below the {max(text, 0)} tokens of text in a window "
+                f"of {window}"
+            )
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows come with the lengths of what they hold, which the attention keeps apart."""
+        return self.packing != "none"
+
+
+TOKEN_SHARDS = "tokens"
+SourceKind = Literal["tokens", "parquet", "jsonl", "arrow"]
+OnError = Literal["fail", "skip-file", "skip-line"]
+
+DEFAULT_LANES = 64
+"""Lanes of a run, where nothing else is said."""
+
+
+def _checked_row_filter(text: str) -> str:
+    conditions.parse_row_condition(text)
+    return text
+
+
+RowFilter = Annotated[str, AfterValidator(_checked_row_filter)]
+"""A condition on rows, see `row_filter`."""
+
+
+class StreamLimit(Section):
+    """A part of a data set, for a trial."""
+
+    nb_files: Positive | None = None
+    """So many files, the first by name; default: all."""
+    fraction_of_files: Annotated[float, Field(gt=0, le=1)] | None = None
+    """This share of the files, the first by name, at least one; default: all."""
+    nb_fragments: Positive | None = None
+    """So many fragments (row groups, or files) of the files in the order of their names; default: all."""
+    nb_rows: Positive | None = None
+    """So many rows of the files in the order of their names, before any filter; default: all."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        given = [name for name, value in self if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} limit the same data set; give one of them")
+        return self
+
+
+class StreamSection(Section):
+    """How a data set of text is read, filtered and shuffled. All but `nb_prefetch` decides the samples."""
+
+    column: str = "text"
+    """The column of the text; a name with dots is a nested field."""
+    split_to_row_groups: bool = True
+    """A fragment is a row group of a parquet file; else, and of other files always, it is a file."""
+    fragment_shuffle_window: Annotated[int, Field(ge=-1)] = 40
+    """0: files and fragments come in the order of their names. n: the files are shuffled, then their fragments within
+    windows of n. -1: all fragments are shuffled, for which all metadata are read first. Anew in every epoch."""
+    files_circular_shift: bool = False
+    """The files of an epoch are given out to groups of lanes in runs, so that each group begins elsewhere; else one by
+    one in turns."""
+    seed: int | None = None
+    """Seed of all shuffles of the data set; default: training.seed."""
+    nb_epochs: Positive | None = None
+    """How often the data set is read; a run that asks for more ends with an error. Default: for ever."""
+    partition_filters: RowFilter | None = None
+    """Files that are read: a condition on the parts `name=value` of their paths."""
+    filters: RowFilter | None = None
+    """Rows that are read: a condition on the columns of parquet files, or on the names of lines of JSON (one that a
+    line lacks is null), before everything else."""
+    on_error: OnError = "fail"
+    """What becomes of what cannot be read, as with `--on-error` of tokenization. fail: it ends the run. skip-file: the
+    whole file is left out, and counted. skip-line: a line or row without a text in UTF-8 is left out, and counted by
+    reason, and so is a file that cannot be read at all. Each file is read once more, before its first row."""
+    drop_null: bool = True
+    """Rows without a text are left out, and counted; else they end the run."""
+    min_len: NonNegative = 0
+    """Characters of a text; rows with fewer are left out, and counted."""
+    max_len: Positive | None = None
+    """Characters of a text; rows with more are left out, and counted. Default: none is."""
+    extra_columns: list[str] = []
+    """Columns of parquet files that `map` gets beside the text."""
+    map: ImportPath | None = None
+    """A user's own function of a row, a dict of the column of the text and `extra_columns`: it returns the text to
+    train on, or None to leave the row out. It comes behind all filters, runs in the ranks, and must always give the
+    same for a row."""
+    limit: StreamLimit | None = None
+    """A part of the files, fragments or rows, for a trial."""
+    shuffle_buffer: NonNegative = 10_000
+    """Rows among which rows are shuffled, over all lanes; a lane shuffles its share, or 256 rows where that is more, as
+    a block. 0: the rows of a fragment come in their order."""
+    nb_prefetch: NonNegative = 1
+    """Blocks that each group of lanes reads ahead. Changes speed and memory alone."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.extra_columns and self.map is None:
+            raise ValueError("stream.extra_columns are for stream.map, and there is none")
+        if self.max_len is not None and self.max_len < self.min_len:
+            raise ValueError(f"stream.max_len {self.max_len} is below stream.min_len {self.min_len}: no row fits")
+        return self
+
+    def record(self) -> dict[str, Any]:
+        """What decides the samples, plain JSON, by the names of the settings."""
+        values = self.model_dump(mode="json", exclude={"nb_prefetch"})
+        if self.on_error == "fail":
+            del values["on_error"]  # as checkpoints of earlier versions have it
+        return {f"stream.{name}": value for name, value in values.items()}
+
 
 MOCK_ORDER = "mock"
 """Name of the order of the data set that `mock_data` makes."""
@@ -44,7 +194,7 @@ class DataSource(Section):
     """Options that are handed to a user's own order, which alone reads them."""
     loss_mask: bool = False
     """A user's own order gives a loss mask with its tokens: `read` returns both, or `row` a
-    `relayrun.tokens.order.rows.SampleRow`. Without this a mask ends the run."""
+    `relayrun.tokens.order.sample_rows.SampleRow`. Without this a mask ends the run."""
     edition: Positive = 1
     """Number of the edition, which rises when the files are replaced by others. Set by submit."""
 

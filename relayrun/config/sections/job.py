@@ -1,4 +1,7 @@
-"""Where it runs and what goes on around it: `chain`, `tracking`, `debug`, `job`, `evaluation` and `cluster`."""
+"""Where a run's jobs run and what accompanies them: `chain`, `tracking`, `debug`, `job`, `evaluation`, `cluster`.
+
+`chain.node_health_limits` stands here, too.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,36 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.base import NAME_PATTERN, NonNegative, Positive, Section, SingleLine, SlurmTime
-from relayrun.config.sections.container import ContainerSection
-from relayrun.config.sections.node_health import NodeHealthLimits
-from relayrun.config.sections.sbatch import SbatchOptions
+from relayrun.config.sections.base import (
+    NAME_PATTERN,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    Section,
+    SingleLine,
+    SlurmTime,
+)
+from relayrun.config.sections.job_script import ContainerSection, SbatchOptions
+
+
+class NodeHealthLimits(Section):
+    """Limits of `chain.node_health`. What is beyond one is on record with both figures."""
+
+    memory_gb: Literal["auto"] | NonNegativeFloat = "auto"
+    """Free memory of a node, in 10^9 bytes; with less it is left out. `auto`: what the ranks of a node took in this run
+    so far; with less than half of it a node is left out."""
+    shm_gb: NonNegativeFloat = 0.05
+    """Free room in /dev/shm, in 10^9 bytes."""
+    tmp_gb: NonNegativeFloat = 0.5
+    """Free room in the folder for temporary files (TMPDIR), in 10^9 bytes."""
+    clock_seconds: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds by which a node's clock may differ from the median of all."""
+    open_files: NonNegative = 1024
+    """Files that a process may open at least: the hard limit."""
+    slower: Annotated[float, Field(gt=1)] = 1.5
+    """How many times the run's median a matrix product, or an exchange with the neighbours, may take."""
+    command_seconds: Annotated[float, Field(gt=0, le=40)] = 20.0
+    """Seconds in which node_health_command must answer."""
 
 
 class ChainSection(Section):

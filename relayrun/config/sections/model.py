@@ -1,13 +1,322 @@
-"""The section `model` of a run config."""
+"""The section `model`, with `model.transformer`: fields of megatron-core's TransformerConfig.
+
+The fields of experts (MoE), of FP8 and of multi-latent attention (MLA) are mixed into `TransformerSection`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from relayrun.config.sections.base import Fraction, ImportPath, Positive, Section
-from relayrun.config.sections.transformer import TransformerSection
+from relayrun.config.sections.base import (
+    Fraction,
+    ImportPath,
+    NonEmptyList,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    Section,
+)
+
+Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+
+
+class ExpertFields(Section):
+    """Mixture of experts: several feed-forward layers, of which a router picks some for each token."""
+
+    num_moe_experts: Positive | None = None
+    """Experts of a layer, over all ranks; None: one feed-forward layer, no router."""
+    moe_layer_freq: Positive | NonEmptyList[Literal[0, 1]] = 1
+    """N: the first layer and every N-th after it has experts, the others one feed-forward layer. A list of 0 and 1, one
+    for each layer: 1 has experts."""
+    moe_ffn_hidden_size: Positive | None = None
+    """Width of an expert; None: model.ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: Positive | None = None
+    """Width of the experts that every token goes through, all of them together; None: there are none."""
+    moe_shared_expert_gate: bool = False
+    """Weigh the output of the shared experts by a gate with weights of its own."""
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared experts while tokens travel; with moe_token_dispatcher_type alltoall, on GPUs."""
+    moe_router_load_balancing_type: Balancing | NonEmptyList[Balancing] = "aux_loss"
+    """How the router is led to use all experts alike: by a loss over micro-batch, sequence or global batch, by
+    assignment (sinkhorn), or not at all. A list: several losses, with as many moe_aux_loss_coeff."""
+    moe_router_topk: Positive = 2
+    """Experts that a token goes to."""
+    moe_router_num_groups: Positive | None = None
+    """Groups of experts, of which the router picks moe_router_group_topk first; None: one."""
+    moe_router_group_topk: Positive | None = None
+    """Groups that a token's experts come from."""
+    moe_router_pre_softmax: bool = False
+    """Make probabilities of all experts before the best are picked, not of the picked ones."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor of the picked experts' probabilities, with moe_router_pre_softmax; None: 1."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes a probability of a score."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Type in which the router computes and experts are weighed; None: that of the weights."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance by a bias of each expert that is moved after every step (arXiv 2408.15664); with sigmoid."""
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    """How far an expert's bias moves in a step."""
+    moe_aux_loss_coeff: NonNegativeFloat | NonEmptyList[NonNegativeFloat] = 0.0
+    """Factor of the balancing loss in the loss that is trained on; 0.01 is usual. A list: one for each loss."""
+    moe_z_loss_coeff: NonNegativeFloat | None = None
+    """Factor of the loss that keeps the router's scores small; 0.001 is usual, None: no such loss."""
+    moe_input_jitter_eps: NonNegativeFloat | None = None
+    """Noise on the router's input: factors between 1 - eps and 1 + eps; None: none."""
+    moe_expert_capacity_factor: NonNegativeFloat | None = None
+    """Tokens that an expert takes at most, as a multiple of an equal share; None: all that come."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Fill every expert's input up to its capacity, so that all shapes stay the same."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Which tokens an expert leaves out beyond its capacity: the least probable, or the last ones."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """How tokens travel to their experts: every rank gets all and takes its own, or each token is sent where it goes.
+    Megatron's flex needs DeepEP, which relayrun does not know."""
+    moe_grouped_gemm: bool = False
+    """Compute a rank's experts in one product of many matrices; needs TransformerEngine."""
+    moe_permute_fusion: bool = False
+    """Sort tokens by their experts in one kernel; needs TransformerEngine."""
+    moe_router_fusion: bool = False
+    """The router's choice in one kernel; needs TransformerEngine."""
+    moe_apply_probs_on_input: bool = False
+    """Weigh what goes into an expert, not what comes out; with moe_router_topk 1."""
+
+
+FP8_RECIPES_OF_FIELD: dict[str, tuple[str, ...]] = {
+    "fp8_margin": ("delayed",),
+    "fp8_amax_history_len": ("delayed",),
+    "fp8_amax_compute_algo": ("delayed",),
+    "fp8_wgrad": ("delayed",),
+    "fp8_multi_head_attention": ("delayed",),
+    "tp_only_amax_red": ("delayed",),
+    "fp8_dot_product_attention": ("delayed", "tensorwise"),
+    "first_last_layers_bf16": ("tensorwise", "mxfp8", "blockwise"),
+}
+"""The recipes that read a field, where not all do: with another one megatron-core would take no notice of it."""
+
+
+class Fp8Fields(Section):
+    """Matrix products in 8 bits, by TransformerEngine, which alone has them: training.transformer_impl says so."""
+
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Format of the numbers: e4m3 everywhere, or e5m2 for gradients (hybrid). None: products in training.precision."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = "delayed"
+    """What numbers share a scale, and when it is found. delayed: a tensor, from the steps before. tensorwise: a tensor,
+    from its own numbers. blockwise: a block of a tensor. mxfp8: 32 numbers, on Blackwell GPUs."""
+    fp8_margin: NonNegative = 0
+    """Powers of two left free above the largest number."""
+    fp8_amax_history_len: Positive = 1
+    """Steps that a delayed scale looks back on."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Which of those steps' largest numbers makes the scale."""
+    fp8_wgrad: bool = True
+    """Compute the weights' gradients in 8 bits too; false needs fp8_recipe delayed."""
+    fp8_dot_product_attention: bool = False
+    """Attend in 8 bits too, with fp8_recipe delayed or tensorwise."""
+    fp8_multi_head_attention: bool = False
+    """Keep 8 bits between attention and the products around it, with fp8_dot_product_attention."""
+    tp_only_amax_red: bool = False
+    """Agree on delayed scales over tensor- and context-parallel ranks alone, not over replicas."""
+    first_last_layers_bf16: bool = False
+    """Leave the first and the last layers in bf16; with any recipe but delayed."""
+    num_layers_at_start_in_bf16: NonNegative = 1
+    """How many of the first, with first_last_layers_bf16; as many as a pipeline stage has at most."""
+    num_layers_at_end_in_bf16: NonNegative = 1
+    """How many of the last, with first_last_layers_bf16; as many as a pipeline stage has at most."""
+
+    def check_recipe(self) -> None:
+        """Raise ValueError for a field that the chosen recipe would not read, or that needs another one."""
+        changed = {name for name, field in Fp8Fields.model_fields.items() if getattr(self, name) != field.default}
+        for name, recipes in FP8_RECIPES_OF_FIELD.items():
+            if name in changed and self.fp8_recipe not in recipes:
+                raise ValueError(
+                    f"{name} does not go with fp8_recipe {self.fp8_recipe}; set fp8_recipe to {' or '.join(recipes)}, "
+                    f"or leave {name} out"
+                )
+        if self.fp8_multi_head_attention and not self.fp8_dot_product_attention:
+            raise ValueError("fp8_multi_head_attention needs fp8_dot_product_attention: true")
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if name in changed and not self.first_last_layers_bf16:
+                raise ValueError(f"{name} needs first_last_layers_bf16: true")
+
+
+class LatentAttentionFields(Section):
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come from one narrow vector a token."""
+
+    multi_latent_attention: bool = False
+    """Use it; the settings of `model.transformer` from q_lora_rank to mscale_all_dim belong to it."""
+    q_lora_rank: Positive | None = 512
+    """Width of the vector that queries come from; None: they come from the residual stream."""
+    kv_lora_rank: Positive = 512
+    """Width of the vector that keys and values come from."""
+    qk_head_dim: Positive = 128
+    """Channels of a query's and a key's head without positions."""
+    qk_pos_emb_head_dim: Positive = 64
+    """Channels of a query's and a key's head with rotary positions."""
+    v_head_dim: Positive = 128
+    """Channels of a value's head."""
+    rope_type: Literal["rope", "yarn"] = "yarn"
+    """Rotary positions as they are, or stretched to a longer context (YaRN, arXiv 2309.00071)."""
+    rotary_scaling_factor: float = 40
+    """YaRN: how many times the original context is stretched."""
+    original_max_position_embeddings: Positive = 4096
+    """YaRN: the original context, in tokens."""
+    beta_fast: float = 32
+    """YaRN: frequencies that turn more often than this in the original context stay as they are."""
+    beta_slow: float = 1
+    """YaRN: frequencies that turn less often than this are stretched fully."""
+    mscale: float = 1.0
+    """YaRN: factor in the scale of attention."""
+    mscale_all_dim: float = 0.0
+    """YaRN: the same, for all channels."""
+
+
+LLAMA_DEFAULTS = frozenset({"normalization", "gated_linear_unit", "activation_func", "add_bias_linear"})
+"""Fields whose defaults are those of a Llama, where Megatron's are those of a GPT-2."""
+NEEDS_TRANSFORMER_ENGINE = frozenset({"fp8", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"})
+"""Fields that only layers of TransformerEngine have."""
+NOT_SAVED_WITH_WEIGHTS = frozenset(
+    {
+        "embedding_init_method_std",
+        "clone_scatter_output_in_embedding",
+        "disable_bf16_reduced_precision_matmul",
+        "moe_shared_expert_overlap",
+        "moe_router_load_balancing_type",
+        "moe_router_bias_update_rate",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_input_jitter_eps",
+        "moe_token_dispatcher_type",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+        *Fp8Fields.model_fields,
+    }
+)
+"""Fields that may differ between a run and the checkpoint that it begins with: neither the shapes of weights nor what a
+model with these weights computes depend on them, but how it is trained, or how exactly."""
+
+
+class TransformerSection(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
+    """Any other setting of megatron-core's TransformerConfig, by its name there. What is not named is as in a Llama."""
+
+    kv_channels: Positive | None = None
+    """Channels of a head; None: hidden_size / num_attention_heads."""
+    qk_layernorm: bool = False
+    """Normalise queries and keys, each head by itself, with weights that heads share (Qwen 3)."""
+    qk_l2_norm: bool = False
+    """Normalise queries and keys without weights (Llama 4)."""
+    add_qkv_bias: bool = False
+    """Biases behind the projections to queries, keys and values (Qwen 2)."""
+    add_bias_linear: bool = False
+    """Biases behind all projections of attention and feed-forward layers."""
+    attention_output_gate: bool = False
+    """Weigh attention's output by a gate that is computed beside the queries (Qwen 3 Next)."""
+    softmax_scale: Annotated[float, Field(gt=0)] | None = None
+    """Factor of attention's scores; None: 1 / root of a head's channels."""
+    window_size: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = None
+    """Sliding window: [N, 0] lets a token see the N tokens before it, and itself; None: all before it. Mistral's and
+    Qwen's sliding_window W counts the token itself: [W - 1, 0]."""
+    window_attn_skip_freq: Positive | NonEmptyList[Literal[0, 1]] | None = None
+    """N: every N-th layer sees all tokens, the others those in window_size. A list of 0 and 1, one for each layer:
+    1 has the window. None: all have."""
+    no_rope_freq: Positive | NonEmptyList[Literal[0, 1]] | None = None
+    """N: every N-th layer goes without rotary positions. A list of 0 and 1, one for each layer: 1 goes without."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels with each other (RoFormer), not the halves of a head (Llama)."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """The norms of layers; LayerNorm has biases, and the mean is taken off."""
+    layernorm_zero_centered_gamma: bool = False
+    """Keep a norm's weights as their distance from 1, so that weight decay and fresh weights are 0."""
+    activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu", "xielu"] = "silu"
+    """What feed-forward layers bend their values with. xielu (arXiv 2411.13010, Apertus) is a layer of relayrun's own,
+    with two weights, for gated_linear_unit false."""
+    gated_linear_unit: bool = True
+    """Three matrices in a feed-forward layer, of which one weighs another's output (SwiGLU with silu); false: two."""
+    glu_linear_offset: float = 0.0
+    """Added to the output that is weighed, with gated_linear_unit."""
+    activation_func_clamp_value: Annotated[float, Field(gt=0)] | None = None
+    """Bound of what goes into the gate and what it weighs, with gated_linear_unit; None: none."""
+    embedding_init_method_std: NonNegativeFloat | None = None
+    """Standard deviation of the embedding's fresh weights; None: model.init_method_std."""
+    clone_scatter_output_in_embedding: bool = True
+    """With sequence parallelism, copy this rank's part of the embedding's output, so that the whole can be freed."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """On GPUs: let no product of bf16 matrices be summed in bf16."""
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens before itself that a token sees in a layer, counted from 0; None: all of them."""
+        if self.window_size is None:
+            return None
+        pattern = self.window_attn_skip_freq
+        windowed = bool(pattern[layer]) if isinstance(pattern, list) else pattern is None or (layer + 1) % pattern != 0
+        return self.window_size[0] if windowed else None
+
+    @property
+    def of_the_weights(self) -> dict[str, Any]:
+        """What the shapes of weights or what is computed with them depends on, where it is not at its default."""
+        return {name: value for name, value in self.model_dump().items() if name not in NOT_SAVED_WITH_WEIGHTS}
+
+    @model_serializer(mode="wrap")
+    def _not_at_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A revision holds what somebody set: most of megatron-core is of no concern to most runs."""
+        fields = type(self).model_fields
+        return {name: value for name, value in handler(self).items() if value != fields[name].default}
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.window_size is not None and self.window_size[1] != 0:
+            raise ValueError(
+                f"window_size {self.window_size}: the second number is how many tokens behind itself a token sees, "
+                "which a language model must not: write 0"
+            )
+        if self.window_size is None and self.window_attn_skip_freq is not None:
+            raise ValueError("window_attn_skip_freq says which layers have the window, and window_size is not set")
+        if self.qk_layernorm and self.qk_l2_norm:
+            raise ValueError("qk_layernorm and qk_l2_norm are two norms in one place; set one of them")
+        if not self.gated_linear_unit:
+            for name in ("glu_linear_offset", "activation_func_clamp_value"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is of gated feed-forward layers; set gated_linear_unit: true")
+        if self.activation_func == "xielu":
+            self._check_xielu()
+        if self.multi_latent_attention:
+            self._check_latent_attention()
+        elif given := sorted(set(self.model_dump()) & set(LatentAttentionFields.model_fields)):
+            raise ValueError(f"{', '.join(given)}: only with multi_latent_attention: true")
+        if self.num_moe_experts is None and (
+            given := [name for name in self.model_dump() if name in ExpertFields.model_fields]
+        ):
+            raise ValueError(f"{', '.join(given)}: only with num_moe_experts")
+        if self.fp8 is not None:
+            self.check_recipe()
+        elif given := [name for name in self.model_dump() if name in Fp8Fields.model_fields]:
+            raise ValueError(f"{', '.join(given)}: only with fp8")
+        return self
+
+    def _check_xielu(self) -> None:
+        if self.gated_linear_unit:
+            raise ValueError("activation_func xielu is of layers with two matrices; set gated_linear_unit: false")
+        if self.num_moe_experts is not None:
+            raise ValueError("activation_func xielu has weights of its own, which experts have no place for")
+
+    def _check_latent_attention(self) -> None:
+        for name in ("rotary_interleaved", "no_rope_freq"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with multi_latent_attention, which turns part of each head")
+        for name in ("kv_channels", "qk_l2_norm", "attention_output_gate", "add_qkv_bias", "softmax_scale"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with multi_latent_attention, which has heads of its own")
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError if a pattern of layers does not fit so many layers."""
+        for name in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
+            pattern = getattr(self, name)
+            if isinstance(pattern, list) and len(pattern) != num_layers:
+                raise ValueError(f"transformer.{name} has {len(pattern)} numbers, and there are {num_layers} layers")
+        if isinstance(self.no_rope_freq, int) and num_layers % self.no_rope_freq:
+            raise ValueError(f"num_layers {num_layers} is no multiple of transformer.no_rope_freq {self.no_rope_freq}")
 
 
 class ModelSection(Section):

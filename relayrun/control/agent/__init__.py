@@ -1,4 +1,6 @@
-"""What runs once a node where `chain.recovery` is `node`: the parent of the node's ranks, which starts them again.
+"""Agents: one process on each node starts the ranks, watches them, and restarts them (`chain.recovery: node`).
 
-Standard library only.
+In it: the agent of a node, the coordinator of all agents, their messages, restarts, hangs, node health. In:
+`plan.json`, the messages of agents and ranks. Out: running ranks, records of restarts, findings about nodes.
+Standard library only. docs/recovery.md, docs/spare-nodes.md, docs/hangs.md and docs/node-health.md explain it.
 """

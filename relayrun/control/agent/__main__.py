@@ -20,21 +20,21 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from relayrun.control.agent.agent import FORK_SERVER_ENVIRONMENT, FORWARDED_SIGNALS, NodeAgent
-from relayrun.control.agent.between import foreign_restart_of, ranks_gone_line
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.coordinator import LONGEST_GATHER_SECONDS, Coordinator
 from relayrun.control.agent.health import job_health_of
-from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.messages import Message, MessageSocket
+from relayrun.control.agent.node_agent import FORK_SERVER_ENVIRONMENT, FORWARDED_SIGNALS, NodeAgent
+from relayrun.control.agent.restart import foreign_restart_of, ranks_gone_line
 from relayrun.control.agent.step_per_node import NODE_VARIABLE
-from relayrun.control.journal import AgentLog, log_node_line
+from relayrun.control.job_log import AgentLog, log_node_line
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import Trainer
-from relayrun.control.trainers.choose import trainer_of
+from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, run_main
 
 CONNECT_PAUSE = 0.1

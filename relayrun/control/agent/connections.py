@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from relayrun.control.agent import protocol
+from relayrun.control.agent import messages
 from relayrun.control.agent.coordinator import Coordinator
-from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.messages import Message, MessageSocket
 
 UNIDENTIFIED_SECONDS = 60.0
 """How long a connection may say nothing before it is closed."""
@@ -108,7 +108,7 @@ class AgentConnections:
             for message in lines.receive():
                 if node is None:
                     node = self._welcome(lines, message)
-                elif wrong := protocol.message_error(message):
+                elif wrong := messages.message_error(message):
                     self.lose(node, f"its agent says what nobody understands: {wrong}")
                     return
                 self._coordinator.hear(node, message)
@@ -124,7 +124,7 @@ class AgentConnections:
         ours = hello["kind"] == "hello" and all(hello.get(name) == value for name, value in self._job.items())
         if (
             not ours
-            or protocol.message_error(hello)
+            or messages.message_error(hello)
             or not isinstance(node, int)
             or not self._coordinator.expects(node)
         ):

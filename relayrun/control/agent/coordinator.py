@@ -27,20 +27,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from relayrun.control.agent import hangs
-from relayrun.control.agent.between import RECORD_PAUSE, ForeignRestart
-from relayrun.control.agent.conclude import conclude_restart, record_too_few_nodes
-from relayrun.control.agent.current_round import CurrentRestart
+from relayrun.control.agent import hang_detection
 from relayrun.control.agent.health import JobHealth
-from relayrun.control.agent.heard import AGENT_BEAT_SECONDS, SILENT_BEATS, AgentContacts
-from relayrun.control.agent.lines import Message, MessageSocket
+from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS, SILENT_BEATS, AgentContacts, NodeRanks
 from relayrun.control.agent.memory_copies import NodeMemoryCopy
-from relayrun.control.agent.places import NodeRanks
+from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.requests import Requests
-from relayrun.control.agent_decide import Death
-from relayrun.control.rundir import rounds
+from relayrun.control.agent.restart import (
+    RECORD_PAUSE,
+    CurrentRestart,
+    ForeignRestart,
+    conclude_restart,
+    record_too_few_nodes,
+)
+from relayrun.control.decisions import Death
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.records import Hang
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError
@@ -100,7 +103,7 @@ class Coordinator:
         self._phase: Literal["gathering", "measuring", "running", "ending", "recording", "leaving"] = "gathering"
         self._current = CurrentRestart(base=self._base.iteration)
         self._asked = ""
-        self._hangs = hangs.HangDetector()
+        self._hangs = hang_detection.HangDetector()
         self._requests = Requests(run, attempt, of_ranks=between is None, say=say)
 
     def hear(self, node: int, message: Message) -> None:
@@ -180,7 +183,7 @@ class Coordinator:
         for link in self._links.values() if ask else ():
             link.send("stacks")
         if found is not None:
-            hang = hangs.hang_record(found, self._run.stacks(self._attempt.number))
+            hang = hang_detection.hang_record(found, self._run.stacks(self._attempt.number))
             try:
                 hang.write(self._attempt.hang)  # where the attempt ends with it the supervisor says so
             except OSError as error:
@@ -346,7 +349,7 @@ class Coordinator:
         """Give out the next round: from copies in memory of iteration `memory`, or else from `base`."""
         start = base.iteration if memory is None else memory
         self._current = self._current.following(base=start, source=source, given_out=time.time())
-        self._phase, self._hangs = "running", hangs.HangDetector()
+        self._phase, self._hangs = "running", hang_detection.HangDetector()
         places = self._places.nodes
         for node, link in self._links.items():
             link.send(
@@ -406,7 +409,9 @@ class Coordinator:
         number, deaths = self._current.number, self._current.deaths
         self._say(f"round {number} failed, and no other one can begin: {error}")
         with contextlib.suppress(OSError):
-            rounds.amend_failed_restart(self._attempt, number, again=False, reason=f"no other round can begin: {error}")
+            restarts.amend_failed_restart(
+                self._attempt, number, again=False, reason=f"no other round can begin: {error}"
+            )
         self._leave(deaths[0].exit_code if deaths else EXIT_FAILED)
 
     def _conclude(self) -> None:
@@ -443,7 +448,7 @@ class Coordinator:
             return
         changes = self._current.first_step(self._attempt, stepped)
         try:
-            rounds.amend_failed_restart(self._attempt, number - 1, **changes)
+            restarts.amend_failed_restart(self._attempt, number - 1, **changes)
         except OSError as error:
             self._say(f"what round {number} took is not on record: {error}")
         self._say(f"round {number}: the first step {changes['seconds']['all']:.1f} s after the failure")

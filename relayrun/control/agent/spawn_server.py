@@ -17,15 +17,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from relayrun.control.agent.lines import Message
-from relayrun.control.agent.rank_server import RankServer, StartedProcess
-from relayrun.control.agent.server import RANK_SIGNALS
+from relayrun.control.agent.messages import Message
+from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, StartedProcess
 from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
-from relayrun.control.trainers.choose import trainer_of
+from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, run_main
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126

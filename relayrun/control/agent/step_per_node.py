@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from relayrun.control.agent.between import foreign_restart_of
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.coordinator import EXIT_FAILED, Coordinator
 from relayrun.control.agent.health import job_health_of
-from relayrun.control.agent.lines import MessageSocket
-from relayrun.control.journal import log_node_line
+from relayrun.control.agent.messages import MessageSocket
+from relayrun.control.agent.restart import foreign_restart_of
+from relayrun.control.job_log import log_node_line
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent

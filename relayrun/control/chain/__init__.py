@@ -1,5 +1,7 @@
-"""Jobs to a run: what a chain decides, how it talks to a scheduler, and the supervisor beside the ranks.
+"""The chain of a run: the Slurm jobs that continue one run, one behind the other.
 
-Standard library only: the supervisor may run on a bare host Python (3.11 or newer) while the training
-environment lives in a container.
+In it: the supervisor beside the ranks, the watch, the jobs in the queue, nodes to exclude, evaluation jobs,
+campaigns. In: `plan.json`, the records of the run directory, the answers of the scheduler. Out: records, queued
+jobs, STOP. Standard library only: the supervisor may run on the host's Python while the training environment is a
+container. docs/chain.md explains it, docs/failure-modes.md the ways it can end.
 """

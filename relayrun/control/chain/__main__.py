@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from relayrun.control.chain import fallback_job, guard, messenger, orphaned, supervisor
+from relayrun.control.chain import background, failover, supervisor, watch
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import run_main
@@ -39,13 +39,13 @@ def main() -> int:
     if options.command == "watch":
         return supervisor.watch_attempt(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "guard":
-        return guard.run_guard(run, options.attempt, batch_pid=options.batch_pid)
+        return watch.run_guard(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "orphaned":
-        return orphaned.close_orphaned_attempt(run, options.attempt, node=options.node, number_of_round=options.round)
+        return failover.close_orphaned_attempt(run, options.attempt, node=options.node, number_of_round=options.round)
     if options.command == "fallback":
-        return fallback_job.run_fallback_job(run)
+        return failover.run_fallback_job(run)
     if options.command == "tell":
-        messenger.send_notices(run, Plan.load(run))
+        background.send_notices(run, Plan.load(run))
         return 0
     return supervisor.end_attempt(run, options.attempt, options.exit_code)
 

@@ -17,21 +17,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from relayrun.control import chain_decide
-from relayrun.control.chain import successor
+from relayrun.control import decisions
+from relayrun.control.chain import jobs
 from relayrun.control.chain.evaluation_jobs import evaluation_job_name, submit_awaited_evaluation
-from relayrun.control.log import log_line
-from relayrun.control.rundir import campaign, evaluations, lineage
+from relayrun.control.job_log import log_line
+from relayrun.control.rundir import campaign, checkpoint_records, evaluations
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRefused, MemberStarted
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult
-from relayrun.control.rundir.lineage import BEGINNING, ResumePoint
 from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
-from relayrun.control.rundir.run import Run, is_owned_by_this_user
-from relayrun.control.rundir.stop import is_stopped, stop_reason
-from relayrun.control.scheduler import history, together
+from relayrun.control.rundir.run import Run, is_owned_by_this_user, is_stopped, stop_reason
+from relayrun.control.scheduler import job_history, slurm
 from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.scheduler.slurm_command import NoAnswerError, NotInstalledError, TooManyJobsError
+from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 
 PATIENCE = 5.0
@@ -179,7 +178,7 @@ def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
         return {}
     try:
         names = {name: evaluation_job_name(Plan.load(run), folder) for name, (run, folder) in awaited.items()}
-        jobs = together.jobs_by_name(list(names.values()), patience=0)
+        jobs = slurm.jobs_by_name(list(names.values()), patience=0)
     except _UNREADABLE:  # it is seen with the next look
         return {}
     return {
@@ -187,7 +186,7 @@ def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
         for member, ready in judged
         if member.name in names
         for each in jobs[names[member.name]]
-        if history.never_starts(each.reason)
+        if job_history.never_starts(each.reason)
     }
 
 
@@ -226,7 +225,7 @@ def _queue(folder: Path, member: CampaignMember, plan: Plan, base: ResumePoint, 
         except OSError as error:
             raise CannotStartError(f"the plan of {member.name} cannot be written: {_error_line(error)}") from None
     try:
-        return successor.queue_first_job(run, plan, scheduler)
+        return jobs.queue_first_job(run, plan, scheduler)
     except _FOR_NOW:
         raise
     except (SchedulerError, OSError) as error:
@@ -284,15 +283,15 @@ def _readiness_after_run(before: str, run: Run, member: CampaignMember) -> Readi
     if member.iteration is None:
         if ended is None:
             return Readiness(base=None, why=f"waits for the end of {before}")
-        if not chain_decide.is_done_reason(ended):
+        if not decisions.is_done_reason(ended):
             return Readiness(base=None, why=f"waits for {before}{how}", stuck=True)
-        base = lineage.resume_point(run) if member.source else BEGINNING
+        base = checkpoint_records.resume_point(run) if member.source else BEGINNING
         if member.source and base.path is None:
             return Readiness(base=None, why=f"waits for a checkpoint of {before}, which has none", stuck=True)
     else:
-        commits = (each.commit for each in lineage.Lineage(run).backwards())
+        commits = (each.commit for each in checkpoint_records.Lineage(run).backwards())
         commit = next((each for each in commits if each.iteration == member.iteration), None)
-        fault = None if commit is None else lineage.checkpoint_fault(commit)
+        fault = None if commit is None else checkpoint_records.checkpoint_fault(commit)
         if commit is None or fault is not None:
             why = f"waits for iteration {member.iteration} of {before}" + (f" ({fault})" if fault else "") + how
             return Readiness(base=None, why=why, stuck=ended is not None)
@@ -336,7 +335,7 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
         if whole.scheduler == "local":
             return unknown + sum(bool(_jobs_here(run)) for _, run in runs)
         names = [_job_names(whole, member, run) for member, run in runs]
-        jobs = together.jobs_by_name([name for pair in names for name in pair], patience=patience)
+        jobs = slurm.jobs_by_name([name for pair in names for name in pair], patience=patience)
         return unknown + sum(any(jobs[name] for name in pair) for pair in names)
     except SchedulerError:
         return unknown + len(runs)
@@ -360,7 +359,7 @@ def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> 
         found = {member.name: _jobs_here(member.run) for member in waiting}
     else:
         names = {member.name: _job_names(whole, member, member.run)[0] for member in waiting}
-        jobs = together.jobs_by_name(list(names.values()), patience=patience)
+        jobs = slurm.jobs_by_name(list(names.values()), patience=patience)
         found = {name: [each.job for each in jobs[own]] for name, own in names.items()}
     for name, queued in found.items():
         if queued:

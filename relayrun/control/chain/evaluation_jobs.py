@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from relayrun.control.log import log_line
+from relayrun.control.job_log import log_line
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import (
     EvaluationDir,

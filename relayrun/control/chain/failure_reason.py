@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Sequence
 
-from relayrun.control.chain import nodes
-from relayrun.control.log import LOG_PREFIX
+from relayrun.control.chain import excluded_nodes
+from relayrun.control.job_log import LOG_PREFIX
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import RankFailure
 from relayrun.files import last_bytes
@@ -103,8 +103,8 @@ def _end_of_traceback(lines: Sequence[str]) -> int:
 
 def first_failure_text(log: str, failures: Sequence[RankFailure]) -> str:
     """Who failed first by itself, and how, in one line; empty where nobody can be named. `log`: standard error."""
-    first = nodes.first_failure(log, failures)
-    if not isinstance(first, RankFailure) and (cause := nodes.cause_outside_nodes(log, first)):
+    first = excluded_nodes.first_failure(log, failures)
+    if not isinstance(first, RankFailure) and (cause := excluded_nodes.cause_outside_nodes(log, first)):
         return _one_line(cause)
     if first is None:
         return ""
@@ -154,7 +154,7 @@ def fatal_reason(
         worked_before: whether an earlier attempt since the last submit came as far as its first step.
         program: what was to be started on every rank.
     """
-    first = nodes.first_failure(log, failures)
+    first = excluded_nodes.first_failure(log, failures)
     if isinstance(first, RankFailure) and first.repeats:
         return _TYPED.sub("", first_failure_text(log, failures))
     if worked_before:
@@ -163,7 +163,9 @@ def fatal_reason(
     if len(failures) >= ntasks and len(errors) == 1 and (error := errors.pop()).startswith(_MISSING_MODULE):
         return f"every rank: {_one_line(error)}"
     if exit_code in NOT_STARTED_CODES and not began and not failures and _no_task_started(log, ntasks):
-        if cause := nodes.cause_outside_nodes(log, first):  # the program is there, and what it was to run is not
+        if cause := excluded_nodes.cause_outside_nodes(
+            log, first
+        ):  # the program is there, and what it was to run is not
             return _one_line(cause)
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (
@@ -175,7 +177,7 @@ def fatal_reason(
 
 def _no_task_started(log: str, ntasks: int) -> bool:
     """Whether srun says so of every task; the local starter names none, and has one node."""
-    ends = nodes.task_ends(log)
+    ends = excluded_nodes.task_ends(log)
     codes = tuple(f"Exited with exit code {code}" for code in NOT_STARTED_CODES)
     return not ends or len({task for end in ends if end.what.startswith(codes) for task in end.tasks}) >= ntasks
 

@@ -1,12 +1,13 @@
-"""Measures how full the file system of a run is, and the quotas on it: who knows it is asked, beside the job.
+"""Measures how full the file system of a run is, and the quotas on it.
 
-`lfs quota` and `quota` are asked where they are there, or the site's own command (`cluster.quota_command`), and the
-file system itself. A command that hangs, as it does where a server is away, holds nobody: it is asked in a thread.
+Asks `lfs quota` and `quota`, or the site's command (`cluster.quota_command`), and reads their tables or JSON. The
+question runs in a thread: a command that hangs blocks nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -14,16 +15,99 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.control.chain.quota_table import make_limits, parse_quota_output
-from relayrun.control.rundir import quota
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir import storage_limits
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.quota import FILE_SYSTEM, QuotaLimit, UsageSample
 from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.storage_limits import FILE_SYSTEM, QuotaLimit, UsageSample
 from relayrun.errors import RelayrunError
+
+BLOCK = 1024
+"""Bytes of a block, as `quota` and `lfs quota` count."""
+BLOCK_UNITS = {"": BLOCK, **{unit: 1024**power for power, unit in enumerate("KMGTPE", 1)}}
+FILE_UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate("KMGTPE", 1)}}
+
+_NUMBER = r"\[?\d+(?:\.\d+)?[kKMGTPE]?\]?\*?"
+_GRACE = r"[^\s\[\]*]+"
+_THREE_NUMBERS = rf"({_NUMBER})\s+({_NUMBER})\s+({_NUMBER})"
+_ROW = re.compile(rf"(?P<name>.*?)(?:^|\s)\s*{_THREE_NUMBERS}(?:\s+{_GRACE})?\s+{_THREE_NUMBERS}(?:\s+{_GRACE})?\s*")
+_QUOTA_OWNER = re.compile(r"\s*Disk quotas for (?P<kind>usr|user|grp|group|prj|project) (?P<name>\S+)")
+_KINDS = {"usr": "", "user": "", "grp": "group", "group": "group", "prj": "project", "project": "project"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaTableRow:
+    """What a table says of one file system and one user, group or project. Bytes and files; 0 is no limit."""
+
+    of: str
+    """` of group staff`; empty: a user."""
+    name: str
+    """The file system."""
+    used: int
+    limit: int
+    files: int
+    most_files: int
+
+
+def parse_quota_output(source: str, text: str) -> list[QuotaLimit] | None:
+    """Read `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None: it is neither.
+
+    A limit of 0 is none. `source`: who says it; whose quota it is stands behind that, and where the table has several
+    file systems, which of them.
+    """
+    try:
+        value = json.loads(text)
+        used, limit = int(value["used"]), int(value["limit"])
+        return make_limits(source, used, limit, int(value.get("used_files", 0)), int(value.get("limit_files", 0)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    rows = list(_table_rows(text))
+    if not rows and not _QUOTA_OWNER.search(text):
+        return None
+    times = Counter(row.of for row in rows)
+    found = []
+    for row in rows:
+        where = f" on {row.name}" if times[row.of] > 1 else ""
+        found += make_limits(f"{source}{row.of}{where}", row.used, row.limit, row.files, row.most_files)
+    return found
+
+
+def make_limits(source: str, used: int, limit: int, files: int, most_files: int) -> list[QuotaLimit]:
+    """Make limits of numbers; those that are 0 are none."""
+    found = [QuotaLimit(source=source, kind="bytes", used=used, limit=limit)] if limit else []
+    return found + ([QuotaLimit(source=source, kind="files", used=files, limit=most_files)] if most_files else [])
+
+
+def _table_rows(text: str) -> Iterator[QuotaTableRow]:
+    of, before = "", ""
+    for line in text.splitlines():
+        if (owner := _QUOTA_OWNER.match(line)) is not None:
+            kind = _KINDS[owner["kind"]]
+            of = f" of {kind} {owner['name']}" if kind else ""
+        elif (row := _ROW.fullmatch(line)) is not None:
+            _, *numbers = row.groups()
+            used, soft, hard = (_parse_number(number, BLOCK_UNITS) for number in numbers[:3])
+            files, soft_files, hard_files = (_parse_number(number, FILE_UNITS) for number in numbers[3:])
+            yield QuotaTableRow(
+                of=of,
+                name=row["name"].strip() or before,
+                used=used,
+                limit=hard or soft,
+                files=files,
+                most_files=hard_files or soft_files,
+            )
+        before = line.strip()
+
+
+def _parse_number(text: str, units: dict[str, int]) -> int:
+    number, unit = re.fullmatch(r"([\d.]+)([A-Z]?)", text.strip("[]*").upper()).groups()  # type: ignore[union-attr]
+    return round(float(number) * units[unit]) if "." in number else int(number) * units[unit]
+
 
 QUOTA_QUESTION_SECONDS = 10.0
 """How long a question for a quota may take."""
@@ -68,7 +152,7 @@ class QuotaMonitor:
 def is_measurement_due(run: Run, *, now: float) -> bool:
     """Whether nobody has measured for longer than a job would let pass."""
     try:
-        return now - quota.usage_path(run).stat().st_mtime > 1.5 * MEASURE_SECONDS
+        return now - storage_limits.usage_path(run).stat().st_mtime > 1.5 * MEASURE_SECONDS
     except FileNotFoundError:
         return True
 
@@ -104,7 +188,7 @@ def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
                 saves=len(line),
             )
         )
-    quota.record_usage(run, points, complaint=complaint, now=now)
+    storage_limits.record_usage(run, points, complaint=complaint, now=now)
 
 
 def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:

@@ -17,32 +17,29 @@ import time
 from dataclasses import replace
 from itertools import islice
 
-from relayrun.control import chain_decide, job_times, take_over
+from relayrun.control import chain_state, decisions
 from relayrun.control.chain import (
+    background,
     campaign,
     evaluation_jobs,
+    excluded_nodes,
     failure_reason,
-    fallback,
     job_script,
-    messenger,
-    nodes,
-    successor,
+    jobs,
 )
 from relayrun.control.chain.watch import Watch
-from relayrun.control.failed_attempts import count_failed_attempts
-from relayrun.control.log import log_line
-from relayrun.control.logs import stdout_beside
-from relayrun.control.rundir import hand_over, lead, lineage, merged_metrics, node_health, rounds, start_time, triggers
+from relayrun.control.chain_state import count_failed_attempts
+from relayrun.control.job_log import log_line, stdout_beside
+from relayrun.control.rundir import checkpoint_records, merged_metrics, node_health, restarts, time_limit, triggers
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, Hang
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason, write_stop
+from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.trainers.base import Trainer
-from relayrun.control.trainers.choose import trainer_of
+from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
 
@@ -70,7 +67,7 @@ def begin_attempt(run: Run) -> int:
         raise
     scheduler = scheduler_for_plan(plan, run)
     job_id = scheduler.current_job_id()
-    if take_over.is_taken_over(plan, job_id):
+    if chain_state.is_taken_over(plan, job_id):
         return EXIT_CHAIN_ENDS
     try:
         return _decide_and_open(run, plan, scheduler, job_id)
@@ -78,7 +75,7 @@ def begin_attempt(run: Run) -> int:
         raise
     except RelayrunError as error:
         stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
-        messenger.send_notices(run, plan)
+        background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         raise
 
@@ -97,12 +94,12 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     line = Lineage(run)
     chosen = line.chosen_by_hand()
     base = chosen or line.durable()
-    if not lineage.is_checkpoint_of(run, base):
-        base = lineage.ResumePoint(iteration=plan.load_iteration, path=plan.load_path)
+    if not checkpoint_records.is_checkpoint_of(run, base):
+        base = checkpoint_records.ResumePoint(iteration=plan.load_iteration, path=plan.load_path)
     trigger = triggers.read_trigger(run, "exit")
-    decision = chain_decide.decide_at_start(
-        chain_decide.StartFacts(
-            stopped=stop_reason(run) or successor.stop_reason_of_job(job),
+    decision = decisions.decide_at_start(
+        decisions.StartFacts(
+            stopped=stop_reason(run) or jobs.stop_reason_of_job(job),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
             stop_after=plan.stop_after,
@@ -118,12 +115,12 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         if trigger is not None:  # behind STOP: what is acknowledged has come
             _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
-        messenger.send_notices(run, plan)
+        background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return EXIT_CHAIN_ENDS
-    options = successor.successor_options(job, scheduler)
+    options = jobs.successor_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
-    if take_over.is_taken_over_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
+    if chain_state.is_taken_over_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
         attempt.begin.unlink()
         return EXIT_CHAIN_ENDS
     chained = plan.auto_requeue and plan.mode == "singleton"
@@ -168,14 +165,14 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
     log_line(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     reason = record.verdict
     if reason is None and record.action in ("continue", "retry"):
-        reason = successor.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
+        reason = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if reason is not None:
         words = failure_reason.log_excerpt(_attempt_log(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
         stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
         _update_views(run)  # last: whatever becomes of it, the chain has been seen to
-        messenger.send_notices(run, plan)
+        background.send_notices(run, plan)
     over = record.action == "end" or stop_reason(run) is not None  # then perhaps nobody else begins the next run
     campaign.start_due_members_of(
         run, leaves=record.action == "end", patience=CONTROLLER_PATIENCE if over else campaign.PATIENCE
@@ -194,18 +191,20 @@ def _update_views(run: Run) -> None:
 def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
     """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
     newest = islice(
-        merged_metrics.newest_valid_lines(run), 2 * lead.GRACE_STEPS
+        merged_metrics.newest_valid_lines(run), 2 * time_limit.GRACE_STEPS
     )  # an iteration has two lines where it was evaluated
     steps = [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1]
-    evaluations = merged_metrics.evaluation_seconds(run, lead.GRACE_SAVES)
-    measured = lead.measured_grace_period(
+    evaluations = merged_metrics.evaluation_seconds(run, time_limit.GRACE_SAVES)
+    measured = time_limit.measured_grace_period(
         steps,
-        line.newest_saves(lead.GRACE_SAVES),
+        line.newest_saves(time_limit.GRACE_SAVES),
         floor=plan.lead_floor,
         ceiling=plan.lead_ceiling,
         evaluation_seconds=evaluations,
     )
-    return plan.lead if measured is None else measured, lead.percentile(evaluations, 0.95) if evaluations else None
+    return plan.lead if measured is None else measured, time_limit.percentile(
+        evaluations, 0.95
+    ) if evaluations else None
 
 
 def _time_limit(plan: Plan, job: Job) -> float:
@@ -221,7 +220,7 @@ def _plan_for_time_limit(plan: Plan, job: Job) -> Plan:
     if limit >= plan.time_limit:
         return plan
     ceiling = min(plan.lead_ceiling, limit / 2)
-    first = ceiling if plan.lead_floor == plan.lead_ceiling else lead.first_grace_period(limit)
+    first = ceiling if plan.lead_floor == plan.lead_ceiling else time_limit.first_grace_period(limit)
     return replace(plan, lead=min(plan.lead, first), lead_floor=min(plan.lead_floor, ceiling), lead_ceiling=ceiling)
 
 
@@ -231,7 +230,7 @@ def _open_attempt(
     scheduler: Scheduler,
     job: Job,
     line: Lineage,
-    base: lineage.ResumePoint,
+    base: checkpoint_records.ResumePoint,
     *,
     options: dict[str, str],
     rewound: bool,
@@ -264,8 +263,8 @@ def _open_attempt(
         job_submit_time=job.submit_time,
         job_eligible_time=job.eligible_time,
         job_start_time=job.start_time,
-        script_time=job_times.job_script_time(),
-        previous_job_end=None if previous is None else job_times.previous_job_end(previous, scheduler, own=job.id),
+        script_time=chain_state.job_script_time(),
+        previous_job_end=None if previous is None else chain_state.previous_job_end(previous, scheduler, own=job.id),
         lead=leave_before,
         evaluation_seconds=evaluation,
         lead_floor=plan.lead_floor,
@@ -292,7 +291,7 @@ def _queue_successor(
 ) -> bool:
     """Queue the next job with these options; where that fails, `watch` tries again. Returns whether one waits."""
     try:
-        successor.ensure_successor(run, plan, scheduler, attempt, own=own, options=options)
+        jobs.ensure_successor(run, plan, scheduler, attempt, own=own, options=options)
     except SchedulerError as error:
         attempt.retry_successor.touch()
         log_line(f"no successor yet: {error.message}")
@@ -335,7 +334,7 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
         "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_RESERVATION_SECONDS)
     ):
         return ""
-    for job in map(scheduler.query, [job.id for job in successor.pending_jobs(plan, scheduler, own=own)]):
+    for job in map(scheduler.query, [job.id for job in jobs.pending_jobs(plan, scheduler, own=own)]):
         if job is not None and job.state != RESERVATION_GONE and job.options.get("reservation") != name:
             return ""  # a person has moved it to another one
     ended = end is None or time.time() >= end
@@ -352,8 +351,8 @@ def _close(
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
     failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
-    now = lineage.resume_point(run)
-    facts = chain_decide.EndFacts(
+    now = checkpoint_records.resume_point(run)
+    facts = decisions.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
         outcome_reason=fatal or (_with_shortage(plan, attempt, outcome) if outcome else ""),
         failure=failure,
@@ -369,10 +368,10 @@ def _close(
         auto_requeue=plan.auto_requeue,
         reservation=reservation,
     )
-    decision = chain_decide.decide_at_end(facts)
+    decision = decisions.decide_at_end(facts)
     record = AttemptEnd(
         attempt=attempt.number,
-        cause=chain_decide.end_cause(facts),
+        cause=decisions.end_cause(facts),
         reason=decision.reason,
         exit_code=exit_code,
         durable_iteration=now.iteration,
@@ -381,33 +380,35 @@ def _close(
         action=decision.action,
         delay=decision.delay,
     )
-    nodes.record_node_failures(run, attempt.number, node_health.sick_nodes(attempt), now=record.end_time, sick=True)
+    excluded_nodes.record_node_failures(
+        run, attempt.number, node_health.sick_nodes(attempt), now=record.end_time, sick=True
+    )
     if record.cause in ("failed", "unknown"):
-        blame = nodes.blamed_nodes(
+        blame = excluded_nodes.blamed_nodes(
             _first_failure_log(plan, attempt), failure_reason.read_failures(attempt), ntasks=_rank_count(plan, started)
         )
-        nodes.record_node_failures(run, attempt.number, blame, now=record.end_time)
+        excluded_nodes.record_node_failures(run, attempt.number, blame, now=record.end_time)
         for node, reason in blame.items():
             log_line(f"a strike for node {node}: {reason}")
-    gone = {node: each.words for each in rounds.read_failed_restarts(attempt) for node in each.lost}
-    nodes.record_node_failures(run, attempt.number, gone, now=record.end_time)
+    gone = {node: each.words for each in restarts.read_failed_restarts(attempt) for node in each.lost}
+    excluded_nodes.record_node_failures(run, attempt.number, gone, now=record.end_time)
     record.write(attempt.end)
     return record
 
 
 def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> None:
     """Have the records completed that a foreign program does not write. Nobody is asked for anything any more."""
-    newest = hand_over.attempt_start_of_restart(attempt, started)
+    newest = restarts.attempt_start_of_restart(attempt, started)
     observer = trainer_of(plan, run).follow(newest, signal_ranks=lambda _number: None)
     if observer is not None:
-        observer.conclude(None if exit_code == chain_decide.UNKNOWN_EXIT_CODE else exit_code)
+        observer.conclude(None if exit_code == decisions.UNKNOWN_EXIT_CODE else exit_code)
 
 
 def _with_shortage(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
     """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
     if outcome.outcome != "saved":
         return outcome.reason
-    short = start_time.why_time_was_short(attempt, now=outcome.time, asked=plan.time_limit)
+    short = time_limit.why_time_was_short(attempt, now=outcome.time, asked=plan.time_limit)
     return "; ".join(filter(None, [outcome.reason, short]))
 
 
@@ -439,10 +440,10 @@ def _why_failed(
         or node_health.why_health_ended_attempt(attempt)
         or failure_reason.first_failure_text(log_text, failures)
     )
-    if attempt.started.exists() or nodes.is_not_node_related(who):  # it was no lack of time
+    if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # it was no lack of time
         return who, fatal
     return "; ".join(
-        filter(None, [who, start_time.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)])
+        filter(None, [who, time_limit.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)])
     ), fatal
 
 
@@ -462,8 +463,8 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
         return False, None
     started = _attempt_start(attempt)
     cancelled = _cancelled(attempt, started, scheduler)
-    record = attempt.read_end() or _close(run, plan, attempt, chain_decide.UNKNOWN_EXIT_CODE, cancelled=cancelled)
-    return cancelled, record.verdict or successor.cancelled_successor_reason(attempt, scheduler)
+    record = attempt.read_end() or _close(run, plan, attempt, decisions.UNKNOWN_EXIT_CODE, cancelled=cancelled)
+    return cancelled, record.verdict or jobs.cancelled_successor_reason(attempt, scheduler)
 
 
 def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:
@@ -474,18 +475,18 @@ def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) ->
 def _attempt_log(attempt: Attempt) -> str:
     """What the attempt's job wrote to its standard error since the attempt, or its last round, began."""
     started = attempt.read_begin()
-    since = max((failed.log_size for failed in rounds.read_failed_restarts(attempt) if failed.again), default=0)
+    since = max((failed.log_size for failed in restarts.read_failed_restarts(attempt) if failed.again), default=0)
     return "" if started is None else failure_reason.log_tail(started.log, since=max(since, started.log_offset))
 
 
 def _first_failure_log(plan: Plan, attempt: Attempt) -> str:
     """The same, for who failed first; without srun's words on tasks that are agents, as these all end with one rank."""
-    return _attempt_log(attempt) if plan.recovery == "job" else nodes.without_task_ends(_attempt_log(attempt))
+    return _attempt_log(attempt) if plan.recovery == "job" else excluded_nodes.without_task_ends(_attempt_log(attempt))
 
 
 def _why_no_restart(attempt: Attempt) -> str:
     """Why the ranks were not started again inside the job, in words; empty where nobody judged it."""
-    failed = rounds.read_failed_restarts(attempt)[-1:]
+    failed = restarts.read_failed_restarts(attempt)[-1:]
     return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
 
 
@@ -532,8 +533,8 @@ def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_j
     write_stop(run, reason, words=words)
     log_line(f"the chain ends: {reason}")
     try:
-        fallback.cancel_fallback_jobs(plan, scheduler)
-        for job in successor.pending_jobs(plan, scheduler, own=own_job):
-            successor.cancel_job(scheduler, job)
+        jobs.cancel_fallback_jobs(plan, scheduler)
+        for job in jobs.pending_jobs(plan, scheduler, own=own_job):
+            jobs.cancel_job(scheduler, job)
     except SchedulerError as error:  # whatever starts will find STOP
         log_line(f"queued jobs not cancelled: {error.message}")

@@ -1,15 +1,18 @@
-"""Beside the ranks: keeps the merged metrics up to date, ends an attempt that stands still, looks after the successor.
+"""The watch and the guard: two programs that run beside the ranks of an attempt.
 
-No duty that fails keeps it from the others, and none asks the scheduler for long: a rank that hangs must be seen.
+The watch updates the merged metrics, ends an attempt that hangs, and looks after the successor. A duty that fails
+does not keep the watch from the other duties, and no duty waits long for the scheduler: a rank that hangs must be
+seen. An attempt hangs if no node's heartbeat changes for `hang_timeout` seconds, or for ten times the usual
+duration of a step (while saving: of a save), if that is longer. The watch measures with its own clock, so the
+clocks of the nodes need not agree. Before it ends the ranks it asks each one for its Python stacks.
 
-An attempt stands still when no node's heartbeat has changed for `hang_timeout` seconds, or ten times what a
-step (while saving: a save) usually takes, if that is longer. Time is this process's own clock, from the last
-change it saw, so that clocks of nodes need not agree. Before it is ended, every rank is asked for its Python
-stacks; who does not answer is named.
+The guard is a step of its own in a job that has no successor. If the batch script is killed, or the time limit
+comes, Slurm sends the guard SIGTERM and waits KillWait seconds; in that time the guard queues the job again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -18,25 +21,88 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from relayrun.control.chain import campaign, evaluation_jobs, failure_reason, successor
-from relayrun.control.chain.copier import CheckpointCopier
-from relayrun.control.chain.guard import is_process_alive
-from relayrun.control.chain.messenger import NoticeSender
+from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, failure_reason, jobs
+from relayrun.control.chain.background import CheckpointCopier, NoticeSender
 from relayrun.control.chain.quota import QuotaMonitor
-from relayrun.control.log import log_line
+from relayrun.control.chain_state import longest_heartbeat_interval
+from relayrun.control.job_log import log_line
 from relayrun.control.rundir.merged_metrics import MergedViews
+from relayrun.control.rundir.node_health import late_ranks, ranks_with_stacks
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Hang, Heartbeat
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stacks import late_ranks, ranks_with_stacks
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.signs import longest_heartbeat_interval
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.trainers.base import AttemptObserver
-from relayrun.control.trainers.by_rounds import RestartObserver
-from relayrun.control.trainers.choose import trainer_of
+from relayrun.control.trainers.observer import RestartObserver
+from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import write_atomic
+
+KILL_WAIT_SHARE = 2 / 3
+"""The part of KillWait in which the batch script may still close the attempt itself."""
+
+
+def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
+    """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on the batch host."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return _guard_job(run, number, batch_pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _guard_job(run: Run, number: int, batch_pid: int) -> int:
+    plan = Plan.load(run)  # refuses the directory of a version that this one does not know
+    scheduler = Slurm()
+    attempt = run.attempt(number)
+    own = scheduler.current_job_id()
+    patience = KILL_WAIT_SHARE * scheduler.kill_wait()
+    here, job = os.environ.get("SLURMD_NODENAME"), scheduler.query(own)
+    beside = job is not None and job.batch_host == here  # elsewhere the number is another process's, or nobody's
+    log_line(f"guarding attempt {number}, job {own}{'' if beside else f', from {here}: this is not the batch host'}")
+    signal.sigwait({signal.SIGTERM})
+    killed = beside and not is_process_alive(batch_pid)  # a job that is cancelled, or at its limit, still has it
+    deadline = time.monotonic() + patience
+    while not attempt.end.exists() and not (beside and not is_process_alive(batch_pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
+        return 0  # seen to by the batch script, or by the successor, which could be queued after all
+    begin = attempt.read_begin()
+    if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
+        return 0
+    with contextlib.suppress(SchedulerError):  # asked once: there may be seconds left
+        if stopped := jobs.stop_reason_of_job(Slurm(patience=0).query(own)):
+            log_line(f"the chain ends: {stopped}")
+            return 0
+    log_line(
+        f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again"
+    )
+    scheduler.requeue(own)  # first: there may be seconds left
+    try:
+        if (few := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
+            return 0
+        if excluded_nodes.would_wait_for_nodes(run, few):
+            job_id = jobs.ensure_replacement(run, plan, scheduler, attempt, own=own, delay=0)
+            jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=job_id)
+        else:
+            scheduler.nodes.do_with(own, few)
+    except (SchedulerError, OSError) as error:
+        log_line(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
+    return 0
+
+
+def is_process_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
 
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 60.0
@@ -318,14 +384,14 @@ class Watch:
             return
         self._next_try = time.monotonic() + self._pause
         if not self.attempt.retry_successor.exists():
-            successor.record_cancelled_successor(self.attempt, self.scheduler)
+            jobs.record_cancelled_successor(self.attempt, self.scheduler)
             return
         self._pause = min(2 * self._pause, RETRY_CEILING)
         own = self.scheduler.current_job_id()
-        if successor.stop_reason_of_job(self.scheduler.query(own)) is not None:
+        if jobs.stop_reason_of_job(self.scheduler.query(own)) is not None:
             return
         options = self.begin.options if self.begin else {}
-        successor.ensure_successor(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
+        jobs.ensure_successor(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
         self._pause = RETRY_SECONDS
         job = self.scheduler.query(own)
         if job is not None:

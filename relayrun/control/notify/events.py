@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from relayrun.control import chain_decide
-from relayrun.control.failed_attempts import count_failed_attempts
+from relayrun.control import decisions
+from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticePolicy
-from relayrun.control.rundir import node_health, quota
+from relayrun.control.rundir import node_health, storage_limits
 from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult
-from relayrun.control.rundir.lineage import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.quota import QuotaForecast
 from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.storage_limits import QuotaForecast
 from relayrun.errors import RelayrunError
 from relayrun.files import free_space, read_lines_backwards
 
@@ -67,7 +67,7 @@ def _stop_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
         return
     except IsADirectoryError:
         reason, words, seen = "STOP is there, as a directory", "", now
-    done = chain_decide.is_done_reason(reason)
+    done = decisions.is_done_reason(reason)
     name = hashlib.sha256(f"{policy.since} {reason}".encode()).hexdigest()[:12]
     yield make_notice(
         run,
@@ -223,14 +223,14 @@ def _quota_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> It
     """A quota, or the disk, will be full soon: told once a week as long as that lasts."""
     if not policy.wants("disk") or run.stop.exists():
         return
-    for each in quota.quota_forecasts(quota.read_usage(run), now=now):
+    for each in storage_limits.quota_forecasts(storage_limits.read_usage(run), now=now):
         if each.is_soon(now):
             yield make_notice(run, plan, quota_notice_id(each, now), time=now, reason=each.words(now))
 
 
 def quota_notice_id(foreseen: QuotaForecast, now: float) -> str:
     """Return the id of the notice that tells it."""
-    return f"disk-quota-{foreseen.name}-{int(now // quota.USAGE_WINDOW_SECONDS)}"
+    return f"disk-quota-{foreseen.name}-{int(now // storage_limits.USAGE_WINDOW_SECONDS)}"
 
 
 def low_disk_text(run: Run, *, checkpoints: int) -> str | None:

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun.control.rundir import lineage, stop
+from relayrun.control.rundir import checkpoint_records
+from relayrun.control.rundir import run as rundir_run
 from relayrun.control.rundir.records import Record, foreign_owner
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
@@ -178,10 +179,10 @@ def members_that_need(run: Run) -> list[str]:
         return []
     found = []
     for member in Campaign.load(folder).members:
-        if membership.member not in (member.source, member.after) or stop.is_stopped(member.run):
+        if membership.member not in (member.source, member.after) or rundir_run.is_stopped(member.run):
             continue
         own = (
-            lineage.is_checkpoint_of(member.run, lineage.resume_point(member.run))
+            checkpoint_records.is_checkpoint_of(member.run, checkpoint_records.resume_point(member.run))
             if member.source
             else has_member_started(folder, member)
         )
@@ -203,7 +204,7 @@ def iterations_held_by_campaign(run: Run) -> set[int]:
         if member.source != membership.member or member.iteration is None:
             continue
         try:
-            own = lineage.is_checkpoint_of(member.run, lineage.resume_point(member.run))
+            own = checkpoint_records.is_checkpoint_of(member.run, checkpoint_records.resume_point(member.run))
         except (RunDirError, OSError):
             own = False
         found |= set() if own else {member.iteration}

@@ -27,7 +27,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun.control.rundir import lineage
+from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
@@ -178,7 +178,7 @@ def _due_checkpoints_backwards(run: Run) -> Iterator[tuple[int, CheckpointCommit
     if policy is None:
         return
     wanted = {(folder.iteration, folder.attempt) for folder in all_evaluations(run) if folder.wanted.exists()}
-    for counted in lineage.Lineage(run).backwards():
+    for counted in checkpoint_records.Lineage(run).backwards():
         iteration = counted.commit.iteration
         due = iteration % policy.interval == 0 or iteration == policy.total_steps
         if counted.published and (due or (iteration, counted.attempt) in wanted):
@@ -244,7 +244,7 @@ def _read_settled(run: Run) -> SettledEvaluations | None:
 
 def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
     """Where a checkpoint of the run is evaluated, whether it is or not; None where the run has not published it."""
-    for counted in lineage.Lineage(run).backwards():
+    for counted in checkpoint_records.Lineage(run).backwards():
         if counted.published and counted.commit.path == path:
             return evaluation_dir(run, counted.commit.iteration, counted.attempt)
     return None

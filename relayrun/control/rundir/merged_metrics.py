@@ -26,8 +26,8 @@ from typing import Any
 
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import AttemptStart, Record
+from relayrun.control.rundir.restarts import iteration_resets, resets_iteration
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.ways_back import iteration_resets, resets_iteration
 from relayrun.errors import RunDirError
 from relayrun.files import read_lines, read_lines_backwards, write_json
 

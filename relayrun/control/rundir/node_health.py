@@ -1,17 +1,21 @@
-"""What is on record of the health of nodes. Standard library only.
+"""Health of nodes and ranks: what checks found on a node, slow ranks, ranks that hang. Standard library only.
 
-    attempts/0007/node_health.jsonl   what was found on a node, a line each, and what was done about it
-    node_health.jsonl                 what was measured on each node: the run's own history
+    attempts/0007/node_health.jsonl   the findings of one attempt, a line each, and the action that followed
+    node_health.jsonl                 the measurements of every node: the history of the run
+    metrics.jsonl, `straggler`        the rank that is slower than its peers
 
-The coordinator of the agents writes both; without agents the first rank of each node writes what it finds.
+The coordinator of the agents writes both files; without agents the first rank of each node does. `late_ranks` reads
+the Python stacks of a hang and returns the ranks for which the other ranks wait.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from relayrun.control.rundir.attempt import Attempt
@@ -127,3 +131,93 @@ class NodeHistory:
         """The median of what was measured under this name on such a device; None where nothing was."""
         found = [float(line[name]) for line in self._lines if name in line and line.get("on", "") == on]
         return statistics.median(found) if found else None
+
+
+WAITING_PATHS = (
+    "/torch/distributed/",
+    "/torch/cuda/",
+    "/megatron/core/pipeline_parallel/p2p",
+    "/megatron/core/distributed/",
+)
+"""Parts of paths of functions in which a rank waits for others, or for what it has given to its GPU."""
+STACK_FRAMES = 3
+"""Frames of a stack, from the innermost on, by which a rank's place is told."""
+_STACK_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
+
+
+def ranks_with_stacks(stacks: Path) -> set[int]:
+    """Ranks that wrote their stacks."""
+    found = set()
+    for path in stacks.glob("rank-*.txt"):
+        if path.stat().st_size:
+            found.add(int(path.stem.removeprefix("rank-")))
+    return found
+
+
+def late_ranks(stacks: Path) -> dict[int, str]:
+    """Ranks for which the others wait, by their Python stacks, with their places: `sleep_on (hooks.py:33)`.
+
+    A rank waits where the innermost frames of its main thread are in a collective, a message or a wait for its GPU.
+    Empty where no rank waits, or all do: then the stacks do not tell.
+    """
+    places: dict[int, list[re.Match[str]]] = {}
+    for path in stacks.glob("rank-*.txt"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        main = text.rpartition("hread 0x")[2]  # the last one that is written
+        if frames := list(islice(_STACK_FRAME.finditer(main), STACK_FRAMES)):
+            places[int(path.stem.removeprefix("rank-"))] = frames
+    waiting = {
+        rank
+        for rank, frames in places.items()
+        if any(part in frame["file"] for frame in frames for part in WAITING_PATHS)
+    }
+    if not waiting:
+        return {}
+    return {
+        rank: f"{frames[0]['name']} ({Path(frames[0]['file']).name}:{frames[0]['line']})"
+        for rank, frames in sorted(places.items())
+        if rank not in waiting
+    }
+
+
+STRAGGLER_WINDOW = 20
+"""Steps over which ranks are compared."""
+STRAGGLER_SECTIONS = ("data", "forward", "optimizer", "save")
+STRAGGLER_RATIO = 1.3
+"""A rank that takes this many times as long as its peers is a straggler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(Record):
+    """`straggler` in a line of metrics.jsonl: the slow rank of the newest WINDOW steps that were compared."""
+
+    rank: int
+    node: str
+    section: str
+    """In which it loses most: `data`, `forward` (both passes), `optimizer` or `save`."""
+    ratio: float
+    """Its own time over the median of its peers', all sections together; waits for others are nobody's own time."""
+    seconds: float
+    """That a step of this rank takes longer in this section than a step of its peers."""
+
+    @property
+    def words(self) -> str:
+        """One line for people."""
+        return (
+            f"rank {self.rank} on {self.node} takes {self.ratio:.2f} times as long as its peers, "
+            f"{1000 * self.seconds:.0f} ms a step more in {self.section}"
+        )
+
+
+def slowest_rank(seconds: Sequence[Sequence[float]]) -> tuple[int, float, str, float]:
+    """The slowest rank, its time over the median of the others', the section in which it loses most, and how much.
+
+    `seconds`: of each rank, by SECTIONS. There are at least two ranks.
+    """
+    totals = [sum(own) for own in seconds]
+    rank = max(range(len(totals)), key=totals.__getitem__)
+    others = [own for other, own in enumerate(seconds) if other != rank]
+    usual = statistics.median(sum(own) for own in others)
+    more = [own - statistics.median(other[place] for other in others) for place, own in enumerate(seconds[rank])]
+    most = max(range(len(STRAGGLER_SECTIONS)), key=more.__getitem__)
+    return rank, totals[rank] / usual if usual else 1.0, STRAGGLER_SECTIONS[most], more[most]

@@ -1,9 +1,9 @@
-"""A run: the names inside its directory, and its attempts.
+"""A run: the names of the files in its directory, its attempts, and STOP, the file that ends its chain.
 
     config/0001.yaml ...         resolved config, one file per revision
-    plan.json                    what the supervisor needs
+    plan.json                    the settings that the supervisor needs
     job.sbatch                   the rendered job, submitted by every attempt
-    fallback.sbatch              the small job that starts where one of these fails
+    fallback.sbatch              the small job that starts if one of these fails
     manifest.json                the frozen, ordered list of shards
     attempts/0007/               begin.json end.json            written by the supervisor
                                  outcome.json data.json commits.jsonl metrics.jsonl failed_saves.jsonl
@@ -12,12 +12,13 @@
                                  stop                           asks the ranks to save and leave
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
-    streams.json wandb/ tensorboard/   what trackers were told, written by them and by rank 0
-    evaluations/  evaluations.jsonl  evaluation.sbatch    see `rundir.evaluations`
-    notices/                     see `rundir.notices`
-    membership.json              see `rundir.campaign`
-    quota.json                   see `rundir.quota`
-    triggers/  debug/<attempt>/  code/  owners.jsonl  STOP
+    streams.json wandb/ tensorboard/   see `tracker_runs`; written by the trackers and by rank 0
+    evaluations/  evaluations.jsonl  evaluation.sbatch    see `evaluations`
+    notices/                     see `control.notify.notices`
+    membership.json              see `campaign`
+    quota.json                   see `storage_limits`
+    triggers/  debug/<attempt>/  code/  owners.jsonl
+    STOP                         its existence ends the chain; its first line is the reason
 
 Standard library only.
 """
@@ -32,6 +33,7 @@ from pathlib import Path
 
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import foreign_owner
+from relayrun.files import path_exists, read_bytes, write_atomic
 
 PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
 """Names for who reads them of a thousand runs, where a path as text takes a fraction of the time of a `Path`."""
@@ -230,3 +232,25 @@ def _numbers(folder: Path | str, pattern: re.Pattern[str]) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+
+
+def stop_reason(run: Run) -> str | None:
+    """Why the chain ended; None where it has not. Read anew each time: anybody may stop a chain, and lift that."""
+    try:
+        return read_bytes(f"{run.path}/{STOP_NAME}").decode().partition("\n")[0].rstrip("\r")
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError:
+        return "STOP is there, as a directory"
+
+
+def is_stopped(run: Run) -> bool:
+    """Whether the chain has ended. Raises OSError where the run directory may not be looked into."""
+    return path_exists(f"{run.path}/{STOP_NAME}")
+
+
+def write_stop(run: Run, reason: str, *, words: str = "") -> None:
+    """End the chain, unless it has ended already: the first reason stays. `words`: the last ones of its log."""
+    if stop_reason(run) is None:
+        text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"
+        write_atomic(run.stop, text + (f"\nThe last lines of its log:\n{words}\n" if words else ""))

@@ -1,4 +1,4 @@
-"""Which scheduler a plan names."""
+"""The scheduler that a plan names. Slurm and the local scheduler are imported when they are used."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ The queue is a folder of the run directory; a job is one JSON file. `submit` onl
 held by the terminal that submitted, starts one job at a time (a singleton, like on Slurm) and treats it
 as Slurm does: SIGUSR2 to the batch script `signal_lead` seconds before the limit, SIGTERM to everything
 at the limit, SIGKILL after KILL_WAIT. If that terminal dies, the job gets SIGTERM, saves and ends.
+`AuxiliaryJobs` runs jobs that are not part of the chain beside it, one at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason, write_stop
-from relayrun.control.scheduler import leftover
-from relayrun.control.scheduler.auxiliary import AuxiliaryJobs
+from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.scheduler import tasks
 from relayrun.control.scheduler.base import (
     BEGIN_BACKOFF,
     MAX_FAILED_BEGINS,
@@ -35,6 +34,72 @@ from relayrun.control.scheduler.base import (
 )
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 from relayrun.errors import SchedulerError
+
+AUXILIARY_POLL_SECONDS = 1.0
+"""Between two looks for jobs that run beside the chain."""
+AUXILIARY_KILL_WAIT = 5.0
+"""Seconds from SIGTERM to SIGKILL for them; the chain's job is not looked after meanwhile."""
+
+
+class AuxiliaryJobs:
+    """Runs the jobs that are no part of the chain, one at a time, while its owner waits for others."""
+
+    def __init__(self, queue: LocalQueue, on_event: Callable[[str], None]) -> None:
+        self._queue = queue
+        self._on_event = on_event
+        self._running: tuple[LocalJob, subprocess.Popen[bytes]] | None = None
+        self._next_look = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    def poll(self) -> None:
+        """Start what waits, end what is over its limit or cancelled, record what has ended."""
+        if self._running is None:
+            if time.monotonic() < self._next_look:
+                return
+            self._next_look = time.monotonic() + AUXILIARY_POLL_SECONDS
+            waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
+            if waiting:
+                self._running = self._queue.start_job(waiting[0])
+                with contextlib.suppress(OSError), self._queue.locked():  # whoever looks on sees it waiting
+                    self._queue.write_job(self._running[0])
+                self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
+            return
+        job, process = self._running
+        if process.poll() is not None:
+            self._record("COMPLETED" if process.returncode == 0 else "FAILED")
+        elif time.time() >= (job.end_time or 0.0):
+            self._stop("TIMEOUT")
+        elif self._queue.read_job(job.id).cancel_requested:
+            self._stop("CANCELLED")
+
+    def end(self) -> None:
+        """End the one that runs."""
+        if self._running is not None:
+            self._stop("CANCELLED")
+
+    def _stop(self, state: str) -> None:
+        assert self._running is not None
+        _, process = self._running
+        signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(AUXILIARY_KILL_WAIT)
+        signal_group(process, signal.SIGKILL)
+        process.wait()
+        self._record(state)
+
+    def _record(self, state: str) -> None:
+        assert self._running is not None
+        job, process = self._running
+        self._running = None
+        self._next_look = 0.0
+        with self._queue.locked():
+            ended = replace(job, state=state, exit_code=process.returncode, end_time=time.time())
+            self._queue.write_job(ended)
+        self._on_event(f"job {job.id} ended: {state} ({job.name})")
+
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
@@ -293,8 +358,8 @@ class LocalScheduler:
         finally:
             signal_group(process, signal.SIGKILL)
             code = process.wait()
-            leftover.kill_leftover_processes(
-                {JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), leftover.RANKS_VARIABLE: None}
+            tasks.kill_leftover_processes(
+                {JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), tasks.RANKS_VARIABLE: None}
             )
             if state == "COMPLETED" and code:
                 state = "FAILED"

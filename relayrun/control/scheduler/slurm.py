@@ -1,4 +1,4 @@
-"""Slurm through its commands, as a chain needs them."""
+"""Slurm through its commands: the scheduler of a chain, and the jobs of many chains by one question."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.scheduler import gres, slurm_command
+from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.base import (
     CONTROLLER_PATIENCE,
     FallbackJobs,
@@ -25,15 +26,16 @@ from relayrun.control.scheduler.base import (
     RankLaunch,
     clean_environment,
 )
-from relayrun.control.scheduler.job_text import (
+from relayrun.control.scheduler.slurm_commands import (
     BEGIN_FAILED_COMMENT,
     COMMENT_PREFIX,
     STOPPED_BY_COMMENT,
+    NoAnswerError,
+    NotInstalledError,
     is_job_text_ambiguous,
     parse_job,
     parse_timestamp,
 )
-from relayrun.control.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.control.scheduler.slurm_fallback import SlurmFallbackJobs
 from relayrun.control.scheduler.slurm_nodes import (
     NODES_TEST_SECONDS,
@@ -124,7 +126,7 @@ class Slurm:
         command = ["--dependency=singleton"]
         if delay:
             command.append(f"--begin=now+{delay}")
-        again = gres.gpu_options_like_script(options, plan.sbatch_options)
+        again = slurm_commands.gpu_options_like_script(options, plan.sbatch_options)
         command += [f"--{name}={value}" for name, value in again.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
         return self.submit_once([*command, str(script)], name=plan.job_name)
@@ -430,7 +432,7 @@ class Slurm:
 
     def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
         seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
-        return slurm_command.run_slurm_command(command, lines, seconds=seconds, words=words)
+        return slurm_commands.run_slurm_command(command, lines, seconds=seconds, words=words)
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:
@@ -460,3 +462,30 @@ def escape_file_pattern(path: str) -> str:
     if "\n" in path:
         raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
     return path.replace("%", "%%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedJob:
+    """A job, and why it waits, in Slurm's words; empty where it does not."""
+
+    job: Job
+    reason: str
+
+
+def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[QueuedJob]]:
+    """Return the queued and running jobs, whoever submitted them, by job name.
+
+    The controller is asked again for `patience` seconds. Raises SchedulerError.
+    """
+    found: dict[str, list[QueuedJob]] = {name: [] for name in names}
+    if not names:
+        return found
+    text = Slurm(patience=patience).ask(
+        ["squeue", "--noheader", f"--name={','.join(sorted(found))}", "--format=%i|%T|%r|%j"]
+    )
+    for line in text.splitlines():
+        job_id, state, reason, name = (*line.split("|", 3), "", "", "")[:4]
+        if name in found:
+            job = Job(id=job_id, name=name, state=state)
+            found[name].append(QueuedJob(job=job, reason=reason if job.waits and reason != "None" else ""))
+    return found

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from relayrun.control.scheduler.base import FallbackOrder, Job
-from relayrun.control.scheduler.job_text import BEGIN_FAILED_COMMENT, COMMENT_PREFIX
-from relayrun.control.scheduler.slurm_command import NoAnswerError
+from relayrun.control.scheduler.slurm_commands import BEGIN_FAILED_COMMENT, COMMENT_PREFIX, NoAnswerError
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time
 

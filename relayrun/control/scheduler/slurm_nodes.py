@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.scheduler import gres
+from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.base import MinimumNodes
-from relayrun.control.scheduler.slurm_command import NoAnswerError
+from relayrun.control.scheduler.slurm_commands import NoAnswerError
 from relayrun.errors import SchedulerError
 
 _NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
@@ -49,7 +49,7 @@ class SlurmNodes:
 
     def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
         try:
-            self._hasty.test(script, gres.gpu_options_like_script(options, plan.sbatch_options))
+            self._hasty.test(script, slurm_commands.gpu_options_like_script(options, plan.sbatch_options))
         except SchedulerError as error:  # what else it refuses says nothing of nodes
             if isinstance(error, NoAnswerError):
                 raise

@@ -1,11 +1,14 @@
-"""The local task starter: what srun is on Slurm, on one machine.
+"""The local task starter: the counterpart of srun on one machine. Standard library only.
 
     python -m relayrun.control.scheduler.tasks --ntasks 2 -- PROGRAM ARG ...
 
 Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free
 MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and
-SIGTERM are handed on to every rank, SIGQUIT as SIGKILL. A rank dies with its starter. What ranks have started, and
-left behind, is ended like a step's processes on Slurm; see `scheduler.leftover`.
+SIGTERM are passed on to every rank, SIGQUIT as SIGKILL. A rank dies with its starter.
+
+`kill_leftover_processes` ends processes that ranks started in sessions of their own, as Slurm does at the end of a
+step: `torchrun` starts its workers so, and they would train on beside the next attempt. A variable in the environment
+marks them; a process that removes the variable escapes.
 """
 
 from __future__ import annotations
@@ -21,13 +24,66 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from relayrun.control.scheduler import leftover
 from relayrun.errors import log_to_stderr
 from relayrun.files import write_atomic
+
+RANKS_VARIABLE = "RELAYRUN_RANKS"
+"""Environment variable that tells one start of ranks from every other one."""
+
+LEFTOVER_GRACE_SECONDS = 1.0
+"""Seconds in which they may end by themselves: some tidy up behind a program, as Python's resource tracker does."""
+LEFTOVER_PATIENCE_SECONDS = 10.0
+"""Seconds for which processes are looked for that do not end; one that waits for a disk cannot."""
+
+
+def kill_leftover_processes(
+    environment: Mapping[str, str | None], *, but: Collection[int] = (), patience: float = LEFTOVER_PATIENCE_SECONDS
+) -> list[str]:
+    """SIGKILL every process of this machine whose environment has all these variables; return their command lines.
+
+    Those that end by themselves within GRACE are none of them. A variable with None may have any value. `but`:
+    processes that live on, with their own children. `patience`: seconds for which those are waited for that do not end.
+    """
+    ended: dict[int, str] = {}
+    begun = time.monotonic()
+    while (found := _processes_with(environment, but)) and time.monotonic() < begun + LEFTOVER_GRACE_SECONDS + patience:
+        for pid, command in found.items() if time.monotonic() > begun + LEFTOVER_GRACE_SECONDS else ():
+            ended.setdefault(pid, command)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)  # one that was about to start another is gone by then
+    return list(ended.values())
+
+
+def _processes_with(environment: Mapping[str, str | None], but: Collection[int]) -> dict[int, str]:
+    """Process ids, each with its command line; those of other users cannot be read, and are none of ours."""
+    wanted = {f"{name}={value}".encode() for name, value in environment.items() if value is not None}
+    named = {name.encode() for name, value in environment.items() if value is None}
+    found = {}
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = set(file.read().split(b"\0"))
+            if not wanted <= variables or not named <= {variable.partition(b"=")[0] for variable in variables}:
+                continue
+            if but and (int(name) in but or _parent_of(name) in but):
+                continue
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+            found[int(name)] = b" ".join(words).decode("utf-8", errors="replace").strip()
+    return found
+
+
+def _parent_of(name: str) -> int:
+    with open(f"/proc/{name}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +133,7 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
 
     for handled in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(handled, forward)
-    mark = {leftover.RANKS_VARIABLE: f"{os.getpid()}-{time.time_ns()}"}
+    mark = {RANKS_VARIABLE: f"{os.getpid()}-{time.time_ns()}"}
     starter = {"SLURM_NTASKS": str(ntasks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared = {**os.environ, **mark, **starter}
     for number in range(ntasks):
@@ -102,7 +158,7 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
         if kill_at is not None and time.monotonic() > kill_at:
             forward(signal.SIGKILL, None)
         time.sleep(0.05)
-    for command_line in leftover.kill_leftover_processes(mark):
+    for command_line in kill_leftover_processes(mark):
         log.error("a process that the ranks left behind is ended: %s", command_line)
     return first_failure or max(_exit_code(rank.returncode) for rank in ranks)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Literal, Protocol
 
-from relayrun.control.rundir.lineage import ResumePoint
+from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.records import AttemptStart
 
 

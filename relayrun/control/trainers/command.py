@@ -11,18 +11,16 @@ from pathlib import Path
 from signal import Signals
 
 from relayrun import client
-from relayrun.control.logs import job_logs
+from relayrun.control.job_log import job_logs
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lineage import ResumePoint, is_checkpoint_of
+from relayrun.control.rundir.checkpoint_records import ResumePoint, is_checkpoint_of
 from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers import wandb
+from relayrun.control.trainers import tools
 from relayrun.control.trainers.base import AttemptObserver
-from relayrun.control.trainers.command_checkpoints import CheckpointRule
-from relayrun.control.trainers.command_program import CommandProgram
+from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
+from relayrun.control.trainers.command_program import CheckpointRule, CommandProgram, LogPattern
 from relayrun.control.trainers.observer import ProgramObserver
-from relayrun.control.trainers.progress import LogPattern
-from relayrun.control.trainers.retention import CheckpointRetention
 from relayrun.files import write_atomic
 
 PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
@@ -113,7 +111,7 @@ class CommandTrainer:
         found = {
             client.FOLDER: str(attempt.client),
             client.STOP: str(attempt.stop),
-        } | wandb.wandb_variables(self._run)
+        } | tools.wandb_variables(self._run)
         return found if begin.base_path is None else found | {client.CHECKPOINT: begin.base_path}
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:

@@ -18,8 +18,8 @@ from collections.abc import Container
 from pathlib import Path
 
 from relayrun.control.trainers.base import FoundCheckpoint
-from relayrun.control.trainers.files import UnreadableMetadataError, least_file_sizes
-from relayrun.control.trainers.quarantine import quarantine_checkpoints
+from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
+from relayrun.control.trainers.megatron_lm_program import UnreadableMetadataError, least_file_sizes
 from relayrun.files import fsync_directory, write_atomic
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

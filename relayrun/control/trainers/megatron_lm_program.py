@@ -1,19 +1,130 @@
-"""One attempt of Megatron-LM, followed by its log and its folder of checkpoints."""
+"""Megatron-LM's program, seen from outside: the lines of its log, and its folder of checkpoints.
+
+    checkpoints/latest_checkpointed_iteration.txt     the tracker: the newest complete iteration, or `release`
+    checkpoints/iter_0000010/                         .metadata common.pt metadata.json *.distcp   (torch_dist)
+                                                      mp_rank_00/model_optim_rng.pt                (torch)
+
+Megatron-LM writes the tracker last. `.metadata` is a pickle; it is read without torch and without running anything.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import math
 import os
+import pickle
 import re
 import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
-from relayrun.control.new_lines import LogFollower
+from relayrun.control.job_log import LogFollower
 from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding
-from relayrun.control.trainers.log_line import parse_save, parse_step
+
+
+class UnreadableMetadataError(Exception):
+    """The bytes are not those of a checkpoint's metadata; the text says why."""
+
+
+class _InertObject:
+    """Stands for whatever a pickle names."""
+
+    def __init__(self, *args: Any) -> None:
+        del args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Take an entry, as an OrderedDict does."""
+
+    def append(self, value: Any) -> None:
+        """Take a value, as a list does."""
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        del module, name
+        return _InertObject
+
+
+def least_file_sizes(metadata: Path) -> dict[str, int]:
+    """Bytes that each file beside `.metadata` must have at least, by name.
+
+    Raises Unreadable where the pickle is torn, and OSError. Of records that a later torch may write in another way
+    nothing is known: they name no file here.
+    """
+    data = metadata.read_bytes()
+    try:
+        records = _InertUnpickler(io.BytesIO(data)).load()
+    except Exception as error:  # whatever a pickle of torn bytes makes of it
+        raise UnreadableMetadataError(f"{type(error).__name__}: {error}") from None
+    found: dict[str, int] = {}
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        for block in records.state["storage_data"].values():
+            name, end = str(block.state["relative_path"]), int(block.state["offset"]) + int(block.state["length"])
+            found[name] = max(found.get(name, 0), end)
+    return found
+
+
+METRIC_NAMES = {
+    "lm loss": "loss",
+    "grad norm": "grad_norm",
+    "learning rate": "lr",
+    "global batch size": "global_batch_size",
+    "throughput per GPU (TFLOP/s/GPU)": "model_tflops_per_gpu",
+    "tokens/sec/gpu": "tokens_per_second_per_gpu",
+}
+"""Megatron's names of what `metrics.jsonl` has under a name of its own."""
+
+_ITERATION = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
+_FIELD = re.compile(r" ([^|:]+): +([^|]*?) \|")
+_SAVING = re.compile(r"saving checkpoint at iteration +(\d+) to ")
+
+
+def parse_step(line: str) -> ObservedStep | None:
+    """The iteration that a line of the log tells of; None where it tells of none."""
+    if (found := _ITERATION.search(line)) is None:
+        return None
+    metrics: dict[str, float] = {}
+    seconds: float | None = None
+    samples: int | None = None
+    for name, text in _FIELD.findall(line[found.end() - 1 :]):
+        value = _finite_number(text)
+        if value is None:
+            continue
+        if name == "elapsed time per iteration (ms)":
+            seconds = value / 1000
+        elif name == "consumed samples":
+            samples = int(value)
+        else:
+            metrics[METRIC_NAMES.get(name, _plain_name(name))] = int(value) if name == "global batch size" else value
+    return ObservedStep(iteration=int(found[1]), seconds=seconds, consumed_samples=samples, metrics=metrics)
+
+
+def parse_save(line: str) -> int | None:
+    """The iteration whose save a line says begins; None where it says none."""
+    found = _SAVING.search(line)
+    return None if found is None else int(found[1])
+
+
+def _finite_number(text: str) -> float | None:
+    """A number; infinite ones are kept out, since JSON has none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 class MegatronDialect(Enum):

@@ -1,12 +1,9 @@
-"""Writes the records of an attempt for a program that knows nothing of them, from what is seen of it.
+"""Writes the records of an attempt for a foreign program, from its log and its files.
 
-The native trainer's rank 0 leaves `metrics.jsonl`, heartbeats, `commits.jsonl` and `outcome.json`. With those written
-here, everything behind them (hang watch, lead, status, the law of the chain) holds for a foreign program as it does
-for the native one.
-
-`look` is a duty of the watch, once a second. It may be killed and started again at any point: what has been recorded
-is read back, and nothing is recorded twice. `conclude` does the rest when the ranks have gone, in `end`, or in the next
-job's `begin` where the whole job was lost.
+The native trainer's rank 0 leaves `metrics.jsonl`, heartbeats, `commits.jsonl` and `outcome.json`. For a foreign
+program the observer writes them, so hang detection, the grace period, status and the chain's decisions work as for
+the native one. The watch calls `look` once a second. If the ranks are restarted inside the job each restart has an
+observer of its own; each record has one writer.
 """
 
 from __future__ import annotations
@@ -14,11 +11,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from relayrun.control.rundir import hand_over, triggers
+from relayrun.control.job_log import file_size, job_logs
+from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.lead import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
 from relayrun.control.rundir.records import (
     AttemptOutcome,
     AttemptOutcomeName,
@@ -28,9 +25,54 @@ from relayrun.control.rundir.records import (
     StartTimes,
 )
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, TrainerProgram
-from relayrun.control.trainers.retention import CheckpointRetention
+from relayrun.control.rundir.time_limit import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
+from relayrun.control.trainers.base import AttemptObserver, FoundCheckpoint, ObservedStep, TrainerProgram
+from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
 from relayrun.files import append_line, file_sizes, write_atomic, write_json
+
+
+class RestartObserver:
+    """The observer of whichever round there is.
+
+    Args:
+        attempt: whose rounds they are.
+        begin: of the attempt.
+        follow: makes the observer of a round from the begin that holds for it.
+    """
+
+    def __init__(
+        self, attempt: Attempt, begin: AttemptStart, *, follow: Callable[[AttemptStart], AttemptObserver | None]
+    ) -> None:
+        self._attempt, self._begin, self._follow = attempt, begin, follow
+        self._observer: AttemptObserver | None = None
+        """None: nobody has looked since the round began, or since this process did."""
+
+    def look(self) -> None:
+        """Record what is new in a round that runs, or, once, what is left of one that is over. Raises OSError."""
+        over = restarts.pending_hand_over(self._attempt)
+        if over is None:
+            if (observer := self._of_round()) is not None:
+                observer.look()
+        elif not over.recorded:
+            self.conclude(over.exit_code)
+            output, log = [file_size(path) for path, _ in job_logs(self._begin)] or (0, 0)
+            told = replace(over, recorded=True, log_offset=log, output_offset=output)
+            told.write(self._attempt.hand_over)
+            self._observer = None  # the next round has another base and another log
+
+    def conclude(self, exit_code: int | None) -> None:
+        """Record what is left of the newest round, and how the program ended if it did so on purpose.
+
+        `exit_code`: of all ranks together; None where nobody saw it. Raises OSError.
+        """
+        if (observer := self._of_round()) is not None:
+            observer.conclude(exit_code)
+
+    def _of_round(self) -> AttemptObserver | None:
+        if self._observer is None:
+            self._observer = self._follow(restarts.attempt_start_of_restart(self._attempt, self._begin))
+        return self._observer
+
 
 LOOK_SECONDS = 1.0
 """Between two looks; a save that begins and ends between them takes less."""
@@ -145,7 +187,7 @@ class ProgramObserver:
         for line in self._attempt.metrics_backwards():
             self._iteration = max(self._iteration, int(line["iteration"]))
             break
-        start = hand_over.read_restart_base(self._attempt)
+        start = restarts.read_restart_base(self._attempt)
         for number, commit in enumerate(self._attempt.read_commits()):
             if start is None or number >= start.commits:  # those of earlier rounds that count are not behind the base
                 self._committed = max(self._committed, commit.iteration)

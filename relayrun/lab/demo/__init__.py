@@ -1,1 +1,1 @@
-"""The demo: text that every machine has or makes, and what becomes of it."""
+"""The demo: text that every machine has or generates, tokenized, mixed, trained and exported on one machine."""

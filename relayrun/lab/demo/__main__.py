@@ -2,13 +2,9 @@
 
     python -m relayrun.lab.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
 
-The first job trains a third of the steps and measures what a start and a step take on this machine, now. From that
-follows the time limit of the jobs after it, so that the rest needs two of them at least, on any machine, idle or busy.
-
-With --slurm the dumps are tokenized by jobs and the training is a chain of jobs over two nodes, on the
-cluster that SLURM_CONF names (`make demo-slurm` starts one). Everything lies in demo-output/ and
-logs/runs/relayrun/demo (demo-slurm); a second demo removes the first one's.
-Exits 1 if the model has not learned: its held-out loss must lie well below the unigram entropy.
+The first job trains a third of the steps and measures how long a start and a step take on this machine. The time limits
+of the next jobs follow from that. At the end the loss is compared with the unigram entropy, and the beginning of a
+held-out story is continued by the model before and after its training.
 """
 
 from __future__ import annotations
@@ -25,27 +21,87 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 from rich.console import Console
 
 from relayrun import places
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.lead import GRACE_SAVES, measured_grace_period
-from relayrun.control.rundir.lineage import Lineage, resume_point
+from relayrun.control.rundir.checkpoint_records import Lineage, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.start_time import start_seconds
+from relayrun.control.rundir.time_limit import GRACE_SAVES, measured_grace_period, start_seconds
 from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.errors import RelayrunError, run_main
+from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.files import read_lines
-from relayrun.lab.demo import continuation, corpus, stories, unigram
-from relayrun.lab.demo.continuation import first_heldout_words
+from relayrun.lab.demo import corpus, stories
 from relayrun.slurmtime import format_time
+from relayrun.tokens.order.datasets import WindowOrder
+from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptsReport
+
+PROMPT_WORDS = 12
+NEW_TOKENS = 60
+
+
+def first_heldout_words(folder: Path, *, words: int) -> str:
+    """The first words of the first text in the parquet files below `folder`. Raises InputError if there is none."""
+    for path in sorted(folder.glob("*.parquet")):
+        for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
+            return " ".join(text.split()[:words])
+    raise InputError("no text in these files", where=folder)
+
+
+def continue_before_and_after(model_folder: Path, prompt: str) -> tuple[str, str]:
+    """Continue `prompt` with random weights and with those of a Hugging Face folder; one seed draws both texts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
+    trained: Any = AutoModelForCausalLM.from_pretrained(model_folder)
+    set_seed(0)
+    untrained: Any = type(trained)(trained.config)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    found = []
+    for model in (untrained, trained):
+        set_seed(0)
+        ids = model.generate(
+            **inputs,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=True,
+            temperature=0.7,
+            top_k=20,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        text = tokenizer.decode(ids[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        found.append(" ".join(text.split()))
+    return found[0], found[1]
+
+
+def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
+    """Entropy in nats of the distribution of exactly those tokens that an evaluation on set `name` predicts."""
+    manifest = Manifest.read(run.manifest)
+    order = WindowOrder(
+        manifest.validation[name],
+        seq_length=config.training.seq_length,
+        seed=config.training.seed,
+        name=name,
+        shuffle=False,
+    )
+    samples = min(config.training.eval_steps * config.training.global_batch_size, order.windows_per_epoch)
+    counts = np.zeros(manifest.vocabulary_size, dtype=np.int64)
+    for number in range(samples):
+        counts += np.bincount(order.sample(number)[1:], minlength=manifest.vocabulary_size)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
 
 OUTPUT = places.CODE_ROOT / "demo-output"
 OUTPUT_MARKER = OUTPUT / ".made-by-relayrun-demo"
@@ -88,7 +144,7 @@ def main() -> int:
     model = yaml_file.read_yaml(places.shared_file(f"configs/models/llama-{options.size}.yaml")).values["model"]
     overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
     config_file = places.shared_file("configs/runs") / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
-    config = compose.require_native(compose.load_run_config(config_file, overrides))
+    config = resolve.require_native(resolve.load_run_config(config_file, overrides))
     run = Run(Path(config.run_dir or ""))
     remove_former_output(run, f"{config.project}/{config.name}")
 
@@ -257,15 +313,15 @@ def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
     print(terminal_report.terminal_curve(summary))
     print("The relay: each job went on from the checkpoint of the one before.\n" + attempts_chart(summary))
     iteration, loss = summary.validation["heldout"][-1]
-    entropy = unigram.unigram_entropy(config, run, "heldout")
+    entropy = unigram_entropy(config, run, "heldout")
     learned = loss <= entropy - MARGIN
     print(
         f"\nheld-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
         f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
         f"{'learned' if learned else 'NOT LEARNED'}"
     )
-    prompt = continuation.first_heldout_words(OUTPUT / "stories/heldout", words=continuation.PROMPT_WORDS)
-    before, after = continuation.continue_before_and_after(OUTPUT / "hf", prompt)
+    prompt = first_heldout_words(OUTPUT / "stories/heldout", words=PROMPT_WORDS)
+    before, after = continue_before_and_after(OUTPUT / "hf", prompt)
     print(
         f"\nThe first words of a story that it never saw, and how the model goes on:\n  {prompt} ...\n"
         f"  before training: {before}\n  after training:  {after}\n\n"

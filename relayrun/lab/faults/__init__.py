@@ -1,1 +1,12 @@
-"""The drill: faults that a chain must survive, as one table for tests and for people."""
+"""Fault tests of `relayrun drill`: inject a fault into a running chain, and check how the chain ends.
+
+table, actions       the faults with their expected end, and the functions that cause them
+target, processes    the running chain and cluster: sending signals, ending daemons, wrapping commands
+injection            a hook that causes faults inside ranks
+supervisor_faults    programs in the place of the supervisor
+small_run            the run config that all tests use
+experiment           one test: submit, inject, wait for the end, compare with the undisturbed run
+session              a list of tests in a folder, and its report
+
+Faults are explained in docs/failure-modes.md.
+"""

@@ -7,8 +7,7 @@ import shutil
 import signal
 
 from relayrun.control.rundir import triggers
-from relayrun.lab.faults.programs import wrapper_marker
-from relayrun.lab.faults.stage import FaultTarget
+from relayrun.lab.faults.target import FaultTarget, wrapper_marker
 
 
 def do_nothing(_stage: FaultTarget) -> None:

@@ -1,9 +1,8 @@
-"""A drill in a folder: which rows are done, which are left out, what it costs, and the rest of it, row by row.
+"""A list of fault tests in a folder, its cost estimate and its report as text, JSON, Markdown and HTML.
 
-FOLDER/drill.json          the cluster, as it was when the drill began
-FOLDER/results/NAME.json   a row that is done; it is not done again
-FOLDER/runs/NAME           its run directory, as of any run
-FOLDER/drill.md, drill.html the page for people
+FOLDER/drill.json          the cluster when the session began
+FOLDER/results/NAME.json   the result of a test; a finished test is not repeated
+FOLDER/runs/NAME           the run directory of a test
 """
 
 from __future__ import annotations
@@ -13,22 +12,24 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from typing import Any
 
-from relayrun.config.compose import compose
-from relayrun.control.chain.cancel import cancel_chain
+from rich.markup import escape
+from rich.table import Table
+
+from relayrun.config.compose import resolve
+from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
-from relayrun.lab.faults import perform
-from relayrun.lab.faults.fault import Fault, FaultRequirement
-from relayrun.lab.faults.perform import DrillTools
-from relayrun.lab.faults.result import FaultResult
+from relayrun.lab.faults import experiment
+from relayrun.lab.faults.experiment import DrillTools, FaultResult
 from relayrun.lab.faults.small_run import UNDISTURBED_RUN, DrillSite
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault, FaultRequirement
 from relayrun.submit import submission
-from relayrun.submit.check.state import SubmitIntent
+from relayrun.submit.check.existing_run import SubmitIntent
+from relayrun.watch.report.html import Markup, html_page, tag
 
 CHECKED_CONFIG_NAME = "check"
 """Name of the run config that is looked at alone: a run of the drill may be there already."""
@@ -138,7 +139,7 @@ class DrillSession:
                 hint="--nodes 2, or job.ntasks_per_node in the cluster's file",
             )
         self._own_cluster()
-        config = compose.load_run_config(self.site.write_config(CHECKED_CONFIG_NAME, None))
+        config = resolve.load_run_config(self.site.write_config(CHECKED_CONFIG_NAME, None))
         submission.check_submission(config, intent=SubmitIntent()).findings.raise_errors()
 
     def _own_cluster(self) -> None:
@@ -165,9 +166,9 @@ class DrillSession:
             self.clear(name)
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
             if name == UNDISTURBED_RUN:
-                result = perform.run_undisturbed(self.company)
+                result = experiment.run_undisturbed(self.company)
             else:
-                result = perform.run_fault(self.company, FAULTS_BY_NAME[name])
+                result = experiment.run_fault(self.company, FAULTS_BY_NAME[name])
             result.write(self.folder / "results" / f"{name}.json")
             tell(f"{time.strftime('%H:%M:%S')} {result_line(result)}")
             if name == UNDISTURBED_RUN and not result.passed:
@@ -208,3 +209,128 @@ def result_line(result: FaultResult) -> str:
     if result.passed:
         return f"{result.name}: passed ({', '.join(result.seen)}), {result.seconds:.0f} s"
     return f"{result.name}: FAILED: {'; '.join(result.wrong)}"
+
+
+TABLE_COLUMNS = ("fault", "what happened", "how attempts ended", "seconds lost", "steps lost", "bit for bit", "verdict")
+
+
+def session_as_json(session: DrillSession) -> dict[str, Any]:
+    """Return all of a drill as plain values."""
+    results, waiting = session.results(), session.to_do()
+    return {
+        "cluster": session.site.cluster.get("name", ""),
+        "nodes": session.site.nodes,
+        "directory": str(session.folder),
+        "passed": all_passed(results),
+        "rows": [asdict(result) for result in results],
+        "left_out": session.skipped,
+        "not_done": waiting,
+    }
+
+
+def all_passed(results: Sequence[FaultResult]) -> bool:
+    """Whether no row that is done failed."""
+    return all(result.passed for result in results)
+
+
+def terminal_table(session: DrillSession) -> Table:
+    """Return a drill as a table for a terminal."""
+    found = Table(title=session_headline(session), box=None, title_justify="left", padding=(0, 2, 0, 0))
+    for name in TABLE_COLUMNS:
+        found.add_column(name, justify="right" if name.endswith("lost") else "left", overflow="fold")
+    for cells in table_rows(session):
+        found.add_row(*map(escape, cells))
+    return found
+
+
+def markdown_report(session: DrillSession) -> str:
+    """Return a drill as Markdown."""
+    lines = [f"# {session_headline(session)}", "", *(f"{fact}  " for fact in session_facts(session)), ""]
+    lines += [
+        _markdown_row(TABLE_COLUMNS),
+        _markdown_row(["---"] * len(TABLE_COLUMNS)),
+        *(_markdown_row(cells) for cells in table_rows(session)),
+    ]
+    for result in failed_results(session):
+        lines += ["", f"## {result.name}", "", *(f"- {_markdown_cell(words)}" for words in result.wrong)]
+        lines += ["", f"Run directory: `{result.run_dir}`"]
+    return "\n".join(lines) + "\n"
+
+
+def html_report(session: DrillSession) -> str:
+    """Return a drill as one HTML file."""
+    head = tag("tr", *(tag("th", name) for name in TABLE_COLUMNS))
+    body = [tag("tr", *(tag("td", cell) for cell in cells)) for cells in table_rows(session)]
+    return html_page(
+        session_headline(session),
+        tag("h1", session_headline(session)),
+        *(tag("p", fact) for fact in session_facts(session)),
+        tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide"),
+        *(_failure_section(result) for result in failed_results(session)),
+    )
+
+
+def session_headline(session: DrillSession) -> str:
+    """Return what a drill came to, in a line."""
+    done = [result for result in session.results() if result.name != UNDISTURBED_RUN]
+    good = sum(result.passed for result in done)
+    return f"drill on {session.site.cluster.get('name', 'a cluster')}: {good} of {len(done)} faults passed"
+
+
+def session_facts(session: DrillSession) -> list[str]:
+    """Return what else a reader should know, a sentence each."""
+    results = session.results()
+    found = [
+        f"{time.strftime('%Y-%m-%d %H:%M')}; jobs of {session.site.nodes} nodes with {session.site.ranks} ranks; "
+        f"{sum(result.node_seconds for result in results) / 60:.1f} node minutes were used.",
+        "Seconds lost are those of a node: lost work, later starts, and the waits before them, the queue included.",
+    ]
+    if waiting := session.to_do():
+        found.append(f"Not done yet: {', '.join(waiting)}.")
+    return found
+
+
+def failed_results(session: DrillSession) -> list[FaultResult]:
+    """Return the rows that failed."""
+    return [result for result in session.results() if not result.passed]
+
+
+def table_rows(session: DrillSession) -> list[list[str]]:
+    """Return the cells of the table."""
+    return [_result_cells(result) for result in session.results()] + _skipped_cells(session.skipped)
+
+
+def _result_cells(result: FaultResult) -> list[str]:
+    same = {True: "yes", False: "NO", None: "–"}[result.bit_for_bit]
+    verdict = "passed" if result.passed else "FAILED"
+    return [
+        result.name,
+        result.what,
+        ", ".join(result.seen) or "–",
+        f"{result.seconds_lost:.0f}",
+        str(result.steps_lost),
+        same,
+        verdict,
+    ]
+
+
+def _skipped_cells(skipped: Mapping[str, str]) -> list[list[str]]:
+    return [[name, reason, "–", "–", "–", "–", "left out"] for name, reason in skipped.items()]
+
+
+def _failure_section(result: FaultResult) -> Markup:
+    return tag(
+        "section",
+        tag("h2", result.name),
+        tag("ul", *(tag("li", words) for words in result.wrong)),
+        tag("p", f"Run directory: {result.run_dir}"),
+    )
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_markdown_cell, cells))} |"
+
+
+def _markdown_cell(text: str) -> str:
+    """Text that keeps within a cell of a table, whatever it holds."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

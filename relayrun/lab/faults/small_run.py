@@ -9,7 +9,7 @@ from typing import Any
 
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
-from relayrun.lab.faults.fault import Fault
+from relayrun.lab.faults.table import Fault
 from relayrun.lab.gpucheck.runs import random_data
 
 RUN_STEPS = 40

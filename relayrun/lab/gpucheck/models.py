@@ -1,7 +1,7 @@
-"""The parts `models` and `layouts`: other models than a Llama, optimizers, types, and two ranks, on this device.
+"""The parts `models`, `layouts` and `export`: whether models compute what they should on this device.
 
-Each way trains a small model in bf16 on one batch, again and again, so that its loss must fall. Then the same weights
-compute that loss in fp32, with other kernels where there are such. Ways that need what is not installed say so.
+Each variant trains a small model in bf16 on one batch, so that its loss must fall; the same weights then compute the
+loss in fp32. `export` compares the logits of an exported model in transformers with megatron-core's.
 """
 
 from __future__ import annotations
@@ -11,12 +11,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.errors import RelayrunError
 from relayrun.files import write_atomic
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.ranks import run_and_record_program
-from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures, run_and_record_program
+
+EXPORT_STEPS = 3
+
+
+def measure_export(setup: CheckSetup, figures: PartFigures) -> None:
+    """Train a few iterations, export, compare. Raises CheckFailed."""
+    sizes = setup.sizes
+    sections = {
+        "model": dict(sizes.resumed_model),
+        "data": runs.data_with_tokenizer(setup),
+        "training": {
+            "steps": EXPORT_STEPS,
+            "micro_batch_size": sizes.resumed_batch,
+            "global_batch_size": sizes.resumed_batch * setup.ranks,
+            "seq_length": sizes.resumed_seq_length,
+        },
+    }
+    run = runs.train_run(setup, "export", sections, steps=EXPORT_STEPS)
+    folder = setup.path / "exported"
+    shutil.rmtree(folder, ignore_errors=True)
+    run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.export", run_dir=run.path, folder=folder)
+    runs.remove_checkpoints(run)
+    shutil.rmtree(folder, ignore_errors=True)
+
 
 MODELS_PROGRAM = "relayrun.lab.gpucheck.programs.models"
 Sections = Mapping[str, Mapping[str, Any]]
@@ -244,4 +267,4 @@ def variant_config_text(setup: CheckSetup, name: str, sections: Sections, *, ran
     )
     if made["model"].get("transformer", {}).get("multi_latent_attention"):  # every head has keys of its own
         made["model"]["num_query_groups"] = made["model"]["num_attention_heads"]
-    return compose.dump_run_config(runs.compose_values(setup, made))
+    return resolve.dump_run_config(runs.compose_values(setup, made))

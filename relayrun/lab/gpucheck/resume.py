@@ -1,24 +1,175 @@
-"""The part `resume`: runs that are cut, and resumed by their chains, against one that is not, to the last bit.
+"""The parts `resume` and `recovery`: interrupted runs compared with an undisturbed run, to the last bit.
 
-| run | attempts |
-|---|---|
-| whole | one |
-| sync | ended by SIGUSR2 between two saves; ended by SIGKILL behind a save that stood still; the rest |
-| async | ended by SIGKILL behind a save beside training; the rest |
+| part | run | interruption |
+|---|---|---|
+| resume | sync | SIGUSR2 between two saves; SIGKILL after a save |
+| resume | async | SIGKILL after an asynchronous save |
+| recovery | node | two deaths of ranks inside the job; `chain.recovery` is `node` |
 
-Each of them with `training.deterministic` and without it; all of them at the same time, since bits don't depend on the
-time that they take. Compared are the optimizer's state as it was loaded and after every iteration, loss and gradient
-norm of every iteration, and the weights in the end.
+The hook `programs.hooks.DigestHook` records the hashes of every attempt, `AttemptValues` reads them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.pieces import AttemptValues, first_difference, undisturbed_values
 from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
+
+COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
+"""What is compared of a line of metrics.jsonl, and its name for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptValues:
+    """What one attempt computed. A digest has an entry for each rank."""
+
+    lines: dict[int, dict[str, Any]]
+    """The lines of metrics.jsonl by iteration."""
+    states: dict[int, Any]
+    """Digests of the optimizer's state by iteration."""
+    loaded: dict[int, Any]
+    """Those that it began with, and each round inside it."""
+    weights: dict[int, Any]
+    """The digest of the weights that it ended with."""
+    twice: list[str] = field(default_factory=list)
+    """What came out otherwise when a later round computed it again, in words."""
+
+    @classmethod
+    def of(cls, run: Run, attempt: int) -> AttemptValues:
+        """Read what an attempt left."""
+        notes = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
+        twice: list[str] = []
+
+        def digests(kind: str, words: str) -> dict[int, Any]:
+            found = ((entry["iteration"], entry["ranks"]) for entry in notes if entry["kind"] == kind)
+            return _first_values(found, words, twice)
+
+        lines = runs.iteration_lines(run, attempt)
+        for name, words in COMPARED_VALUES:
+            _first_values(((line["iteration"], line[name]) for line in lines), words, twice)
+        return cls(
+            lines={line["iteration"]: line for line in lines},
+            states=digests("state", "optimizer state"),
+            loaded=digests("loaded", "optimizer state as loaded"),
+            weights=digests("weights", "weights"),
+            twice=twice,
+        )
+
+
+def _first_values(values: Iterable[tuple[int, Any]], words: str, twice: list[str]) -> dict[int, Any]:
+    """The first value of each iteration; a later one that is another goes to `twice`, in words."""
+    found: dict[int, Any] = {}
+    for iteration, value in values:
+        if found.setdefault(iteration, value) != value:
+            twice.append(f"{words} of iteration {iteration}, when it was computed again")
+    return found
+
+
+def undisturbed_values(run: Run) -> AttemptValues:
+    """Read what a run computed that nobody cut. Raises CheckFailed where it was cut, or left no digests."""
+    if (attempts := len(run.attempt_numbers())) != 1:
+        raise CheckFailed(f"{run.path.name} has {attempts} attempts, not 1")
+    found = AttemptValues.of(run, 1)
+    if not found.weights or len(found.states) != len(found.lines):
+        raise CheckFailed(f"{run.path.name} left no digests of its states")
+    return found
+
+
+def first_difference(own: AttemptValues, expected: AttemptValues) -> str | None:
+    """Return the first thing that is not as in the undisturbed run, in words; None: all is."""
+    if not own.lines:
+        return "no iteration was trained"
+    for iteration, digest in own.loaded.items():
+        if digest != expected.states[iteration]:
+            return f"optimizer state as loaded, of iteration {iteration}"
+    for iteration, line in own.lines.items():
+        other = expected.lines[iteration]
+        for name, words in COMPARED_VALUES:
+            if line[name] != other[name] or math.isnan(line[name]):  # no number, no training
+                return f"{words} of iteration {iteration}: {line[name]!r}, not {other[name]!r}"
+        if own.states.get(iteration) != expected.states[iteration]:
+            return f"optimizer state after iteration {iteration}, whose loss is equal"
+    if own.twice:
+        return own.twice[0]
+    if any(expected.weights.get(iteration, digest) != digest for iteration, digest in own.weights.items()):
+        return "weights in the end, where the optimizer's state is equal"
+    return None
+
+
+NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
+
+
+def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
+    """Run both, and compare. Raises CheckFailed where a run did not come to its end, or left nothing to compare."""
+    ranks = setup.gpus or setup.sizes.cpu_ranks
+    cuts = deaths_by_restart(setup, ranks)
+    sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=True, ranks=ranks)
+    whole = runs.start_run(
+        setup, "recovery-whole", runs.recorded_run_sections(setup, cuts=[], deterministic=True, ranks=ranks)
+    )
+    disturbed = runs.start_run(setup, "recovery-rounds", runs.merge_sections(sections, NODE_RECOVERY))
+    try:
+        disturbed.process.wait()
+        figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
+        expected = undisturbed_values(whole.wait(setup.sizes.steps))
+        figures.add("bits", compare_recovered_run(disturbed.wait(setup.sizes.steps), expected))
+    finally:
+        for chain in (whole, disturbed):
+            chain.process.wait()
+            runs.remove_checkpoints(chain.run)
+
+
+def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
+    """Return the cuts of each round, for the hook `Cut`."""
+    interval = setup.sizes.interval
+    between, later = interval + interval // 2, 2 * interval + interval // 2
+    return [
+        {"signal": "SIGKILL", "iteration": between, "rank": ranks - 1},
+        {"signal": "SIGKILL", "iteration": later, "rank": 0, "before_update": True},
+    ]
+
+
+def recorded_attempts(run: Run) -> dict[str, Any]:
+    """Return what the records say of the run's attempts and failed rounds, oldest first; no name of a machine."""
+    numbers = run.attempt_numbers()
+    return {
+        "attempts": len(numbers),
+        "rounds": [
+            {
+                "attempt": number,
+                "words": failed.words,
+                "iteration": failed.iteration,
+                "again": failed.again,
+                "source": failed.source,
+                "next_iteration": failed.next_iteration,
+                "steps_lost": failed.steps_lost,
+                "seconds": failed.seconds,
+            }
+            for number in numbers
+            for failed in restarts.read_failed_restarts(run.attempt(number))
+        ],
+    }
+
+
+def compare_recovered_run(run: Run, expected: AttemptValues) -> dict[str, Any]:
+    """Hold all attempts of a run against the undisturbed one. Raises CheckFailed where it left no digests."""
+    pieces = {number: AttemptValues.of(run, number) for number in run.attempt_numbers()}
+    for number, piece in pieces.items():
+        for failed in restarts.read_failed_restarts(run.attempt(number)):
+            if failed.again and failed.next_iteration and failed.next_iteration not in piece.loaded:
+                raise CheckFailed(f"the round behind round {failed.round} left no digest of what it loaded")
+    trained = {iteration for piece in pieces.values() for iteration in piece.lines}
+    if trained != expected.lines.keys() or not any(piece.weights for piece in pieces.values()):
+        raise CheckFailed(f"{run.path.name} left no record of every iteration, or no digest of its weights")
+    found = [different for piece in pieces.values() if (different := first_difference(piece, expected)) is not None]
+    return {"iterations": len(trained), "equal": not found, "difference": found[0] if found else None}
+
 
 RESUME_MODES = {"deterministic": True, "default": False}
 CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")

@@ -15,16 +15,14 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun import places
-from relayrun.config.compose import compose, yaml_file
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.chain import failure_reason
 from relayrun.control.rundir.records import AttemptOutcome
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_lines
-from relayrun.lab.gpucheck.logs import last_log_line, log_tail
-from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
-from relayrun.tokens.shards.indexed import ShardWriter, token_dtype
+from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup, last_log_line, log_tail
+from relayrun.tokens.shards.shard import ShardWriter, token_dtype
 
 SEED = 28
 HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
@@ -105,7 +103,7 @@ def start_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, 
 
 def checked_config(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """The config of a training run of the check, as a submit would check it. Raises ConfigError."""
-    return compose.require_native(compose.load_run_config(_write_config(setup, name, sections), setup.overrides))
+    return resolve.require_native(resolve.load_run_config(_write_config(setup, name, sections), setup.overrides))
 
 
 def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
@@ -113,7 +111,7 @@ def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(yaml_file.dump_yaml(dict(made)))
         file.flush()
-        return compose.require_native(compose.load_run_config(Path(file.name), setup.overrides))
+        return resolve.require_native(resolve.load_run_config(Path(file.name), setup.overrides))
 
 
 def train_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:

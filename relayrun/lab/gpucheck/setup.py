@@ -1,10 +1,16 @@
-"""What all parts of a check get: where it works, what it runs on, and how large everything is."""
+"""What the parts of a check are given: folder, device and sizes; and how they start programs on ranks.
+
+`CheckSetup` is read from a file by each part, `PartFigures` keeps on disk what a part has measured. `run_program`
+starts a module of `programs` on the ranks as a training run starts its ranks; `log_error` finds the error in a log.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +18,40 @@ from typing import Any, Self
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
-from relayrun.files import read_json, write_json
+from relayrun.files import last_lines, read_json, write_json
+
+
+def last_log_line(path: Path) -> str:
+    """Return the last line of a log that says something."""
+    try:
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    return lines[-1] if lines else "nothing"
+
+
+def log_tail(path: Path, lines: int = 40) -> str:
+    """Return the last lines of a log, for a person who cannot open it."""
+    try:
+        text, size = last_lines(path, lines)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if not size and not path.exists():
+        return f"{path}: {os.strerror(errno.ENOENT)}"
+    return "\n".join([f"== {path}", *text.decode(errors="replace").splitlines()])
+
+
+def log_error(log_file: Path, code: int) -> str:
+    """Return the error of a program, from its log: what stands behind its last `error:`, or else its last line."""
+    try:
+        text = log_file.read_text(errors="replace")
+    except OSError:
+        text = ""
+    at = text.rfind("error: ")
+    if at >= 0 and (at == 0 or text[at - 1] == "\n"):
+        return " ".join(text[at + len("error: ") :].split())[:1500]
+    return f"{last_log_line(log_file)} (exit code {code}, {log_file})"
+
 
 NOTES_FOLDER = "gpu-check"
 """Folder of a run directory in which the check's own hooks leave what they saw."""
@@ -223,3 +262,65 @@ class PartFigures:
         """Put a figure, or an object of figures, on record."""
         self._found[name] = value
         write_json(self._path, self._found, durable=False)
+
+
+def rank_command(setup: CheckSetup, program: str, *arguments: str, container: Sequence[str] = ()) -> list[str]:
+    """Return what one rank executes; in front of it stands what starts one for every rank.
+
+    `container`: the command of a container that the rank has to enter; inside the check's job it is in there already.
+    """
+    prefix = setup.cluster.get("command_prefix", [])
+    return [
+        "bash",
+        str(places.shared_file("launchers/lib/rank.sh")),
+        *container,
+        *prefix,
+        setup.python,
+        "-m",
+        program,
+        *arguments,
+    ]
+
+
+def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
+    """Run a module of `programs` and return what it wrote to its `--output`. Raises CheckFailed with what it found."""
+    short = program.rpartition(".")[2]
+    setup.parts.mkdir(parents=True, exist_ok=True)
+    output, log, given = (setup.parts / f"program-{short}.{end}" for end in ("json", "log", "setup.json"))
+    output.unlink(missing_ok=True)
+    setup.write(given)
+    options = [f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()]
+    starter = [sys.executable, "-m", "relayrun.control.scheduler.tasks", f"--ntasks={ranks}", "--"]
+    command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
+    with log.open("wb") as file:
+        code = subprocess.run(
+            command,
+            cwd=places.CODE_ROOT,
+            env=setup.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            check=False,
+        ).returncode
+    found = read_json(output) if output.exists() else {}
+    if code or not output.exists():
+        print(log_tail(log), flush=True)
+        raise CheckFailed(f"the program {short} failed: {log_error(log, code)}", found=found)
+    return found
+
+
+def run_and_record_program(setup: CheckSetup, figures: PartFigures, program: str, **arguments: Any) -> dict[str, Any]:
+    """Run a module of `programs`, put what it wrote on record, and return it; also what one that failed had written.
+
+    Raises CheckFailed.
+    """
+    found: dict[str, Any] = {}
+    try:
+        found = run_program(setup, program, **arguments)
+    except CheckFailed as error:
+        found = error.found or {}
+        raise
+    finally:
+        for name, value in found.items():
+            figures.add(name, value)
+    return found

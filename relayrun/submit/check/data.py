@@ -1,26 +1,226 @@
-"""The shards of a run: whether they are there, whose tokenizer made them, their ids, and how often they are read."""
+"""Check the data of a run: its shards, their tokenizer and token ids, and how often each data set is read.
+
+`build_manifest` finds the shards that a config names, in their order. `data_usage` counts windows and epochs of each
+data set, and the step at which a data set is used up.
+"""
 
 from __future__ import annotations
 
-from relayrun.config.compose.schema import RunConfig
+import contextlib
+import glob
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from relayrun.config.compose.schema import MOCK_ORDER, DataSource, RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.files import RealPathCache
-from relayrun.submit.check.find_data import build_manifest
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.files import RealPathCache, read_json
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.check.settings import find_placeholders
-from relayrun.submit.check.usage import MAX_PACKED_DOCUMENTS, WINDOW_ORDERS, DatasetUsage, data_usage
 from relayrun.tokens.mixture.build_datasets import document_order, text_stream, validation_set
-from relayrun.tokens.order.document_order import document_cut
-from relayrun.tokens.order.samples import WindowOrder
-from relayrun.tokens.shards.made_by import (
+from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.tokens.order.datasets import WindowOrder, held_out_window_count
+from relayrun.tokens.order.document_packing import document_cut
+from relayrun.tokens.order.remote_shards import freeze_shards
+from relayrun.tokens.order.schedule import Schedule, integer_weights
+from relayrun.tokens.shards.checks import (
     ALLOW_SETTING,
     MAX_SAMPLED_SHARDS,
     check_first_ids,
     iterate_data_sets,
     tokenizer_differences,
 )
-from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.shards.record import ShardRecords
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
+from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
+from relayrun.tokens.shards.shard import ShardRecords
+from relayrun.tokens.stores.urls import is_url
+from relayrun.tokens.streams.run_tokenizer import character_token_ids
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+
+log = logging.getLogger(__name__)
+
+
+def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
+    """Find the shards that a config names; data sets are named as there, without editions. Raises InputError.
+
+    `run`: whose data they are to be, if it has begun.
+    """
+    if config.data.mock_data:
+        size = config.data.mock_vocabulary_size
+        eod = 0 if config.data.depends_on_ends else None  # made-up tokens count up and begin again at 0
+        return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=eod, tokenizer="mock")
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
+    if config.data.mask_tokens_except is not None:
+        character_token_ids(config.data.mask_tokens_except, tokenizer)
+    frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
+    return Manifest.build(
+        {
+            name: _stream_files(name, source, config.data.lanes, frozen)
+            if source.is_stream
+            else _shard_prefixes(name, source, frozen)
+            for name, source in config.data.sources.items()
+        },
+        {
+            name: _validation_prefixes(name, folders, frozen)
+            if config.trainer == "native"
+            else expand_paths([glob.escape(folder) for folder in folders])  # or prefixes, as flags name them
+            for name, folders in config.data.validation.items()
+        },
+        vocabulary_size=tokenizer.size,
+        eod=tokenizer.eos_id,
+        tokenizer=config.data.tokenizer,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_ids=tokenizer.ids_fingerprint,
+        split=config.data.split,
+    )
+
+
+def _stream_files(name: str, source: DataSource, lanes: int, frozen: Manifest | None) -> DatasetManifest:
+    """The files of a data set that is text."""
+    from relayrun.tokens.streams.files import (
+        freeze_text_files,  # pyarrow, which a submit of token shards may do without
+    )
+
+    editions = [] if frozen is None else _editions(name, source, frozen)
+    return freeze_text_files(name, source, lanes, [file for edition in editions for file in edition.files])
+
+
+def _shard_prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | DatasetManifest | None:
+    """The shards of a data set; None where it has none by design."""
+    if not source.paths:
+        return None
+    if any(is_url(path) for path in source.paths):
+        return freeze_shards(source.paths)
+    prefixes = expand_paths(source.paths)
+    if frozen is None or frozen.listed_order or len(source.paths) == 1:
+        return prefixes
+    known = (dataset.fingerprint for dataset in _editions(name, source, frozen))
+    return _in_first_order(f"data set {name!r}", prefixes, expand_paths(source.paths, listed=False), known)
+
+
+def _validation_prefixes(name: str, folders: list[str], frozen: Manifest | None) -> list[str]:
+    """The shards of a validation set."""
+    paths = [Path(folder) for folder in folders]
+    prefixes = find_prefixes(paths, listed=True)
+    if frozen is None or frozen.listed_validation or len(paths) == 1 or name not in frozen.validation:
+        return prefixes
+    known = [frozen.validation[name].fingerprint]
+    return _in_first_order(f"validation set {name!r}", prefixes, find_prefixes(paths), known)
+
+
+def _in_first_order(what: str, prefixes: list[str], before: list[str], known: Iterable[str]) -> list[str]:
+    """The list in the order in which it is given; but sorted, as in `before`, where a run began so.
+
+    A list keeps its order. A run of an earlier version, which sorted every list, goes on with the order that it has.
+    `known`: fingerprints of what it has.
+    """
+    if before == prefixes:
+        return prefixes
+    has = set(known)
+    if DatasetManifest.build(prefixes).fingerprint in has or DatasetManifest.build(before).fingerprint not in has:
+        return prefixes
+    log.warning("%s: its shards stay in sorted order, with which this run began; the list has another", what)
+    return before
+
+
+def _editions(name: str, source: DataSource, frozen: Manifest) -> Iterator[DatasetManifest]:
+    for edition in count(1):
+        identity = source.model_copy(update={"edition": edition}).identity(name)
+        if identity not in frozen.datasets:
+            return
+        yield frozen.datasets[identity]
+
+
+WINDOW_ORDERS = ("window", "megatron")
+"""Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
+
+MAX_PACKED_DOCUMENTS = 1_000_000
+"""Documents of a data set of `order: document-window` whose rows a check counts, which takes some seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetUsage:
+    """One data set of the mixture, and what the whole run reads of it."""
+
+    name: str
+    shards: int
+    documents: int
+    tokens: int
+    """Tokens of its shards."""
+    windows: int | None
+    """Samples of one epoch; None where only a user's own order knows, of a stream, or counting takes too long."""
+    share: float
+    """Its part of the samples."""
+    samples: int
+    """How many the run reads of it until its last step."""
+    used_up_at: int | None
+    """The step that reads the last window of its first epoch; None where the run does not come so far."""
+
+    @property
+    def epochs(self) -> float | None:
+        return self.samples / self.windows if self.windows else None
+
+
+def data_usage(config: RunConfig, manifest: Manifest, run: Run) -> list[DatasetUsage]:
+    """What a run reads, its past included where it has one. `manifest` names data sets as the config does."""
+    data, training = config.data, config.training
+    weights = integer_weights({source.identity(name): source.weight for name, source in data.sources.items()})
+    schedule, position = _past_schedule(run, config, weights, data.lanes if data.streams else None)
+    samples = position.legs[-1].consumed(max(training.steps, position.iteration))
+    counts = schedule.counts(samples)
+    total = sum(weights.values())
+    found = []
+    for name, source in data.sources.items():
+        identity = source.identity(name)
+        shards = manifest.datasets[name]
+        windows = None
+        order = source.order or data.order
+        if source.is_stream:
+            windows = None  # known when it is tokenized
+        elif name in data.cut_by_document and shards.documents <= MAX_PACKED_DOCUMENTS:
+            with contextlib.suppress(ConfigError):  # said by the look at the shards
+                windows = len(document_order(config, manifest, name, shards))
+        elif order in WINDOW_ORDERS:
+            every = max(0, shards.tokens - 1) // training.seq_length
+            windows = every - held_out_window_count(every, data.split)
+        last = schedule.sample_of(identity, windows - 1) if windows and counts[identity] >= windows else None
+        found.append(
+            DatasetUsage(
+                name=name,
+                shards=len(shards.shards),
+                documents=shards.documents,
+                tokens=shards.tokens,
+                windows=None if order == MOCK_ORDER else windows,
+                share=weights[identity] / total,
+                samples=counts[identity],
+                used_up_at=None if last is None else position.reaches(last + 1),
+            )
+        )
+    return found
+
+
+def _past_schedule(
+    run: Run, config: RunConfig, weights: Mapping[str, int], lanes: int | None
+) -> tuple[Schedule, TrainingProgress]:
+    """The schedule that a run has had, with the config's mixture from where it stands, and how far it is.
+
+    A run that has not trained begins at sample 0; so does, for this forecast, one whose record cannot be read.
+    """
+    sizes = config.training.batch_sizes
+    for number in reversed(run.attempt_numbers()):
+        try:
+            state = read_json(run.attempt(number).data)
+            position = TrainingProgress.resume(state["progress"], sizes)
+            schedule = Schedule.from_json(state["phases"])
+            return schedule.with_phase(position.consumed_samples, weights, lanes), position
+        except (OSError, ValueError, KeyError, TypeError, FatalTrainingError):
+            continue
+    return Schedule.of(weights, lanes), TrainingProgress(sizes)
+
 
 FEW_EPOCHS = 4.0
 """How often tokens may be read before it is a warning: up to here they are worth nearly what new ones are

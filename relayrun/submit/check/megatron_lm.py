@@ -1,19 +1,249 @@
-"""A checkout of Megatron-LM: whether its program is there, and whether it takes the flags of the run."""
+"""Check a run with Megatron-LM: its checkout, whether the checkout takes the flags, and the launcher that holds them.
+
+No line of the launcher (`megatron_lm.args_file`) runs except its arrays; a constant or an #SBATCH line that differs
+from the run is an error.
+"""
 
 from __future__ import annotations
 
 import glob
+import os
 import re
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from relayrun import places
 from relayrun.config.compose.schema import DataSection, MegatronConfig, RunConfig, TrainingSection
+from relayrun.config.sections.job_script import SETTINGS_INSTEAD
+from relayrun.control.chain import job_script
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from relayrun.errors import URL_WRITE_HINT, RelayrunError, why_url_is_refused
+from relayrun.slurmtime import parse_time
 from relayrun.submit.check.findings import Findings, count_noun
-from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, rank_python
+from relayrun.submit.launcher_environment import PROFILER_VARIABLE, setting_variables
+from relayrun.submit.megatron_lm import flags
+from relayrun.submit.megatron_lm.bash_arrays import assigned_values
+from relayrun.submit.megatron_lm.bash_parser import line_number
+from relayrun.submit.megatron_lm.checkout import ask_parser
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, launcher_variables, rank_python
+from relayrun.submit.megatron_lm.flag_table import FLAG_TABLE
 from relayrun.submit.megatron_lm.flags import Flag
-from relayrun.submit.megatron_lm.parsed import ask_parser
+
+LAUNCHER_FINDING = "megatron_lm.launcher"
+
+_CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
+"""Options of sbatch that every job of a chain has of its own."""
+
+_ATTEMPT_VARIABLES = re.compile(
+    r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|(PYTHON|LD_LIBRARY_|LIBRARY_|C)?PATH"
+)
+"""Variables that an attempt sets, or that are put together from several."""
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
+
+_OTHER_ASSIGNMENTS = r"""
+    \b(?:read|mapfile|readarray|getopts)\b[^;&|\n]*?(?<![\w$"'{{-])({names})\b | \bprintf\s+-v\s*({names})\b
+    | \bfor\s+({names})\s+in\b | \b(?:eval|command|builtin)\b[^;&|\n]*?(?<![\w$])({names})=
+    | (?<![\w$])({names})(?:\[[^]]*\]\+?=|\+?=\()
+    | (?:\(\(|\blet\b)[^;\n]*?(?<![\w$])({names})\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)
+"""
+"""How Bash sets a variable without NAME=word."""
+
+_OPTION_LETTERS = """
+    A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
+    a array b begin c cpus-per-task d dependency e error i input k no-kill m distribution n ntasks o output p partition
+    q qos s oversubscribe t time w nodelist x exclude
+"""
+_SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1::2], strict=True))
+"""Options of sbatch by their letters."""
+
+
+def check_launcher_file(
+    config: MegatronConfig,
+    plan: Plan,
+    run: Run,
+    script: str | Path | None,
+    adopted: Mapping[str, str],
+    findings: Findings,
+) -> None:
+    """Refuse every constant and every option of sbatch of the file that is not what runs.
+
+    `script`: as for `report`; with the path of a launcher its own header holds. `adopted`: options of the job that this
+    runs in, where it is to become the first of the chain.
+    """
+    if config.megatron_lm.args_file is None:
+        return
+    file, before = Path(config.megatron_lm.args_file), len(findings.errors)
+    try:
+        _check_constants(config, plan, run, file, findings)
+    except RelayrunError:  # of the arrays, said already
+        return
+    rendered = _sbatch_options(
+        job_script.job_script(plan, run) if script is None or isinstance(script, Path) else script
+    )
+    header = {name: value for name, (value, _) in rendered.items()}
+    if isinstance(script, Path):
+        header |= {name: value for name, (value, _) in _sbatch_options(script.read_text(encoding="utf-8")).items()}
+    _check_header(config, plan, file, header | dict(adopted), findings)
+    if len(findings.errors) == before:
+        findings.ok(LAUNCHER_FINDING, f"constants and #SBATCH lines of {file} say what runs, but for those named here")
+
+
+def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, findings: Findings) -> None:
+    variables, merged = launcher_variables(config, run), command_line(config, run).merged
+    settings = setting_variables(config.trainer) | {
+        PROFILER_VARIABLE: "debug.profile=nsys",
+        "CMD_PREFIX": "cluster.command_prefix",
+    }
+    flags = {row.setting: row.flag for row in reversed(FLAG_TABLE)}
+    runs: dict[str, str] = {name: variables.get(name, "") for name in settings} | {
+        PROFILER_VARIABLE: str(config.debug.profile == "nsys").lower(),
+        "CMD_PREFIX": shlex.join(config.cluster.command_prefix),
+        "CLUSTER": config.cluster.name,
+    }
+    for name, setting in settings.items():
+        if (found := merged.find(flags.get(setting, ""))) is not None:
+            runs[name] = " ".join(found.values) or "true"
+    if config.data is not None and config.data.mixture:
+        settings.pop("MIXTURE")  # a file, whose data sets are in the config by now
+    ranks = dict(os.environ) | job_script.rank_defaults(str(plan.cpus_per_task)) | plan.environment
+    text = file.read_text(encoding="utf-8")
+    outside = {name: os.environ[name] for name in re.findall(r"\$\{?(\w+)", text) if name in os.environ}
+    folders = {name for name in variables if name.endswith("_DIR")} - set(settings)
+    facts = {name: value for name, value in variables.items() if name not in {*settings, *folders}}
+    found_here, exported = assigned_values(file, outside | facts)
+    last = {each.name: each for each, _ in found_here if not each.inside}
+    for each, value in found_here:
+        literal = "$" not in each.word and "`" not in each.word
+        if not (literal if each.inside else last[each.name] is each):
+            continue
+        where = f"{file}:{line_number(text, each.at)}"
+        if each.name in settings:
+            _compare_constant(each.name, value, runs[each.name], settings[each.name], where, findings)
+        elif each.name in folders and value is not None and not re.search(r"\$(?!\{?(USER|HOME)\b)", each.word):
+            _compare_constant(each.name, value, variables[each.name], "run_dir", where, findings)
+        elif each.name in exported and not each.inside and not _ATTEMPT_VARIABLES.fullmatch(each.name):
+            computed = "$(" in each.word or "`" in each.word
+            if value is None and (not computed or each.name in ranks):
+                continue
+            _compare_constant(
+                each.name, value, ranks.get(each.name), f"cluster.environment.{each.name}", where, findings
+            )
+    plain = re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)
+    for match in re.finditer(_OTHER_ASSIGNMENTS.format(names="|".join(settings)), plain, re.X):
+        name = str(match[match.lastindex or 0])
+        _compare_constant(
+            name, None, runs[name], settings[name], f"{file}:{line_number(plain, match.start())}", findings
+        )
+
+
+def _compare_constant(
+    name: str, yours: str | None, runs: str | None, setting: str, where: str, findings: Findings
+) -> None:
+    if yours == "" or (yours is not None and runs is not None and _is_same_value(yours, runs)):
+        return  # an empty one is as in the config
+    hidden = _SECRET.search(name) is not None
+    has = f"the run has {'no ' + setting if not runs else 'another' if hidden else runs}"
+    if yours is None:
+        words, remedy = (
+            f"{name} is computed, and no line of this file runs: {has}",
+            f"write its value here; {setting} sets that of the run",
+        )
+    else:
+        words = f"{name}={'***' if hidden else yours} is not what runs: {has}"
+        remedy = (
+            f"set {setting}{'' if setting.startswith('cluster.') else f' ({name})'}, or let this line say what runs"
+        )
+    findings.refuse(LAUNCHER_FINDING, words, where=where, remedy=remedy)
+
+
+def _is_same_value(yours: str, runs: str) -> bool:
+    if yours.lower() in ("true", "false"):
+        return yours.lower() == (runs or "false")
+    root = places.project_folder() if runs.startswith("/") else ""  # a relative path is one of the project's
+    parts = [[os.path.normpath(os.path.join(root, part.strip())) for part in text.split(",")] for text in (yours, runs)]
+    return parts[0] == parts[1] or flags.are_same_values(yours.split(), runs.split())
+
+
+def _check_header(
+    config: MegatronConfig, plan: Plan, file: Path, header: dict[str, str | None], findings: Findings
+) -> None:
+    job = config.job
+    given: dict[str, str | None] = {
+        "ntasks": str(job.nodes * job.ntasks_per_node),
+        "gpus": str(job.nodes * job.gpus_per_node),
+        "gres": f"gpu:{job.gpus_per_node}",
+        "gpus-per-node": str(job.gpus_per_node),
+        "gpus-per-task": f"{job.gpus_per_node / job.ntasks_per_node:g}",
+    }
+    given |= {name: value for name, (value, _) in _option_words(plan.srun_options, 0)} | header
+    for name, (yours, line) in _sbatch_options(file.read_text(encoding="utf-8")).items():
+        said = f"--{name}" + ("" if yours is None else f"={yours}")
+        if name in _CHAIN_OPTIONS:
+            findings.ok(
+                LAUNCHER_FINDING, f"{file}:{line}: {said} is the chain's own, and is left out: {SETTINGS_INSTEAD[name]}"
+            )
+        elif name not in given or not _is_same_option(name, yours, given[name]):
+            has = "no such option" if name not in given else given[name] or "it without a value"
+            container = "set cluster.container={runtime: edf, image: ...}"
+            how = container if name == "environment" else SETTINGS_INSTEAD.get(name, f"set job.sbatch={{{name}: ...}}")
+            findings.refuse(
+                LAUNCHER_FINDING,
+                f"{said} is not what runs: the run has {has}",
+                where=f"{file}:{line}",
+                remedy=f"{how}, or let this line say what runs",
+            )
+
+
+def _is_same_option(name: str, yours: str | None, runs: str | None) -> bool:
+    if yours is None or runs is None:
+        return yours == runs
+    return _canonical_option(name, yours) == _canonical_option(name, runs) or flags.are_same_values([yours], [runs])
+
+
+def _canonical_option(name: str, value: str) -> Any:
+    try:
+        if name == "time":
+            return parse_time(value)
+        if name == "mem" and (found := re.fullmatch(r"(\d+)([KMGT]?)B?", value, re.I)) is not None:
+            return int(found[1]) << 10 * "KMGT".index((found[2] or "M").upper())
+    except ValueError:
+        pass
+    return value
+
+
+def _sbatch_options(text: str) -> dict[str, tuple[str | None, int]]:
+    """The options of sbatch in the lines #SBATCH before the first command, by their long names, with their lines."""
+    found: dict[str, tuple[str | None, int]] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            break
+        if re.match(r"#SBATCH\s", line):
+            rest = line[len("#SBATCH") :]
+            try:
+                words = shlex.split(rest, comments=True)
+            except ValueError:  # a quote that is not closed
+                words = rest.split()
+            found |= dict(_option_words(words, number))
+    return found
+
+
+def _option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str | None, int]]]:
+    while words:
+        word, *words = words
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+        else:
+            name, value = _SHORT_OPTIONS.get(word[1:2], word), word[2:]
+            equals = value
+        if not equals and words and not words[0].startswith("-"):
+            value, *words = words
+        yield name, (value or None, line)
+
 
 _FLAGS_THAT_WRITE = frozenset(
     {"data-cache-path", "tensorboard-dir", "wandb-save-dir", "memory-snapshot-path"}

@@ -12,25 +12,11 @@ from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.submit import evaluation_job
-from relayrun.submit.check import (
-    data,
-    job,
-    launcher_file,
-    megatron_lm,
-    node,
-    notify,
-    owner,
-    place,
-    settings,
-    slurm,
-    state,
-    storage,
-    tracking,
-)
+from relayrun.submit import policies
+from relayrun.submit.check import data, existing_run, megatron_lm, programs, settings, slurm, storage
+from relayrun.submit.check.data import DatasetUsage
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import Findings
-from relayrun.submit.check.state import SubmitIntent
-from relayrun.submit.check.usage import DatasetUsage
 from relayrun.submit.forecast import Forecast, forecast_run, format_bytes
 from relayrun.tokens.shards.manifest import Manifest
 
@@ -71,15 +57,15 @@ def check_run(
     becomes the first of the chain.
     """
     findings = check_config(config, given)
-    place.check_written_paths(config, run, log_folder, findings)
+    storage.check_written_paths(config, run, log_folder, findings)
     with findings.catching("place.run_dir", ok=f"run directory {run.path}"):
-        owner.refuse_unwritable_run(run)
+        existing_run.refuse_unwritable_run(run)
     read = megatron_lm.as_native_config(config, findings) if isinstance(config, MegatronConfig) else config
     manifest = data.check_data(read, run, findings) if isinstance(read, RunConfig) else None
     used: list[DatasetUsage] = []
     future: Forecast | None = None
     if intent is not None:
-        state.check_existing_run(config, plan, run, manifest, intent, findings)
+        existing_run.check_existing_run(config, plan, run, manifest, intent, findings)
     if isinstance(read, RunConfig) and manifest is not None and (config is read or megatron_lm.has_known_length(read)):
         evolved = _with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
         used = data.check_usage(evolved, run, manifest, findings)
@@ -93,12 +79,12 @@ def check_run(
             storage.check_space(future, run, findings, quota_command=config.cluster.quota_command)
     storage.check_purges(config.cluster.purge_days, run, manifest, findings)
     if isinstance(config, MegatronConfig):
-        launcher_file.check_launcher_file(config, plan, run, script, adopted or {}, findings)
+        megatron_lm.check_launcher_file(config, plan, run, script, adopted or {}, findings)
     if plan.scheduler == "slurm" and script is not None:
-        evaluation = None if config.evaluation is None else evaluation_job.evaluation_script(config, plan, run)
+        evaluation = None if config.evaluation is None else policies.evaluation_script(config, plan, run)
         slurm.check_slurm(plan, script, findings, evaluation=evaluation)
-    tracking.check_wandb(config, findings)
-    notify.check_notify_variables(config, findings)
+    settings.check_wandb(config, findings)
+    settings.check_notify_variables(config, findings)
     return CheckReport(
         config=config, run=run, plan=plan, findings=findings, manifest=manifest, usage=used, forecast=future
     )
@@ -108,15 +94,15 @@ def check_config(config: CommonConfig, given: LocatedSettings | None = None) -> 
     """Look at what the config alone, and this machine's Pythons, tell."""
     findings = Findings(config, given)
     settings.check_settings(config, findings)
-    job.check_job_settings(config, findings)
-    node.check_programs(config, findings)
+    slurm.check_job_settings(config, findings)
+    programs.check_programs(config, findings)
     return findings
 
 
 def _with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
     """The config with the names under which a run that has begun counts its data sets, where it would take them."""
     with contextlib.suppress(RelayrunError):
-        evolved = state.evolved_data(config, run, manifest, accept=True)
+        evolved = existing_run.evolved_data(config, run, manifest, accept=True)
         return config if evolved is None else evolved.config
     return config
 

@@ -16,11 +16,10 @@ from rich.table import Table
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
-from relayrun.control.trainers.choose import trainer_of
+from relayrun.control.trainers.registry import trainer_of
 from relayrun.submit.check.findings import CheckFinding, Findings, count_noun
 from relayrun.submit.check.report import CheckReport
-from relayrun.submit.forecast import Forecast, format_bytes
-from relayrun.submit.saves import SECONDS_PER_HOUR
+from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
 
 LEVEL_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 

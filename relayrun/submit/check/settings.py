@@ -1,18 +1,44 @@
-"""Settings that were never set, and those out of all sense.
+"""Check the settings: placeholders that nobody replaced, values out of range, and variables that hold secrets.
 
-Refused is what nobody can mean; what somebody could mean is a warning.
+An error is a value that nobody can mean; a warning is a value that somebody may mean. The variables are the key of
+Weights & Biases and those that the targets of `notify` name; their values are never shown.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from relayrun.config.compose import determinism
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.sections.notify import VARIABLE_PATTERN
+from relayrun.control.trainers.tools import wandb_mode
 from relayrun.submit.check.findings import Findings
+
+
+def check_notify_variables(
+    config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Warn of a `${VARIABLE}` that this environment, which the jobs inherit, and `cluster.environment` do not set."""
+    name = "notify.variables"
+    environment = {**environment, **config.cluster.environment}
+    complete = True
+    for target, settings in config.notify.targets.items():
+        variables = dict.fromkeys(VARIABLE_PATTERN.findall(settings.url or ""))
+        if missing := [variable for variable in variables if not environment.get(variable)]:
+            complete = False
+            findings.warn(
+                name,
+                f"{' and '.join(missing)} not set in this environment: nothing could be sent to {target!r}",
+                setting=f"notify.targets.{target}",
+                remedy=f"export {missing[0]} where you submit",
+            )
+    if config.notify.targets and complete:
+        findings.ok(name, "every variable of the targets of messages is set")
+
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
 """What stands in a config for a value that somebody must still set; matched at the beginning of a text."""
@@ -236,3 +262,38 @@ def _layout(config: RunConfig, findings: Findings) -> None:
         f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x data "
         f"{config.data_parallel_size}{experts}; {micro} micro-batches an iteration and rank",
     )
+
+
+WANDB_KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")
+"""Forms of W&B's keys: 40 hexadecimal digits, of an own server with `local-` in front, and the longer new ones."""
+
+
+def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
+    """Look at W&B's variables, of this environment and of `cluster.environment`."""
+    name = "tracking.wandb"
+    if "WANDB_API_KEY" in config.cluster.environment:
+        findings.refuse(
+            name,
+            "a key stands in the config, which is copied into the run directory",
+            setting="cluster.environment.WANDB_API_KEY",
+            value="(not shown)",
+            remedy="take it out, and export WANDB_API_KEY in the environment that submits",
+        )
+    if not isinstance(config, RunConfig | MegatronConfig):
+        findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
+        return
+    environment = {**environment, **config.cluster.environment}
+    key, mode = environment.get("WANDB_API_KEY", ""), wandb_mode(environment)
+    if mode == "offline":
+        findings.ok(name, "W&B writes files beside the run (WANDB_MODE=offline), for scripts/tools/sync_wandb.py")
+    elif mode is None:
+        findings.ok(name, "W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
+    elif WANDB_KEY.fullmatch(key) is None:
+        blanks = ", with blanks or line breaks around it" if key != key.strip() else ""
+        findings.warn(
+            name,
+            f"WANDB_API_KEY has {len(key)} characters{blanks} and not the form of a key: W&B will refuse it",
+            remedy="export the key that the W&B site shows, 40 characters or wandb_v1_...",
+        )
+    else:
+        findings.ok(name, "W&B is on; WANDB_API_KEY has the form of a key")

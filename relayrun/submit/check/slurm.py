@@ -1,4 +1,7 @@
-"""What Slurm says of the very job that would be queued, and the limits of its partition."""
+"""Check the jobs of a run with Slurm: options of sbatch, lines that Bash cannot read, and limits of the partition.
+
+`check_slurm` asks Slurm whether it would take the very job that would be queued, without queueing it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,39 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from relayrun.config.compose.schema import CommonConfig
 from relayrun.config.compose.sites import sbatch_options_from_environment
+from relayrun.config.sections.job_script import check_setup_lines
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.control.scheduler.slurm_command import NoAnswerError
+from relayrun.control.scheduler.slurm_commands import NoAnswerError
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.findings import Findings
+
+
+def check_job_settings(config: CommonConfig, findings: Findings) -> None:
+    """Look at options that sbatch does not have, at lines that Bash cannot read, and at what a site file guesses."""
+    with findings.catching("job.options"):
+        refuse_job_settings(config)
+    if config.cluster.not_checked:
+        findings.warn(
+            "job.site",
+            f"the site file of {config.cluster.name} was written without having read in the site's documentation: "
+            + "; ".join(config.cluster.not_checked),
+            setting="cluster.not_checked",
+            remedy="ask the site's documentation, or sinfo, and take out of cluster.not_checked what is right",
+        )
+
+
+def refuse_job_settings(config: CommonConfig) -> None:
+    """Raise ConfigError for an option that sbatch does not have, and for lines of a job that Bash cannot read."""
+    check_setup_lines(config.job.setup, where="job.setup")
+    if config.cluster.scheduler == "slurm":
+        slurm_commands.check_sbatch_options(config.job.sbatch, where="job.sbatch")
+        if config.evaluation is not None:
+            slurm_commands.check_sbatch_options(config.evaluation.job.sbatch, where="evaluation.job.sbatch")
 
 
 def check_slurm(plan: Plan, script: str | Path, findings: Findings, *, evaluation: str | None = None) -> None:

@@ -1,4 +1,8 @@
-"""From a run config to what the ranks of a run with Megatron-LM execute: `MegatronSettings`, for plan.json."""
+"""The command line of a run with Megatron-LM: from a run config to `MegatronSettings` for plan.json.
+
+`command_line` merges the flags of settings, of a launcher's arrays and of `megatron_lm.args`. `data_path_flags` gives
+the shards of the run as `--data-path`: prefixes, with weights if there is a mixture.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.compose.schema import CommonConfig, MegatronConfig
+from relayrun.config.compose.schema import CommonConfig, DataSection, DataSource, MegatronConfig
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.long_data import is_too_long_for_command
-from relayrun.control.trainers.megatron_lm_trainer import MegatronSettings
+from relayrun.control.trainers.megatron_lm import MegatronSettings, is_too_long_for_command
 from relayrun.errors import ConfigError
 from relayrun.submit.launcher_environment import setting_variables
-from relayrun.submit.megatron_lm import bash_arrays, data_paths, flag_table, flags
+from relayrun.submit.megatron_lm import bash_arrays, flag_table, flags
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flags import Flag, FlagRemoval, MergedFlags
+from relayrun.tokens.shards.manifest import check_held_out
+from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
+from relayrun.tokens.shards.shard import Shard
+
+
+def data_path_flags(data: DataSection) -> list[Flag]:
+    """The flags of training and validation data. Raises InputError for a path that leads to no shard.
+
+    Without a mixture no prefix has a weight: Megatron-LM weighs them by their samples. In a mixture the weight of a
+    data set goes to its shards by their tokens, so that each of its samples is as likely as the others.
+    """
+    if data.mock_data:
+        return []
+    found = {name: expand_paths(source.paths) for name, source in data.sources.items()}
+    validation = {
+        name: find_prefixes([Path(folder) for folder in folders], listed=True)
+        for name, folders in data.validation.items()
+    }
+    check_held_out(found, validation, split=found if data.split else ())
+    if data.mixture:
+        training, source = _weighted_prefixes(data.mixture, found), "data.mixture"
+    else:
+        training, source = [prefix for prefixes in found.values() for prefix in prefixes], "data.datasets"
+    if not data.validation:
+        return [Flag(name="data-path", values=tuple(training), source=source)]
+    held_out = [prefix for prefixes in validation.values() for prefix in prefixes]
+    return [
+        Flag(name="train-data-path", values=tuple(training), source=source),
+        Flag(name="valid-data-path", values=tuple(held_out), source="data.validation"),
+    ]
+
+
+def _weighted_prefixes(mixture: dict[str, DataSource], found: dict[str, list[str]]) -> list[str]:
+    """Weights and prefixes in turns."""
+    words: list[str] = []
+    for name, source in mixture.items():
+        prefixes = found[name]
+        tokens = [Shard.open(prefix).tokens for prefix in prefixes] if len(prefixes) > 1 else [1]
+        total = sum(tokens) or 1
+        for prefix, share in zip(prefixes, tokens, strict=True):
+            if share:
+                words += [f"{source.weight * share / total:.12g}", prefix]
+    return words
+
 
 ARGS_SETTING = "megatron_lm.args"
 
@@ -95,7 +142,7 @@ def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -
     """Everything that is not of `args_file` or `args`."""
     found = flag_table.flags_from_settings(config, checkout)
     if config.data is not None:
-        found += data_paths.data_path_flags(config.data)
+        found += data_path_flags(config.data)
         if config.data.data_cache_dir is None and not config.data.mock_data:
             # Megatron's own is beside the data, which may be read-only
             found.append(Flag(name="data-cache-path", values=(str(run.data_cache),), source="run_dir"))

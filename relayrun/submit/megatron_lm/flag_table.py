@@ -13,9 +13,9 @@ from decimal import Decimal
 from typing import Any
 
 from relayrun.config.compose.schema import MegatronConfig, OptimizerSection, Section
-from relayrun.config.sections.rampup import BatchSizes
-from relayrun.config.sections.streams import DEFAULT_LANES
-from relayrun.config.sections.transformer import TransformerSection
+from relayrun.config.sections.data import DEFAULT_LANES
+from relayrun.config.sections.model import TransformerSection
+from relayrun.config.sections.training import BatchSizes
 from relayrun.errors import ConfigError, combined_error
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flags import Flag

@@ -12,15 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relayrun.config.compose.schema import MOCK_ORDER, RunConfig
-from relayrun.config.sections.document_window import DocumentWindowSection
+from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.document_order import DocumentWindowOrder
-from relayrun.tokens.order.held_out import ValidationSet
-from relayrun.tokens.order.lanes import Stream
+from relayrun.tokens.order.datasets import Dataset, DatasetSpec, ValidationSet, WindowOrder
+from relayrun.tokens.order.document_packing import DocumentWindowOrder
 from relayrun.tokens.order.remote_shards import open_block_cache
-from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
-from relayrun.tokens.order.samples import Dataset, WindowOrder
-from relayrun.tokens.order.spec import DatasetSpec
+from relayrun.tokens.order.sampler import MixturePart, MixtureSampler, Stream
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
 VALIDATION_SEED = 0
@@ -148,8 +145,7 @@ def make_dataset(
 def text_stream(config: RunConfig, manifest: Manifest, name: str, files: DatasetManifest) -> Stream:
     """The data set that the config calls `name`, which is text, over `files`. Raises ConfigError."""
     # pyarrow and tokenizers: ranks that read token shards may do without
-    from relayrun.tokens.streams.encoder import StreamEncoder
-    from relayrun.tokens.streams.samples import SampleShape
+    from relayrun.tokens.streams.samples import SampleShape, StreamEncoder
     from relayrun.tokens.streams.text_stream import TextStream
 
     data, identity, settings = config.data, config.data.sources[name].identity(name), config.data.streams[name]
@@ -226,7 +222,7 @@ def _dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]
 
         return MegatronOrder
     if order == MOCK_ORDER:
-        from relayrun.tokens.order.mock import MockDataset
+        from relayrun.tokens.order.datasets import MockDataset
 
         return MockDataset
     return _imported_factory(order, where)

@@ -38,9 +38,16 @@ from relayrun import errors
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError, log_to_stderr
 from relayrun.tokens.mixture.build_datasets import text_stream
-from relayrun.tokens.order.lanes import Cursor, LanePositions, LaneReader, OpenLanes, Stream, read_lane_positions
-from relayrun.tokens.order.rows import SampleRow
-from relayrun.tokens.order.sampler import MixtureSampler
+from relayrun.tokens.order.sample_rows import SampleRow
+from relayrun.tokens.order.sampler import (
+    Cursor,
+    LanePositions,
+    LaneReader,
+    MixtureSampler,
+    OpenLanes,
+    Stream,
+    read_lane_positions,
+)
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.tokens.shards.manifest import Manifest
 
@@ -182,7 +189,7 @@ class StreamWorker:
 
 
 class _Shared:
-    """A stream, of which each of the two processes opens the lanes in its way (`relayrun.tokens.order.lanes.Stream`)."""
+    """A stream, of which each of the two processes opens the lanes in its way (`relayrun.tokens.order.sampler.Stream`)."""
 
     def __init__(self, name: str, stream: Stream) -> None:
         self._name, self._stream = name, stream

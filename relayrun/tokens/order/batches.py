@@ -1,32 +1,30 @@
-"""Deals the global samples to the data-parallel ranks, and reads ahead.
+"""Global batches: how samples are dealt to data-parallel ranks, and which iteration trains on which samples.
 
-The iteration that begins with `c` consumed samples trains on the samples c .. c + size - 1, where the size is
-that of `BatchSizes`, whatever the layout. They are dealt in rows: accumulation step s, rank r, row m of its
-micro-batch is
+The iteration that begins with `c` consumed samples trains on the samples c .. c + size - 1, with the size of
+`BatchSizes`. Accumulation step s, rank r, row m of its micro-batch is
 
     sample c + (s * data_parallel_size + r) * micro_batch_size + m
 
-so that every accumulation step, over all ranks, is one contiguous run of sample numbers. Where the order deals itself,
-because a rank has lanes of its own (`relayrun.tokens.order.lanes`), a rank takes the numbers that are its own, in turn.
-
-One thread prepares the next two iterations; there are no worker processes, since copying a sample
-between processes costs more than reading it. The only state is the number of consumed samples.
+so every accumulation step, over all ranks, is one contiguous range of sample numbers. If ranks have lanes of their own
+(`relayrun.tokens.order.sampler.LaneReader`), each rank takes its own numbers. A thread prepares the next two
+iterations. `TrainingProgress` maps iterations to samples over the whole past of a run.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from queue import Empty, Queue
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.training import BatchSizes, IterationRange
 from relayrun.errors import ConfigError, FatalTrainingError
-from relayrun.tokens.order.rows import RowBatch, SampleRow
+from relayrun.tokens.order.sample_rows import RowBatch, SampleRow
 
 PREFETCHED_ITERATIONS = 2
 """Iterations read ahead."""
@@ -173,3 +171,113 @@ class BatchReader(Iterator[Batch]):
         size = self._micro_batch_size
         starts = range(first + self._rank * size, end, self._size * size)
         return [k for start in starts for k in range(start, start + size)]
+
+
+class TrainingProgress:
+    """Iterations done, samples consumed, and the legs in which that came about."""
+
+    def __init__(
+        self,
+        sizes: BatchSizes,
+        *,
+        iteration: int = 0,
+        consumed_samples: int = 0,
+        legs: Sequence[IterationRange] = (),
+        skipped: Sequence[int] = (),
+    ) -> None:
+        """Make the progress of a run that stands at `iteration` and goes on with `sizes`; `legs` are its past."""
+        self.iteration = iteration
+        self.consumed_samples = consumed_samples
+        self.legs = [*legs] or [IterationRange(0, 0, sizes)]
+        self.skipped = [*skipped]
+        """Iterations whose update was left out, rising; their samples are consumed."""
+        if self.legs[-1].sizes != sizes or self.legs[-1].consumed(iteration) != consumed_samples:
+            self._begin_leg(sizes)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next iteration."""
+        return self.legs[-1].sizes.at(self.consumed_samples)
+
+    def advance(self, *, skipped: bool = False) -> None:
+        """One iteration more, with its update or without."""
+        self.consumed_samples += self.batch_size
+        self.iteration += 1
+        if skipped:
+            self.skipped.append(self.iteration)
+
+    def pass_over(self, end: int) -> None:
+        """Consume the samples before `end` without training on them."""
+        if end < self.consumed_samples:
+            raise ValueError(f"samples before {self.consumed_samples} are consumed, {end} cannot be next")
+        self.consumed_samples = end
+        self._begin_leg(self.legs[-1].sizes)
+
+    def reaches(self, samples: int) -> int:
+        """Iterations done when this many samples were consumed: as it was, and as it will be with the present sizes."""
+        for leg, after in pairwise(self.legs):
+            if samples <= after.consumed_samples:
+                return min(leg.reaches(samples), after.iteration)
+        return self.legs[-1].reaches(samples)
+
+    def iteration_of(self, sample: int) -> int | None:
+        """The iteration (counted from 1) that trains on a sample; None if it was passed over."""
+        if any(first <= sample < end for first, end in self.passed_over):
+            return None
+        return self.reaches(sample + 1)
+
+    @property
+    def passed_over(self) -> list[tuple[int, int]]:
+        """Samples that were consumed and not trained on, as (first, end)."""
+        ends = [0] + [leg.consumed(after.iteration) for leg, after in pairwise(self.legs)]
+        return [
+            (end, leg.consumed_samples) for end, leg in zip(ends, self.legs, strict=True) if end < leg.consumed_samples
+        ]
+
+    @property
+    def untrained(self) -> list[tuple[int, int]]:
+        """Samples that were consumed and changed no weight, as (first, end): passed over, or of a skipped iteration."""
+        found = self.passed_over
+        for iteration in self.skipped:
+            leg = next(leg for leg in reversed(self.legs) if leg.iteration < iteration)
+            found.append((leg.consumed(iteration - 1), leg.consumed(iteration)))
+        return sorted(found)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, plain JSON."""
+        return {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "legs": [
+                {"iteration": leg.iteration, "consumed_samples": leg.consumed_samples, **leg.sizes.to_json()}
+                for leg in self.legs
+            ],
+            "skipped": list(self.skipped),
+        }
+
+    @classmethod
+    def resume(cls, state: Mapping[str, Any], sizes: BatchSizes) -> Self:
+        """Go on from a state with these batch sizes. Raises FatalTrainingError if the state is damaged."""
+        try:
+            legs = [
+                IterationRange(entry["iteration"], entry["consumed_samples"], BatchSizes.from_json(entry))
+                for entry in state["legs"]
+            ]
+            iteration, consumed = state["iteration"], state["consumed_samples"]
+            for leg, after in pairwise(legs):
+                if not leg.iteration < after.iteration or leg.consumed(after.iteration) > after.consumed_samples:
+                    raise ValueError(f"the leg at iteration {after.iteration} does not follow the one before")
+            if legs[-1].iteration > iteration or legs[-1].consumed(iteration) != consumed:
+                raise ValueError(f"its legs do not lead to {consumed} samples in {iteration} iterations")
+            return cls(sizes, iteration=iteration, consumed_samples=consumed, legs=legs, skipped=state["skipped"])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise FatalTrainingError(
+                f"the progress in the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
+            ) from None
+
+    def _begin_leg(self, sizes: BatchSizes) -> None:
+        """From here on; a leg that would begin at this iteration or later never trained, and is dropped."""
+        self.legs = [leg for leg in self.legs if leg.iteration < self.iteration]
+        last = self.legs[-1] if self.legs else None
+        if last is None or last.sizes != sizes or last.consumed(self.iteration) != self.consumed_samples:
+            self.legs.append(IterationRange(self.iteration, self.consumed_samples, sizes))

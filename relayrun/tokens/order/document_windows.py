@@ -25,12 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import FatalTrainingError, InputError
-from relayrun.tokens.order.block_cache import BlockCache
-from relayrun.tokens.order.shard_bytes import open_shard_file
-from relayrun.tokens.order.windows import MAX_OPEN_FILES, DocumentOrigin, WindowDataset
-from relayrun.tokens.shards.indexed import INDEX_HEADER, Shard
+from relayrun.tokens.order.datasets import MAX_OPEN_FILES, DocumentOrigin, WindowDataset
+from relayrun.tokens.order.remote_shards import BlockCache, open_shard_file
 from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
-from relayrun.tokens.stores.stores import is_url
+from relayrun.tokens.shards.shard import INDEX_HEADER, Shard
+from relayrun.tokens.stores.urls import is_url
 
 DOCUMENTS_PER_BLOCK = 128
 """Documents between two entries of the table."""

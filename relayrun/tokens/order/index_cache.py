@@ -26,7 +26,7 @@ import numpy.typing as npt
 import xxhash
 
 from relayrun.files import atomic_file, read_json, write_json
-from relayrun.tokens.stores.checksum import HashingFile
+from relayrun.tokens.stores.direct_io import HashingFile
 
 log = logging.getLogger(__name__)
 

@@ -27,17 +27,15 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from relayrun.errors import ConfigError
+from relayrun.tokens.order.datasets import DatasetSpec, DocumentOrigin, WindowDataset, held_out_window_count
 from relayrun.tokens.order.index_cache import IndexCache
-from relayrun.tokens.order.samples import held_out_window_count
-from relayrun.tokens.order.spec import DatasetSpec
-from relayrun.tokens.order.windows import DocumentOrigin, WindowDataset
-from relayrun.tokens.shards.indexed import Shard
+from relayrun.tokens.shards.shard import Shard
 
 logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # it warns of our own cache
 
 
 class MegatronOrder:
-    """A data set (see `relayrun.tokens.order.samples.Dataset`). Raises ConfigError if there is not one whole window."""
+    """A data set (see `relayrun.tokens.order.datasets.Dataset`). Raises ConfigError if there is not one whole window."""
 
     def __init__(self, source: DatasetSpec) -> None:
         self._source = source

@@ -1,18 +1,122 @@
-"""The files of a dataset that are read: a paths file, and what stands at its paths.
+"""Input files of a data set: their formats by name, paths files, and lines that cannot be read.
 
-A paths file is taken literally: a line is a path, blanks, quotes and undecodable bytes included
-(`os.fsencode`), and only a newline ends it.
+A format is known by the suffix of a name, in any case of letters. A paths file is taken literally: a line is a path,
+blanks, quotes and undecodable bytes included (`os.fsencode`), and only a newline ends it. The first bad line or row is
+an error that names it, or all are counted by reason (`LineFaults`). This module imports no Arrow.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
-from relayrun.tokens.stores import stores
-from relayrun.tokens.stores.stores import MissingInput, printable
+from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.urls import MissingInput, printable
+
+MAX_EXAMPLES = 5
+"""Lines that are named, of those that were left out."""
+
+
+def describe_bad_lines(counts: Mapping[str, int]) -> str:
+    """How many lines were left out, for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
+    total = sum(counts.values())
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1]))
+    return f"{total:,} line{'s' if total != 1 else ''} ({reasons})"
+
+
+class BadLine(Exception):
+    """A line has no text: a `reason` of few words, which is counted, and the whole `message`."""
+
+    def __init__(self, reason: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.message, self.hint = reason, message, hint
+
+
+class LineFaults:
+    """What becomes of bad lines and rows."""
+
+    def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
+        """`skip`: leave them out and count them; else the first one is an InputError.
+
+        `keep`: a row without a text stays in the place of each, so that rows keep their numbers; see `take_marks`.
+        """
+        self._skip = skip
+        self.keep = keep
+        self._marks: list[tuple[int, str]] = []
+        self.counts: dict[str, int] = {}
+        """Lines that were left out, by reason."""
+        self.examples: list[str] = []
+        """The first of them, each with its place."""
+
+    def add(self, bad: BadLine, where: str) -> None:
+        """Count the line at `where` as left out. Raises InputError naming it where none may be left out."""
+        error = InputError(printable(bad.message), where=printable(where), hint=bad.hint)
+        if not self._skip:
+            raise error from None
+        self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1
+        if len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(f"{error.where}: {error.message}")
+
+    def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
+        """Look at the object of a line before its text is taken; raise BadLine to leave it out.
+
+        `long`: the long strings of the line, which have names in their place (`jsonlines`).
+        """
+
+    def mark(self, row: int, reason: str) -> None:
+        """Remember why row number `row` of the array that is read has no text."""
+        self._marks.append((row, reason))
+
+    def take_marks(self) -> list[tuple[int, str]]:
+        """Return the rows of the array that was read last that were kept without a text, and why; forget them."""
+        marks, self._marks = self._marks, []
+        return marks
+
+
+DATA_SUFFIXES = (
+    ".parquet",
+    ".jsonl",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".json",
+    ".json.gz",
+    ".json.zst",
+    ".csv",
+    ".csv.gz",
+    ".arrow",
+)
+"""The endings of the files of a dataset."""
+
+METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Names of files that Hugging Face's datasets puts beside its data; they hold no documents."""
+
+FileKind = Literal["parquet", "arrow", "csv", "json lines"]
+
+
+def is_data_file(path: str) -> bool:
+    """Whether a file of a dataset's folder is read."""
+    name = path.lower()
+    return name.endswith(DATA_SUFFIXES) and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
+
+
+def file_kind(path: str) -> FileKind:
+    """How a file is read; one of another name is taken for JSON lines."""
+    name = path.lower()
+    if name.endswith(".parquet"):
+        return "parquet"
+    if name.endswith(".arrow"):
+        return "arrow"
+    return "csv" if name.removesuffix(".gz").endswith(".csv") else "json lines"
+
+
+def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
+    """How the bytes of a file of text are compressed."""
+    name = path.lower()
+    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
+
 
 InputFile = tuple[str, int, int]
 """Path below the dataset folder, bytes, time of change in ns."""
@@ -55,7 +159,7 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     `dataset` may be a URL, see `stores.stat`. Raises InputError naming the files that are missing, unless `missing_ok`:
     then they have the size and time `MISSING`.
     """
-    if not stores.is_url(dataset) and not os.path.isdir(dataset):
+    if not urls.is_url(dataset) and not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
     inputs: list[InputFile] = []
     missing: list[RelayrunError] = []
@@ -71,8 +175,8 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
 
 
 def _stat_input(dataset: str, name: str) -> tuple[int, int]:
-    if stores.is_url(dataset):
-        return stores.stat_url(stores.join_path(dataset, name))
+    if urls.is_url(dataset):
+        return urls.stat_url(urls.join_path(dataset, name))
     try:
         status = os.stat(os.path.join(dataset, name))
     except (FileNotFoundError, NotADirectoryError):

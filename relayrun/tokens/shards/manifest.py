@@ -29,10 +29,9 @@ import numpy as np
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import read_json, write_json
-from relayrun.tokens.shards.indexed import Shard
-from relayrun.tokens.shards.mixture_folder import is_repeated_pass
-from relayrun.tokens.shards.record import ShardRecords
-from relayrun.tokens.stores.checksum import file_checksum
+from relayrun.tokens.shards.prefixes import is_repeated_pass
+from relayrun.tokens.shards.shard import Shard, ShardRecords
+from relayrun.tokens.stores.direct_io import file_checksum
 
 MANIFEST_VERSION = 2
 _CHUNK = 1 << 20

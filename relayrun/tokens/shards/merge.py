@@ -28,8 +28,15 @@ from relayrun.files import (
     rename_to_unused_name,
     temporary_prefix,
 )
-from relayrun.tokens.shards.indexed import Shard, encode_index
-from relayrun.tokens.shards.record import RECORD_SUFFIX, ShardRecord, ShardRecords, TokenizerRecord, write_shard_record
+from relayrun.tokens.shards.shard import (
+    RECORD_SUFFIX,
+    Shard,
+    ShardRecord,
+    ShardRecords,
+    TokenizerRecord,
+    encode_index,
+    write_shard_record,
+)
 from relayrun.tokens.stores.direct_io import DirectFile
 
 log = logging.getLogger(__name__)

@@ -1,12 +1,16 @@
-"""Which shards lie below some folders. Standard library only, so that launchers may ask at no cost.
+"""Find the shards below folders. Standard library only, so that launchers may ask at no cost.
 
 A prefix is the path of a shard without `.bin` or `.idx`. Prefixes are absolute (jobs start in other
-directories), links in them are kept as they are, and what no list puts in an order comes sorted: the
-order of a directory listing differs between machines and from day to day, and the order of the data must not.
+directories), links in them are kept, and they come sorted unless a list gives the order: the order of a directory
+listing differs between machines and from day to day, and the order of the data must not.
+
+The summary in the folder of a mixture says which files belong to the mixture, and which links repeat a shard on
+purpose: several passes over a data set lie in folders of their own, because each file needs its own name.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import re
@@ -14,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
-from relayrun.files import REPLACED_PREFIX
+from relayrun.files import REPLACED_PREFIX, read_json
 
 SHARD_SUFFIXES = (".bin", ".idx")
 
@@ -173,3 +177,43 @@ def _walk_prefixes(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
             raise combined_error([_half_shard_error(path) for path in sorted(missing)], "shards are not whole")
         yield from (os.path.join(folder, stem) for stem in bins)
         waiting.extend(sorted(folders, reverse=True))
+
+
+MIXTURE_FORMAT = "relayrun dataset mixture, version 1"
+SUMMARY_TEXT = "dataset_mixture_summary.txt"
+SUMMARY_JSON = "dataset_mixture_summary.json"
+
+
+def mixture_files(mixture: Path) -> dict[str, bool]:
+    """What belongs to the mixture in this folder, by its summary: path below it → whether it is a link.
+
+    Nothing, if it is no mixture.
+    """
+    try:
+        former = read_json(mixture / SUMMARY_JSON)
+        if former["format"] != MIXTURE_FORMAT:
+            return {}
+        files = dict.fromkeys((SUMMARY_TEXT, SUMMARY_JSON, *(dataset["name"] for dataset in former["datasets"])), False)
+        for shard in former["shards"]:
+            link = shard["link"]
+            files[os.path.dirname(link)] = False
+            files |= {
+                link + suffix: suffix == ".bin" or "cut_after_documents" not in shard for suffix in SHARD_SUFFIXES
+            }
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # ValueError: also no UTF-8
+        return {}
+    return files
+
+
+@functools.lru_cache(maxsize=16)
+def _mixture_links(mixture: str) -> frozenset[str]:
+    return frozenset(name[:-4] for name in mixture_files(Path(mixture)) if name.endswith(SHARD_SUFFIXES))
+
+
+def is_repeated_pass(prefix: str, other: str) -> bool:
+    """Whether two prefixes are one shard in two passes of a mixture that repeats its dataset."""
+    folder = os.path.commonpath([prefix, other])
+    mixture = os.path.dirname(folder)
+    names = [os.path.relpath(path, mixture) for path in (prefix, other)]
+    passes = {re.fullmatch(r"epoch-\d+", os.path.basename(os.path.dirname(name))) is not None for name in names}
+    return True in passes and _mixture_links(mixture).issuperset(names)

@@ -36,9 +36,8 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, refuse_unwritable
 from relayrun.files import free_space, fsync_directory, read_json, write_atomic, write_json
-from relayrun.tokens.readers.rows import RowFile
-from relayrun.tokens.shuffle.lengths import draw_lengths
-from relayrun.tokens.shuffle.output import output_file_name
+from relayrun.tokens.readers.columns import RowFile
+from relayrun.tokens.shuffle.buckets import output_file_name
 from relayrun.tokens.shuffle.reshard import (
     LENGTHS_PICTURE,
     ReshardOptions,
@@ -50,7 +49,8 @@ from relayrun.tokens.shuffle.reshard import (
     write_files,
     write_first_file,
 )
-from relayrun.tokens.stores import stores
+from relayrun.tokens.shuffle.text_lengths import draw_lengths
+from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.check_inputs import check_files
 
 log = logging.getLogger(__name__)
@@ -195,14 +195,14 @@ class ReshardTask:
 def _plan_to_json(plan: ShufflePlan) -> dict[str, Any]:
     """What plan.json holds; `of` is what the bytes of the output depend on."""
     options = {name: getattr(plan.options, name) for name in _OUTPUT_SETTINGS}
-    options["dataset_folder"] = stores.absolute_path(plan.options.dataset_folder)
+    options["dataset_folder"] = urls.absolute_path(plan.options.dataset_folder)
     files = [[file.path, file.size, file.rows, file.page, _modified_time(file.path)] for file in plan.files]
     schema = plan.files[0].schema.serialize().to_pybytes().hex()
     return {"of": {**options, "files": files, "schema": schema}, "parts": plan.parts, "buckets": plan.buckets}
 
 
 def _modified_time(path: str) -> int:
-    return 0 if stores.is_url(path) else os.stat(path).st_mtime_ns
+    return 0 if urls.is_url(path) else os.stat(path).st_mtime_ns
 
 
 def _plan_from_json(record: dict[str, Any], options: ReshardOptions) -> ShufflePlan:

@@ -27,24 +27,23 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import exclusive_maker, remove_leftovers, replaced_folder, temporary_prefix
-from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
-from relayrun.tokens.readers.formats import DATA_SUFFIXES
-from relayrun.tokens.readers.rows import RowFile, inspect_files
+from relayrun.tokens.readers.columns import RowFile, inspect_files
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES, LineFaults, describe_bad_lines
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,
     DiskBuckets,
     MemoryBuckets,
+    OutputFormat,
+    ShuffleWriter,
     keyed_rows,
     scatter_rows,
     text_bytes,
 )
-from relayrun.tokens.shuffle.lengths import LengthProfile, draw_lengths
-from relayrun.tokens.shuffle.output import OutputFormat, ShuffleWriter
-from relayrun.tokens.shuffle.pieces import RowSplit
-from relayrun.tokens.stores import stores
+from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit, draw_lengths
+from relayrun.tokens.stores import urls
+from relayrun.tokens.tokenize.dumps import find_data_files
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import find_data_files
 
 log = logging.getLogger(__name__)
 
@@ -230,13 +229,13 @@ def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
     if os.path.lexists(options.output):
         raise InputError("the output exists", where=options.output, hint="move it away, or choose another folder")
     refuse_unwritable(options.output)
-    folder = stores.absolute_path(options.dataset_folder)
-    if not stores.is_url(folder) and Path(output).is_relative_to(os.path.realpath(folder)):
+    folder = urls.absolute_path(options.dataset_folder)
+    if not urls.is_url(folder) and Path(output).is_relative_to(os.path.realpath(folder)):
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
     found = find_data_files(folder)
     if not found:
         raise InputError(f"no file below this folder ends in {', '.join(DATA_SUFFIXES)}", where=folder)
-    files = inspect_files([(stores.join_path(folder, file.path), file.size) for file in found], options.column)
+    files = inspect_files([(urls.join_path(folder, file.path), file.size) for file in found], options.column)
     if cut is not None:
         files = [replace(file, size=math.ceil(file.size * cut.growth)) for file in files]
         if options.column not in files[0].schema.names:

@@ -13,20 +13,17 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from relayrun.config.sections import row_filter
-from relayrun.config.sections.data import DataSource
-from relayrun.config.sections.streams import StreamLimit, StreamSection
+from relayrun.config.sections import conditions
+from relayrun.config.sections.data import DataSource, StreamLimit, StreamSection
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
-from relayrun.tokens.readers.columns import check_column, read_column
-from relayrun.tokens.readers.formats import file_kind
-from relayrun.tokens.readers.rows import open_parquet
+from relayrun.tokens.readers.columns import check_column, open_parquet, read_column
+from relayrun.tokens.readers.inputs import file_kind
 from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
-from relayrun.tokens.stores import stores
-from relayrun.tokens.stores.checksum import file_checksum
-from relayrun.tokens.streams.conditions import arrow_expression
-from relayrun.tokens.streams.faults import RowFaults, is_content_fault
-from relayrun.tokens.tokenize.split import find_data_files
+from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault
+from relayrun.tokens.tokenize.dumps import find_data_files
 
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
 """What `formats.kind_of` calls the files of a source."""
@@ -81,9 +78,9 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
 
     `whole`: a file that is not known is hashed whole.
     """
-    local = not stores.is_url(file.path)
-    changed = os.stat(file.path).st_mtime_ns if local else stores.stat_url(file.path)[1]
-    ends = stores.hash_file_ends(file.path)
+    local = not urls.is_url(file.path)
+    changed = os.stat(file.path).st_mtime_ns if local else urls.stat_url(file.path)[1]
+    ends = urls.hash_file_ends(file.path)
     now = replace(file, fingerprint=ends, changed=changed)
     alike = [one for one in known if one.fingerprint in (ends, _of_whole(ends, one))]
     for one in alike:
@@ -132,17 +129,15 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
 
 def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
     """The files of a kind that one path leads to, sorted, with their bytes."""
-    is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not stores.is_url(path)
+    is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     found = []
     for match in map(
-        stores.resolve_url_link, sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
+        urls.resolve_url_link, sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
     ):
-        if stores.is_url(match):
+        if urls.is_url(match):
             found += _below_url(match)
         elif os.path.isdir(match):
-            found += [
-                (os.path.abspath(stores.join_path(match, file.path)), file.size) for file in find_data_files(match)
-            ]
+            found += [(os.path.abspath(urls.join_path(match, file.path)), file.size) for file in find_data_files(match)]
         elif os.path.isfile(match):
             found.append((os.path.abspath(match), os.stat(match).st_size))
         elif os.path.islink(match):  # what it led to may be away for a while: its rows would never come
@@ -151,7 +146,7 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
     if not fitting:
         others = sorted({file_kind(file) for file, _ in found})
         what = f"; there are files of {', '.join(others)}" if others else ""
-        near = "" if found or stores.is_url(path) else did_you_mean_path(path)
+        near = "" if found or urls.is_url(path) else did_you_mean_path(path)
         raise InputError(
             f"source: {source} finds no such file here{what}",
             where=path,
@@ -162,13 +157,13 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
 
 def _below_url(url: str) -> list[tuple[str, int]]:
     """The files at or below a URL, or of a pattern at its end. Raises InputError as `stores.absolute`."""
-    url = stores.absolute_path(url)
+    url = urls.absolute_path(url)
     if not glob.has_magic(url):
         if url.lower().endswith((".parquet", ".jsonl", ".arrow", ".gz", ".zst", ".json")):
-            return [(url, stores.stat_url(url)[0])]
-        return [(stores.join_path(url, file.path), file.size) for file in find_data_files(url)]
+            return [(url, urls.stat_url(url)[0])]
+        return [(urls.join_path(url, file.path), file.size) for file in find_data_files(url)]
     folder = re.split(r"[*?[]", url, maxsplit=1)[0].rpartition("/")[0]
-    inside = [(stores.join_path(folder, file.path), file.size) for file in find_data_files(folder)]
+    inside = [(urls.join_path(folder, file.path), file.size) for file in find_data_files(folder)]
     pattern = _pattern(url, [file for file, _ in inside])
     return [(file, size) for file, size in inside if pattern.fullmatch(file)]
 
@@ -189,7 +184,7 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
 def _of_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
     """The files whose parts `name=value` fulfil a condition; integers where all files have integers."""
     parts = [dict(re.findall(r"([^/=]+)=([^/]*)(?=/)", path)) for path in paths]
-    names = row_filter.condition_columns(condition := row_filter.parse_row_condition(text))
+    names = conditions.condition_columns(condition := conditions.parse_row_condition(text))
     if missing := [name for name in names if not any(name in part for part in parts)]:
         known = sorted({name for part in parts for name in part})
         raise ConfigError(
@@ -211,7 +206,7 @@ def _typed(values: Sequence[str | None]) -> list[str | int | None]:
     return [None if value is None else unquote(value) for value in values]
 
 
-def _filtered(table: pa.Table, condition: row_filter.Condition, setting: str, where: str) -> pa.Table:
+def _filtered(table: pa.Table, condition: conditions.Condition, setting: str, where: str) -> pa.Table:
     try:
         return table.filter(arrow_expression(condition))
     except pa.ArrowException as error:
@@ -220,11 +215,11 @@ def _filtered(table: pa.Table, condition: row_filter.Condition, setting: str, wh
 
 def _try_columns(path: str, stream: StreamSection, where: str) -> None:
     """Apply the filter to no row of a parquet file; it and the other columns that are read must be there."""
-    condition = None if stream.filters is None else row_filter.parse_row_condition(stream.filters)
+    condition = None if stream.filters is None else conditions.parse_row_condition(stream.filters)
     with open_parquet(path) as file:
         schema = file.schema_arrow
     wanted = {
-        "filters": [] if condition is None else row_filter.condition_columns(condition),
+        "filters": [] if condition is None else conditions.condition_columns(condition),
         "extra_columns": stream.extra_columns,
     }
     for option, names in wanted.items():
@@ -240,12 +235,12 @@ def _try_columns(path: str, stream: StreamSection, where: str) -> None:
 
 def _try_lines(path: str, stream: StreamSection, where: str) -> None:
     """Ask the condition of the first lines of a file; they must fit it, and some have its names."""
-    condition = row_filter.parse_row_condition(stream.filters or "")
+    condition = conditions.parse_row_condition(stream.filters or "")
     faults = RowFaults(condition, skip=stream.on_error == "skip-line")
     arrays = read_column(path, stream.column, batch_bytes=_BATCH_BYTES, faults=faults)
     next(arrays, None)
     arrays.close()
-    if missing := [name for name in row_filter.condition_columns(condition) if name not in faults.seen]:
+    if missing := [name for name in conditions.condition_columns(condition) if name not in faults.seen]:
         raise ConfigError(f"stream.filters: the first lines have no {missing[0]!r}", where=f"{where}, {path}")
 
 

@@ -1,28 +1,59 @@
-"""The texts of a lane's block as samples: tokenized, cut into windows, put into rows.
+"""The texts of a lane's block as samples: encoded with the run's tokenizer, cut into windows, packed into rows.
 
-`order: window`: the documents one behind the other, each with its end of document, cut every `seq_length` tokens.
-`order: document-window`: windows that stay inside a document, packed into rows, as of tokenized shards. What is left at
-the end of a block fills a row with padding; so no row needs what another block holds.
+`StreamEncoder` takes the fastest engine that is proven exact on the data set's own text.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from relayrun.config.sections.document_window import DocumentWindowSection
-from relayrun.tokens.order.document_order import document_cut, fill_row
+from relayrun.config.sections.data import DocumentWindowSection
+from relayrun.tokens.order.datasets import DocumentOrigin
+from relayrun.tokens.order.document_packing import document_cut, fill_row, pack_rows
 from relayrun.tokens.order.document_windows import DocumentCut
-from relayrun.tokens.order.packing import pack_rows
-from relayrun.tokens.order.rows import SampleRow
-from relayrun.tokens.order.windows import DocumentOrigin
+from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.framing import DocumentFraming
-from relayrun.tokens.tokenize.encode.libraries import Encoded
+from relayrun.tokens.shards.manifest import FileEntry, Manifest
+from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
+from relayrun.tokens.tokenize.encode.engines import select_engine
+from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
+from relayrun.tokens.tokenize.shard_task import sample_texts
+
+log = logging.getLogger(__name__)
+
+PROOF_BYTES = 200_000
+"""Text of the data set on which a fast engine must prove itself."""
+
+
+class StreamEncoder:
+    """Texts to ids. The tokenizer and its engine are loaded when the first text comes."""
+
+    def __init__(self, tokenizer: str, manifest: Manifest, files: Sequence[FileEntry], column: str) -> None:
+        """`tokenizer`: the setting data.tokenizer; `files`, `column`: where the proof takes its texts from."""
+        self._name = tokenizer
+        self._manifest = manifest
+        self._paths = [file.path for file in files]
+        self._column = column
+
+    def __call__(self, texts: Texts) -> Encoded:
+        """Ids of the texts, and how many each has. Raises FatalTrainingError if the tokenizer is another one now."""
+        return self._engine.encode(texts)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        tokenizer = load_run_tokenizer(self._name, self._manifest)
+        texts = sample_texts(self._column, self._paths, most_bytes=PROOF_BYTES)
+        chosen = select_engine("auto", lambda: tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
+        return chosen.build(tokenizer.definition, lambda: tokenizer.tokenizer)
+
 
 EncodeFunction = Callable[[Texts], Encoded]
 """Ids of texts, and how many of them each text has."""

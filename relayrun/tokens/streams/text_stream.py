@@ -12,24 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relayrun.config.sections.streams import StreamSection as StreamSettings
+from relayrun.config.sections.data import StreamSection as StreamSettings
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.order.lanes import Cursor
-from relayrun.tokens.order.rows import SampleRow
-from relayrun.tokens.order.windows import DocumentOrigin
+from relayrun.tokens.order.datasets import DocumentOrigin
+from relayrun.tokens.order.sample_rows import SampleRow
+from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.shards.manifest import FileEntry
-from relayrun.tokens.streams.blocks import RowBlocks
-from relayrun.tokens.streams.fragments import FragmentOrder, group_count
-from relayrun.tokens.streams.lane_blocks import LaneBlock, LaneGroup
+from relayrun.tokens.streams.blocks import LaneBlock, LaneGroup, RowBlocks
+from relayrun.tokens.streams.fragments import FragmentOrder, FragmentReader, group_count
 from relayrun.tokens.streams.lane_cursor import FORMER_CURSOR_FIELDS, LaneCursor
-from relayrun.tokens.streams.rows import FragmentReader
 from relayrun.tokens.streams.samples import EncodeFunction, SampleShape, text_origin
 
 _TAKEN = LaneCursor._fields.index("taken")
 
 
 class TextStream:
-    """One data set of text (`relayrun.tokens.order.lanes.Stream`)."""
+    """One data set of text (`relayrun.tokens.order.sampler.Stream`)."""
 
     def __init__(
         self,

@@ -1,16 +1,14 @@
 """Raw text to token shards.
 
-    dumps/       a dataset in dumps of about equal size: their folder, their jobs, where they stand, which settings suit
-    datatrove/   the same as datatrove's steps, for pipelines of your own
-    pipeline     one paths file to one folder of shards, task by task (fused, pool), and what is done (record, progress)
-    retokenize   shards against the files that they were made from
-    encode/      the tokenizer, the libraries that encode, and the proof that they agree
-    readers/     files in a folder or a store to texts and rows of a bounded size
-    options      how documents are tokenized, with every default; flags and settings: the same on a command line, in a
-                 config, in the environment
-    limit        a job that leaves before its time limit; locks
+    dumps, check_inputs, dump_jobs, dump_status, tune, verify   the dumps of a data set
+    pipeline, shard_task, shard_folder    one paths file to one folder of shards, task by task
+    encode/                               the tokenizer, and the libraries that encode
+    options, job_config                   settings: flags of a command; YAML and environment variables
+    processes                             worker processes, file locks, the time limit of a job
+    datatrove_pipeline                    `MegatronTokenWriter`, the last step of a datatrove pipeline
+    train_tokenizer                       byte-level BPE trained on a data set
 
-`MegatronTokenWriter` can stand behind datatrove's own readers and filters in a pipeline of your own.
+In: files of text. Out: shards and `tokenization.json`, which names the inputs of each. See docs/tokenization.md.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relayrun.tokens.tokenize.writer import MegatronTokenWriter
+    from relayrun.tokens.tokenize.datatrove_pipeline import MegatronTokenWriter
 
 __all__ = ["MegatronTokenWriter"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "MegatronTokenWriter":  # on demand: datatrove takes a second to import
-        from relayrun.tokens.tokenize.writer import MegatronTokenWriter
+        from relayrun.tokens.tokenize.datatrove_pipeline import MegatronTokenWriter
 
         return MegatronTokenWriter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

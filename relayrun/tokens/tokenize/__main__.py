@@ -16,9 +16,9 @@ import sys
 
 from relayrun.config.compose.writable import check_outputs
 from relayrun.errors import run_main
-from relayrun.tokens.tokenize.dumps_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.job_config import settings_from_environment
-from relayrun.tokens.tokenize.metadata import MetadataFolder
 
 
 def main() -> int:

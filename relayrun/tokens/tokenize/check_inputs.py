@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import check_column
 from relayrun.tokens.readers.inputs import read_paths_file
-from relayrun.tokens.stores.stores import is_url, join_path
-from relayrun.tokens.tokenize.metadata import MetadataFolder
+from relayrun.tokens.stores.urls import is_url, join_path
+from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 log = logging.getLogger(__name__)

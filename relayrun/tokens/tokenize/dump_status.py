@@ -13,11 +13,10 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json
-from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
-from relayrun.tokens.tokenize import progress
-from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.progress import STALE_SECONDS, RunningTask
-from relayrun.tokens.tokenize.record import RECORD_FILE
+from relayrun.tokens.readers.inputs import MAX_EXAMPLES, describe_bad_lines
+from relayrun.tokens.tokenize import shard_folder
+from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.shard_folder import RECORD_FILE, STALE_SECONDS, RunningTask
 
 ERROR_FILE = "error.txt"
 """Beside the shards of a dump that failed: the one message."""
@@ -233,7 +232,7 @@ def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, 
     output = metadata.tokenized_link / f"dump-{index}"
     record = _read_record(output)
     shards: Mapping[str, Any] = record.get("shards", {})
-    tasks = [] if done else [task for task in progress.read_progress(output) if task.shard not in shards]
+    tasks = [] if done else [task for task in shard_folder.read_progress(output) if task.shard not in shards]
     running = tuple(task for task in tasks if now - task.at < STALE_SECONDS)
     silent = tuple(task for task in tasks if now - task.at >= STALE_SECONDS)
     error = None

@@ -17,9 +17,9 @@ from relayrun.config.compose import sites, yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.config.sections.base import OutputPath, Positive, Section, SingleLine, SlurmTime
 from relayrun.config.sections.job import ClusterSection, JobPlacement
-from relayrun.config.sections.setup_lines import check_setup_lines
+from relayrun.config.sections.job_script import check_setup_lines
 from relayrun.control.chain import job_script
-from relayrun.control.scheduler import sbatch_options
+from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -156,7 +156,7 @@ class TokenizationConfig(TokenizationSettings):
             check_writable(outputs, cluster=self.cluster.name, read_only_paths=self.cluster.read_only_paths)
         check_setup_lines(self.job.setup, where="job.setup")
         if self.executor == "slurm":
-            sbatch_options.check_sbatch_options(self.job.sbatch, where="job.sbatch")
+            slurm_commands.check_sbatch_options(self.job.sbatch, where="job.sbatch")
 
 
 ENVIRONMENT_SETTINGS = {

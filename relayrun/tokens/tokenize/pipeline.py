@@ -15,17 +15,15 @@ from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import remove_leftovers, write_atomic
-from relayrun.tokens.readers.faults import describe_bad_lines
-from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
-from relayrun.tokens.stores.stores import absolute_path, join_path, resolve_url_link
-from relayrun.tokens.tokenize import progress
+from relayrun.tokens.readers.inputs import InputFile, describe_bad_lines, read_paths_file, stat_inputs
+from relayrun.tokens.stores.urls import absolute_path, join_path, resolve_url_link
+from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
-from relayrun.tokens.tokenize.fused import ShardTask, TokenizeContext, process_engine, sample_texts, tokenize_shard
-from relayrun.tokens.tokenize.locks import file_lock
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pool import run_tasks, use_one_thread
-from relayrun.tokens.tokenize.record import ShardFolder, TaskRecord
+from relayrun.tokens.tokenize.processes import file_lock, run_tasks, use_one_thread
+from relayrun.tokens.tokenize.shard_folder import ShardFolder, TaskRecord
+from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, process_engine, sample_texts, tokenize_shard
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ def tokenize_paths_file(
         for part in todo:
             folder.drop(part.name)
             folder.tasks.pop(part.name, None)
-        progress.clear_progress(output)
+        shard_folder.clear_progress(output)
         if todo:
             folder.write()
             logs.mkdir(parents=True, exist_ok=True)
@@ -169,7 +167,7 @@ def tokenize_paths_file(
                 run_tasks(functools.partial(tokenize_shard, job), todo, workers, on_done, where=output)
             finally:
                 folder.drop_temporary()
-                progress.clear_progress(output)
+                shard_folder.clear_progress(output)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if not result.documents:
         raise InputError(

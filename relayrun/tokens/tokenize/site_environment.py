@@ -18,7 +18,7 @@ from relayrun import places
 from relayrun.config.compose import sites
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.job import ClusterSection
-from relayrun.config.sections.sbatch import sbatch_script_options
+from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.errors import ConfigError, run_main
 from relayrun.files import write_atomic
 from relayrun.tokens.tokenize.job_config import SITE_JOB_DEFAULTS, TokenizationJob, site_setup_lines

@@ -9,11 +9,11 @@ from pathlib import Path
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic, write_json
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.formats import DATA_SUFFIXES
-from relayrun.tokens.stores import stores
-from relayrun.tokens.tokenize.encode.byte_tokenizer import hold_tokenizer_folder
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES
+from relayrun.tokens.stores import urls
+from relayrun.tokens.tokenize.dumps import find_data_files
+from relayrun.tokens.tokenize.encode.tokenizer_files import hold_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.split import find_data_files
 
 BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
 SPECIAL_TOKENS = (BOS_TOKEN, EOS_TOKEN)
@@ -87,7 +87,7 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
 
 def _texts(folder: str | os.PathLike[str], column: str) -> Iterator[str]:
     """The texts below a folder, in the order of their files' names."""
-    root = stores.absolute_path(folder)
+    root = urls.absolute_path(folder)
     for file in find_data_files(root):
-        for texts in read_column(stores.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):
+        for texts in read_column(urls.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):
             yield from filter(None, texts.to_pylist())

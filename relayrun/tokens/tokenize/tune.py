@@ -19,14 +19,12 @@ from pathlib import Path
 from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json, remove_leftovers, temporary_prefix
-from relayrun.tokens.readers.formats import DATA_SUFFIXES
-from relayrun.tokens.readers.inputs import paths_file_bytes, read_paths_file
-from relayrun.tokens.stores import stores
-from relayrun.tokens.tokenize import progress
-from relayrun.tokens.tokenize.flags import options_to_flags
-from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.record import RECORD_FILE
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES, paths_file_bytes, read_paths_file
+from relayrun.tokens.stores import urls
+from relayrun.tokens.tokenize import shard_folder
+from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.options import TokenizeOptions, options_to_flags
+from relayrun.tokens.tokenize.shard_folder import RECORD_FILE
 
 TRIED_BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
 """Bounds of a batch that are tried where none are given."""
@@ -130,7 +128,7 @@ def _run_trial(
 ) -> TuningTrial:
     output, log, workers = place / "tokens", place / "log", options.workers
     most_bytes = workers * seconds * _BYTES_PER_SECOND
-    if stores.is_url(dataset):
+    if urls.is_url(dataset):
         names = _first_files(dataset, names, least=workers, most_bytes=most_bytes)
     else:
         files, dataset = [os.path.join(dataset, name) for name in names], str(place / "data")
@@ -148,7 +146,7 @@ def _run_trial(
         str(place / "paths"),
         *options_to_flags(options),
     ]
-    environment = os.environ | {progress.PROGRESS_VARIABLE: "0.5"}
+    environment = os.environ | {shard_folder.PROGRESS_VARIABLE: "0.5"}
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
             rate, memory = _measure(process, output, workers, seconds)
@@ -178,7 +176,7 @@ def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: floa
         if len(chosen) >= least and total >= most_bytes:
             break
         chosen.append(name)
-        total += stores.stat_url(stores.join_path(url, name))[0]
+        total += urls.stat_url(urls.join_path(url, name))[0]
     return chosen
 
 
@@ -197,11 +195,11 @@ def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: f
 
 def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
     """Tokens per second of all workers, None if the program has ended by itself; and the largest worker's memory."""
-    first: dict[str, progress.RunningTask] = {}
-    last: dict[str, progress.RunningTask] = {}
+    first: dict[str, shard_folder.RunningTask] = {}
+    last: dict[str, shard_folder.RunningTask] = {}
     begun, counting, memory = time.monotonic(), 0.0, 0
     while process.poll() is None:
-        for task in progress.read_progress(output):
+        for task in shard_folder.read_progress(output):
             if task.tokens:
                 first.setdefault(task.shard, task)
                 last[task.shard] = task

@@ -1,18 +1,300 @@
-"""Whether the finished dumps of a dataset hold what their files hold; those with faults are opened again."""
+"""Verify shards against the files that they were made from, a sample of documents or all; also whole finished dumps.
+
+A shard's record (`tokenization.json` beside it) names its files and where they lie. The reference is `tokenizers`
+itself (`Tokenizer.encode`, one document at a time for a sample), whatever engine made the shard.
+
+A sample costs a shard one of its files, read once, and some documents: the shard's bytes decide which, so that the same
+shard has the same sample. `full` makes the shard again in a temporary folder, and compares checksums: many times the
+work of a fast engine. A finished dump with faults is opened again: the next submit makes its faulty shards anew.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import logging
 import os
-from collections.abc import Callable
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from tokenizers import Tokenizer
 
 from relayrun.errors import InputError, RelayrunError
+from relayrun.files import temporary_prefix
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.inputs import LineFaults, stat_inputs
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
-from relayrun.tokens.shards.verify import verify_shards
-from relayrun.tokens.tokenize.metadata import MetadataFolder
-from relayrun.tokens.tokenize.record import FolderRecord
-from relayrun.tokens.tokenize.retokenize import compare_with_source, print_comparison
+from relayrun.tokens.shards.shard import Shard
+from relayrun.tokens.stores.urls import join_path, printable
+from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.encode.engines import select_engine
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
+from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
+from relayrun.tokens.tokenize.processes import run_tasks
+from relayrun.tokens.tokenize.shard_folder import (
+    RECORD_FILE,
+    FolderRecord,
+    TaskRecord,
+    is_unchanged,
+    remove_from_record,
+)
+from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
+
+log = logging.getLogger(__name__)
+
+SAMPLED_DOCUMENTS = 64
+"""Documents of a shard that are compared."""
+
+_MAX_SAMPLED_BYTES = 1_000_000
+"""Bytes of a document of a sample: the reference needs a hundred times as much memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceComparison:
+    """One shard against its files. `fault`: what differs; `note`: why it was not compared."""
+
+    prefix: str
+    documents: int = 0
+    """Documents that were compared."""
+    fault: str | None = None
+    note: str | None = None
+
+
+def compare_with_source(
+    prefixes: Sequence[str],
+    *,
+    workers: int,
+    full: bool = False,
+    tokenizer: str | None = None,
+    temp_dir: str | None = None,
+    report: Callable[[SourceComparison], None] = lambda compared: None,
+) -> list[SourceComparison]:
+    """Compare shards with the files that they were made from; `report` gets each as it is done.
+
+    `tokenizer`: where the one that a record names is gone. A shard that differs is struck from its record, so that the
+    next run of its tokenization makes it again. Links to one shard are one; shards without a record are left out.
+    """
+    real = {os.path.realpath(prefix + ".bin").removesuffix(".bin"): prefix for prefix in reversed(prefixes)}
+    known = {prefix: name for prefix, name in real.items() if _folder_record(os.path.dirname(prefix)) is not None}
+    done: list[SourceComparison] = []
+
+    def on_done(prefix: str, compared: SourceComparison) -> None:
+        done.append(compared)
+        if compared.fault is not None:
+            remove_from_record(os.path.dirname(prefix), os.path.basename(prefix))
+        report(compared)
+
+    task = functools.partial(_compare_shard, full=full, tokenizer=tokenizer, temp_dir=temp_dir)
+    run_tasks(task, sorted(known), min(workers, max(len(known), 1)), on_done, where="the comparison with the source")
+    return done
+
+
+def print_comparison(compared: SourceComparison) -> None:
+    """Print what is wrong with a shard, or why it was not compared."""
+    if compared.fault is not None:
+        print(f"{compared.prefix}: {compared.fault}", flush=True)
+    elif compared.note is not None:
+        _warn_once(os.path.dirname(compared.prefix), compared.note)
+
+
+@functools.cache
+def _warn_once(folder: str, note: str) -> None:
+    """One line for all shards of a folder."""
+    log.warning("%s: shards are not compared with their files: %s", folder, note)
+
+
+def _folder_record(folder: str) -> FolderRecord | None:
+    """The record of a folder; None where there is none."""
+    try:
+        return _cached_folder_record(folder, os.stat(os.path.join(folder, RECORD_FILE)).st_mtime_ns)
+    except (FileNotFoundError, InputError):
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_folder_record(folder: str, changed: int) -> FolderRecord:
+    return FolderRecord.read(folder)
+
+
+def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: str | None) -> SourceComparison:
+    folder, name = os.path.split(prefix)
+    record = _folder_record(folder)
+    task = record.tasks.get(name) if record is not None else None
+    if record is None or task is None:
+        return SourceComparison(prefix=prefix, note="its record does not know it")
+    if record.dataset is None:
+        return SourceComparison(
+            prefix=prefix, note="its record is of an earlier version, and does not say where its files lie"
+        )
+    try:
+        definition = _recorded_tokenizer(record, tokenizer)
+        for now, then, digest in zip(
+            stat_inputs(record.dataset, [file[0] for file in task.inputs], missing_ok=True),
+            task.inputs,
+            task.fingerprints,
+            strict=True,
+        ):
+            if not is_unchanged(join_path(record.dataset, now[0]), now, then, digest):
+                return SourceComparison(prefix=prefix, note=f"{printable(now[0])} is gone, or not what it was")
+        source = _Source(record=record, task=task, definition=definition, shard=Shard.open(prefix))
+        return source.compare_all(temp_dir) if full else source.compare_sample()
+    except (RelayrunError, OSError) as error:
+        return SourceComparison(prefix=prefix, note=str(error).splitlines()[0])
+
+
+def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
+    """The serialized tokenizer that a folder's shards were made with. Raises InputError where it is not at hand."""
+    wanted = record.settings["tokenizer"]
+    if given is not None:
+        for special_text in (False, True):
+            loaded = load_tokenizer(TokenizeOptions(tokenizer=given, append_eod="no", special_text=special_text))
+            if loaded.fingerprint == wanted:
+                return loaded.definition
+    elif record.tokenizer is not None and os.path.isfile(record.tokenizer):
+        text = Path(record.tokenizer).read_text(encoding="utf-8")
+        if hashlib.sha256(text.encode()).hexdigest() == wanted:
+            return text
+    raise InputError(
+        "this is not the tokenizer that made the shards" if given else "the copy of their tokenizer is gone",
+        where=given or record.tokenizer,
+        hint="give the one that made them with --tokenizer",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A shard, and all that it was made of."""
+
+    record: FolderRecord
+    task: TaskRecord
+    definition: str
+    shard: Shard
+
+    @property
+    def framing(self) -> DocumentFraming:
+        settings = self.record.settings
+        return DocumentFraming(
+            bos_id=settings["bos"],
+            eod_id=settings["eos"],
+            dtype=settings["token type"],
+            keep_empty=settings["empty documents"] == "kept",
+        )
+
+    def compare_sample(self) -> SourceComparison:
+        """Some documents of one file."""
+        counts, prefix = self.task.file_documents, self.shard.prefix
+        full_files = [number for number, count in enumerate(counts) if count]
+        if not full_files:
+            return SourceComparison(
+                prefix=prefix, note="its record is of an earlier version, and does not count its files"
+            )
+        generator = random.Random(self.task.xxh3_128.get("bin"))
+        number = generator.choice(full_files)
+        first, count = sum(counts[:number]), counts[number]
+        wanted = sorted(generator.sample(range(count), min(SAMPLED_DOCUMENTS, count)))
+        texts, found = self._chosen(number, set(wanted))
+        if found != count:  # texts without ids: only who tokenizes all of them knows which document is which
+            return SourceComparison(
+                prefix=prefix, note=f"{found:,} texts gave {count:,} documents; compare all of it with --full"
+            )
+        tokenizer = _reference_tokenizer(self.definition)
+        for place, text in sorted(texts.items()):
+            ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+            expected, _ = self.framing.apply(ids, np.array([len(ids)], np.int64))
+            if not np.array_equal(expected, _document_ids(self.shard, first + place)):
+                file = printable(self.task.inputs[number][0])
+                return SourceComparison(
+                    prefix=prefix,
+                    documents=len(texts),
+                    fault=f"document {first + place} has other ids than its text, document {place} of {file}",
+                )
+        return SourceComparison(prefix=prefix, documents=len(texts))
+
+    def _chosen(self, number: int, wanted: set[int]) -> tuple[dict[int, str], int]:
+        """The texts of the documents `wanted` of a file, by number, and how many documents the file has."""
+        texts: dict[int, str] = {}
+        count = 0
+        for piece in self._texts(number):
+            if len(piece) or self.framing.keep_empty:
+                if count in wanted and len(piece) <= _MAX_SAMPLED_BYTES:
+                    texts[count] = str(piece, "utf-8")
+                count += 1
+        return texts, count
+
+    def _texts(self, number: int) -> Iterator[memoryview]:
+        assert self.record.dataset is not None
+        path = join_path(self.record.dataset, self.task.inputs[number][0])
+        faults = LineFaults(skip=bool(self.task.bad_lines))
+        column, size = self.record.settings["column"], TokenizeOptions.default("batch_bytes")
+        for array in read_column(path, column, batch_bytes=size, scratch=tempfile.gettempdir(), faults=faults):
+            yield from Texts.from_arrow(array.drop_null()).views()
+
+    def compare_all(self, temp_dir: str | None) -> SourceComparison:
+        """The whole shard, made again."""
+        assert self.record.dataset is not None
+        options = TokenizeOptions(
+            tokenizer="",
+            column=self.record.settings["column"],
+            engine="huggingface",
+            on_error=cast(OnError, self.task.on_error or ("skip-file" if self.task.skipped else "fail")),
+        )
+        name = os.path.basename(self.shard.prefix)
+        with tempfile.TemporaryDirectory(dir=temp_dir, prefix=f"{temporary_prefix()}verify-") as folder:
+            definition = Path(folder, "tokenizer.json")
+            definition.write_text(self.definition, encoding="utf-8")
+            job = TokenizeContext(
+                dataset=self.record.dataset,
+                output=folder,
+                definition=str(definition),
+                fingerprint=self.record.settings["tokenizer"],
+                selection=select_engine(
+                    "huggingface",
+                    _reference_tokenizer(self.definition),
+                    Texts.of([]),
+                    log.warning,
+                    definition=self.definition,
+                ),
+                framing=self.framing,
+                options=options,
+            )
+            again = tokenize_shard(job, ShardTask(name=name, inputs=tuple(self.task.inputs)))
+            fault = None
+            if again.xxh3_128 != self.task.xxh3_128:
+                fault = _first_difference(self.shard, again, os.path.join(folder, name))
+        return SourceComparison(prefix=self.shard.prefix, documents=again.documents, fault=fault)
+
+
+def _first_difference(shard: Shard, again: TaskRecord, prefix: str) -> str:
+    if not again.tokens:
+        return "its files hold no document"
+    other = Shard.open(prefix)
+    for number in range(min(shard.documents, other.documents)):
+        if not np.array_equal(_document_ids(shard, number), _document_ids(other, number)):
+            return f"document {number} has other ids than its text"
+    return f"it has {shard.documents:,} documents, its files have {other.documents:,}"
+
+
+def _document_ids(shard: Shard, number: int) -> Any:
+    """The ids of document `number`; empty behind the last one."""
+    first, last = (int(each) for each in shard.bounds()[number : number + 2]) if number < shard.documents else (0, 0)
+    if first == last:
+        return np.empty(0, shard.dtype)
+    count = int(shard.lengths()[first:last].sum())
+    return np.fromfile(shard.prefix + ".bin", shard.dtype, count, offset=int(shard.offsets()[first]))
+
+
+@functools.lru_cache(maxsize=2)
+def _reference_tokenizer(definition: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

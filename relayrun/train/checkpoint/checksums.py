@@ -27,7 +27,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import file_sizes, write_atomic
-from relayrun.tokens.stores.checksum import file_checksum, open_file_checksum
+from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
 
 CHECKSUM_INDEX = "checksums.json"
 INDEX_FORMAT = 1

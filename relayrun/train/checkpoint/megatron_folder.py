@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.sections.rampup import BatchSizes
+from relayrun.config.sections.training import BatchSizes
 from relayrun.control.trainers.megatron_lm_checkpoints import TRACKER_FILE
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import safe_pickle

@@ -43,8 +43,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.reader import CheckedReader
-from relayrun.train.checkpoint.writer import ThreadedWriter, WrittenFiles
 from relayrun.train.messages import RankMessages, portable_error
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ import re
 import shutil
 from pathlib import Path
 
-from relayrun.control.rundir import campaign, evaluations, mirror, rounds
+from relayrun.control.rundir import campaign, evaluations, mirror, restarts
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError, RunDirError
 from relayrun.files import fsync_directory, sync_data, unused_name, write_atomic
-from relayrun.train.reporting import agent_link
+from relayrun.train.reporting import liveness
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged:
     about that would be taken for the words of the rank that has its number now.
     """
     _sync(staged)
-    number = agent_link.restart_number()
-    if agent_link.has_agent() and any(
-        failed.round >= number for failed in rounds.read_failed_restarts(run.attempt(attempt))
+    number = liveness.restart_number()
+    if liveness.has_agent() and any(
+        failed.round >= number for failed in restarts.read_failed_restarts(run.attempt(attempt))
     ):
         log.error("round %s is over, so this rank publishes nothing and ends", number)
         os._exit(1)

@@ -1,16 +1,28 @@
 """Reads a torch_dist checkpoint and compares each byte with its hash before anything is made of it.
 
-Nothing that a checkpoint holds is run: its records are read by `metadata`, its tensors and objects by torch with
+`read_metadata` reads `.metadata` without running its content. `translate_common` turns Megatron-LM's `common.pt` into
+the common part of a run's checkpoint.
+
+Nothing that a checkpoint holds is run: its records are read by `parse_metadata`, its tensors and objects by torch with
 `weights_only`. What is read is what is compared: a block goes from the file into memory once, is hashed there, and is
 unpacked from there. So it does not matter which rank reads which blocks, or how the ranks were laid out when they were
-written. Ranks that want the same blocks read each of them once, see `exchange`.
+written. Ranks that want the same blocks read each of them once, see `parallel_load`.
+
+It is a pickle, and a pickle may name any function to be called. torch and megatron-core read it with
+`pickle.load`. A checkpoint may come from anybody, so that here the names are those of torch's records alone. What they
+name is out of reach, too: attributes are given to records that this file's reader has made, and to nothing else.
+
+The sharded part needs no translation: its keys are megatron-core's on both sides.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,20 +31,178 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.futures import Future
 
-from relayrun.train.checkpoint import megatron_state
+from relayrun.errors import InputError
+from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint, open_checksums
-from relayrun.train.checkpoint.division import BlockLocation
-from relayrun.train.checkpoint.exchange import BlockExchange
-from relayrun.train.checkpoint.metadata import (
-    METADATA_FILE,
-    RefusedCheckpoint,
-    file_ends,
-    parse_metadata,
-    refusal_error,
-)
+from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
+from relayrun.train.checkpoint.safe_pickle import NotAllowed, StoredTensor, sealed_class
+
+MEGATRON_LAYOUT = "those of Megatron-LM"
+"""No layout of ranks here, so that generators begin anew."""
+
+
+def translate_common(data: bytes, folder: Path) -> dict[str, Any] | None:
+    """Return the common part that a common.pt with this content comes to; None where it is not Megatron-LM's.
+
+    `data` is None in it: it does not say in which order samples were read, only how many.
+    """
+    found = megatron_folder.parse_common(data, folder)
+    if found is None:
+        return None
+    state: dict[str, Any] = {
+        "layout": MEGATRON_LAYOUT,
+        "fixed": {
+            "parallel.use_distributed_optimizer": found.distributed is not None,
+            "training.precision": found.precision,
+        },
+        "data": None,
+        "progress": found.progress(),
+    }
+    if found.optimizer is not None and megatron_folder.is_plain_value(found.optimizer):
+        state["optimizer"] = with_torch_tensors(found.optimizer)
+    return state
+
+
+def with_torch_tensors(value: Any) -> Any:
+    """The same values, with torch's tensors."""
+    if isinstance(value, StoredTensor):
+        dtype = getattr(torch, value.dtype)
+        if not value.data:
+            return torch.empty(value.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(value.shape)
+    if isinstance(value, dict):
+        return {key: with_torch_tensors(each) for key, each in value.items()}
+    return type(value)(with_torch_tensors(each) for each in value) if isinstance(value, (list, tuple)) else value
+
+
+METADATA_FILE = ".metadata"
+
+_TORCH = "torch.distributed.checkpoint."
+ALLOWED_NAMES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+    _TORCH + "filesystem": {"_StorageInfo", "_StoragePrefix"},
+    _TORCH + "metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    _TORCH + "planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}
+"""Records of values, and what makes them: nothing here opens, imports or calls anything that a pickle gives it.
+Those of the planner stand in checkpoints that Megatron-LM wrote."""
+
+_OF_MEGATRON = {
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
+}
+"""Records that add fields to torch's. torch's take these as well, and megatron-core, which takes seconds to import, is
+not needed to read them."""
+
+
+class RefusedCheckpoint(InputError):
+    """A checkpoint holds what is no value; nothing of it was run."""
+
+
+def refusal_error(words: str, folder: Path) -> RefusedCheckpoint:
+    """Return the error for a checkpoint that is not loaded because of what it holds, in `words`."""
+    return RefusedCheckpoint(
+        f"this checkpoint is not loaded: {words}",
+        where=folder,
+        hint="take one that relayrun or megatron-core saved, or the weights as safetensors with `relayrun import hf`",
+    )
+
+
+class _Member:
+    """Stands for a member of an enumeration: the member itself is the process's."""
+
+    def __init__(self, member: Enum) -> None:
+        self.member = member
+
+    def __eq__(self, other: object) -> bool:
+        return (other.member if isinstance(other, _Member) else other) is self.member
+
+    def __hash__(self) -> int:
+        return hash(self.member)
+
+
+def _member(owner: Any, name: Any) -> _Member:
+    """What Python 3.11.0 to 3.11.3 write for a member of an enumeration: getattr(class, name)."""
+    kind = getattr(owner, "kind", None) if isinstance(owner, type) else None
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
+        return _Member(kind[name])
+    raise NotAllowed("it asks for an attribute of what is no enumeration")
+
+
+def _sealed(kind: Any) -> Any:
+    """Return what a pickle may name in place of a record, an enumeration or a function; a record's fields follow."""
+    make: Callable[..., Any] = kind
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        make = lambda *given: _Member(kind(*given))  # noqa: E731
+    elif isinstance(kind, type) and is_dataclass(kind):
+        make = functools.partial(object.__new__, kind)
+    return sealed_class(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return sealed_class("getattr", _member)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (record := _OF_MEGATRON.get((module, name))) is not None:
+            return _sealed(record)
+        if name not in ALLOWED_NAMES.get(module, ()):
+            raise NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
+        try:
+            return _sealed(super().find_class(module, name))
+        except (ImportError, AttributeError):
+            raise NotAllowed(f"it names {module}.{name}, which the libraries here do not have") from None
+
+
+def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metadata:
+    """Return the metadata that `data`, the content of a `.metadata`, holds.
+
+    `checked`: these bytes are those that were saved. Raises Refused if it names anything but records, and Damaged,
+    naming `folder`, if it cannot be read; Refused too where it is known to be as it was saved.
+    """
+    words = "it holds something else"
+    try:
+        found = _Records(io.BytesIO(data)).load()
+        if isinstance(found, Metadata) and isinstance(found.storage_data, dict):
+            return found
+    except NotAllowed as error:
+        raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
+    except Exception as error:  # whatever a pickle of flipped bytes makes of these records
+        words = f"{type(error).__name__}: {error}"
+    if checked:
+        raise refusal_error(f"{METADATA_FILE}: {words}", folder)
+    raise DamagedCheckpoint(f"its {METADATA_FILE} cannot be read: {words}", where=folder)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read and parse the metadata of a checkpoint. Raises OSError, and as `parse_metadata`."""
+    return parse_metadata((folder / METADATA_FILE).read_bytes(), folder)
+
+
+def file_ends(metadata: Metadata) -> dict[str, int]:
+    """Return how many bytes each file must have at least, by name, for all blocks to be there."""
+    found: dict[str, int] = {}
+    for item in metadata.storage_data.values():
+        found[item.relative_path] = max(found.get(item.relative_path, 0), item.offset + item.length)
+    return found
+
 
 T = TypeVar("T")
 
@@ -80,7 +250,7 @@ class CheckedReader(FileSystemReader):
         return found
 
     def _plain_values(self) -> Any:
-        if (found := megatron_state.translate_common(self._common, self.folder)) is not None:
+        if (found := translate_common(self._common, self.folder)) is not None:
             return found
         return torch.load(io.BytesIO(self._common), map_location="cpu", weights_only=True)
 

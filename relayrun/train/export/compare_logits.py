@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from relayrun.config.compose.schema import DataSection, ParallelSection, RunConfig
-from relayrun.config.sections.transformer import NEEDS_TRANSFORMER_ENGINE
+from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE
 from relayrun.control.scheduler.tasks import free_port
 from relayrun.errors import InputError
-from relayrun.train.export.checkpoint_source import CheckpointSource
+from relayrun.train.export.source_and_target import CheckpointSource
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest logit where that is above 1: some ten times the noise of fp32."""
@@ -89,7 +89,7 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
     from relayrun.train import megatron_versions
 
     megatron_versions.check_version()
-    from relayrun.train import parallel
+    from relayrun.train import distributed
     from relayrun.train.checkpoint import megatron_strategy
     from relayrun.train.checkpoint.reader import CheckedReader
     from relayrun.train.model import cpu_patches
@@ -104,7 +104,7 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
         "MASTER_PORT": str(free_port()),
     }
     config = _one_rank(source.config)
-    ranks = parallel.start_process_groups(config)
+    ranks = distributed.start_process_groups(config)
     model = ModelStage(config, ranks, source.manifest.vocabulary_size, eod=source.manifest.eod)
     wanted = {"model": model.sharded_state_dict({})}
     model.load(megatron_strategy.load_state(wanted, CheckedReader(source.folder, source.checksum))["model"])
@@ -114,7 +114,7 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model.chunks[0](
             input_ids=tokens.to(ranks.device), position_ids=positions, attention_mask=None
         )
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
     return logits.cpu()
 
 

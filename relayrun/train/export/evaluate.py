@@ -1,4 +1,4 @@
-"""`python -m relayrun.train.export.evaluate`: the job that evaluates one checkpoint, whole or with a recorded failure.
+"""`python -m relayrun.train.export.evaluate`: the job that evaluates one checkpoint, or records why it failed.
 
 It exports the checkpoint, lets go of it, and runs lm-evaluation-harness on the named tasks or a command of the user's
 own, or the mean loss on the run's validation sets where neither is named. A checkpoint of another trainer is converted
@@ -9,28 +9,157 @@ a program of somebody else's may run in a Python without it.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, EvaluationSection, RunConfig
-from relayrun.control.chain import campaign, messenger
+from relayrun.control.chain import background, campaign
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult, EvaluationScores
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.wandb import wandb_mode
+from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import InputError, RelayrunError, run_main
-from relayrun.train.export.own_commands import EvaluationCommands
-from relayrun.train.reporting.wandb_evaluations import send_evaluations
+from relayrun.train.reporting.wandb_runs import send_evaluations
+
+COMMAND_END_SECONDS = 10.0
+"""Seconds that a command has to end where the job ends."""
+
+
+class EvaluationCommands:
+    """The commands of the section `evaluation` for one checkpoint."""
+
+    def __init__(self, run: Run, config: CommonConfig, folder: EvaluationDir, checkpoint: Path) -> None:
+        assert config.evaluation is not None
+        self._settings = config.evaluation
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._names = {
+            "checkpoint": str(checkpoint),
+            "iteration": str(folder.iteration),
+            "checkpoints": str(run.checkpoints),
+            "run_dir": str(run.path),
+            "results": str(folder.scores),
+            "python": config.cluster.python or sys.executable,
+        }
+
+    def convert(self) -> Path:
+        """Return a folder of transformers of the checkpoint: itself, where no command makes one.
+
+        Raises InputError if the command fails, or has made no such folder.
+        """
+        words, model = self._settings.convert, self._folder.model
+        if not words:
+            model = self._checkpoint
+        else:
+            _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.convert")
+        if not (model / "config.json").is_file():
+            raise InputError(
+                "this is no folder of transformers: it has no config.json",
+                where=model,
+                hint="set evaluation.convert to a program that makes one of a checkpoint"
+                if not words
+                else "let evaluation.convert write into {model} itself",
+            )
+        return model
+
+    def score(self, model: Path) -> tuple[EvaluationScores, dict[str, Any]]:
+        """Return what the command scores, and what it was. Raises InputError if it fails, or has written no numbers."""
+        words = self._settings.command
+        self._folder.scores.unlink(missing_ok=True)
+        _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.command")
+        found = read_scores(self._folder.scores)
+        program = next((word for word in words if word.endswith((".py", ".sh"))), words[0])
+        return found, {"program": Path(program).name, "command": words}
+
+
+def read_scores(path: Path) -> EvaluationScores:
+    """Return the numbers of a JSON object: {task: {metric: number}}, {metric: number}, or what lm_eval writes.
+
+    Raises InputError if there is no such file, or it holds no numbers.
+    """
+    hint = 'write {"task": {"metric": 0.5}} to {results}'
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError("evaluation.command has not written its results", where=path, hint=hint) from None
+    except ValueError as error:
+        raise InputError(f"the results of evaluation.command are no JSON: {error}", where=path, hint=hint) from None
+    if isinstance(said, dict) and isinstance(said.get("results"), dict):
+        said = said["results"]
+    if not isinstance(said, dict):
+        raise InputError("the results of evaluation.command are no JSON object", where=path, hint=hint)
+    flat = {name: value for name, value in said.items() if _is_number(value)}
+    tasks = {name: value for name, value in said.items() if isinstance(value, dict)}
+    if flat:
+        tasks["command"] = tasks.get("command", {}) | flat
+    found = {
+        task: {name.removesuffix(",none"): float(value) for name, value in metrics.items() if _is_number(value)}
+        for task, metrics in tasks.items()
+    }
+    found = {task: metrics for task, metrics in found.items() if metrics}
+    if not found:
+        raise InputError("the results of evaluation.command hold no numbers", where=path, hint=hint)
+    for task, metrics in found.items():
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise InputError(f"{task}: {name} is {value}, which is no score", where=path)
+    return found
+
+
+def _run_command(words: Sequence[str], *, setting: str) -> None:
+    """Run a command to its end, in a process group that ends with this program. Raises InputError if it fails."""
+    print(f"{setting}: {shlex.join(words)}", flush=True)
+    try:
+        program = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0)
+    except OSError as error:
+        raise InputError(f"{words[0]} cannot be started: {error.strerror}", where=setting) from None
+    try:
+        code = program.wait()
+    finally:
+        _end_command(program)
+    if code:
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        raise InputError(f"{Path(words[0]).name} ended with {how}", where=setting, hint="the job's log says more")
+
+
+def _end_command(program: subprocess.Popen[bytes]) -> None:
+    """End what is left of a command and of all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(program.pid, number)
+        except ProcessLookupError:
+            return
+        if program.poll() is not None:
+            continue
+        try:
+            program.wait(COMMAND_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _filled(words: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    return [re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word) for word in words]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +182,7 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
         commit = due.get((attempt, iteration))
         if commit is None:
             raise InputError("this checkpoint does not count any more, or is not to be evaluated", where=folder.path)
-        config = compose.read_resolved_config(run.config_revision(run.revisions()[-1]))
+        config = resolve.read_resolved_config(run.config_revision(run.revisions()[-1]))
         settings = config.evaluation
         if settings is None:
             raise InputError("this run's config has no section `evaluation`", where=run.config)
@@ -73,7 +202,7 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
     result = EvaluationResult(**about, time=time.time(), seconds=time.time() - started)
     evaluations.record_result(run, result)
     if run.plan.exists():
-        messenger.send_notices(run, Plan.load(run), at_work=False)
+        background.send_notices(run, Plan.load(run), at_work=False)
         campaign.start_due_members_of(run)  # a run may have waited for this result
     report_to_wandb(run)
     return result
@@ -86,7 +215,7 @@ def _scored(
     own = EvaluationCommands(run, config, folder, checkpoint)
     if isinstance(config, RunConfig):
         from relayrun.train.export import scores
-        from relayrun.train.export.checkpoint_source import find_checkpoint
+        from relayrun.train.export.source_and_target import find_checkpoint
 
         source, model = find_checkpoint(run, folder.iteration), folder.model
         scores.export_model(source, model)
@@ -110,7 +239,7 @@ def report_to_wandb(run: Run) -> None:
     if mode is None:
         return
     try:
-        send_evaluations(run, compose.read_resolved_config(run.config_revision(run.revisions()[-1])), mode)
+        send_evaluations(run, resolve.read_resolved_config(run.config_revision(run.revisions()[-1])), mode)
     except Exception as error:
         log.warning("W&B: %s: %s; sync_wandb.py sends what it lacks", type(error).__name__, error)
 

@@ -1,28 +1,148 @@
-"""A Hugging Face folder from a checkpoint: config, weights in safetensors, tokenizer, generation config.
+"""Hugging Face folders: export of config, weights, tokenizer; import as a torch_dist checkpoint of iteration 0.
 
 Weights are read and written one file at a time: memory holds the tensors of one file and one piece of the
 checkpoint, whatever the model's size and however it was split over ranks.
+
+Tensors are read and written one at a time. Beside the files of every checkpoint stands `model.yaml`, the
+`model` section of a run config that fits.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.schema import ModelSection
+from relayrun.config.sections.model import TransformerSection
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.train.export import choose, hf_config
-from relayrun.train.export.checkpoint_source import CheckpointSource
+from relayrun.train.export import model_families
 from relayrun.train.export.model_mapping import MappedTensor, ModelMapping
-from relayrun.train.export.reader import CheckpointReader
+from relayrun.train.export.source_and_target import CheckpointSource
+from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader, new_folder
 from relayrun.train.model.size import pad_to_multiple
+
+ROPE_CONTEXT = 8192
+"""Original context of Llama 3.1's rotary scaling, as megatron-core and the schema have it."""
+_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ROPE_CONTEXT}
+_DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
+"""Values in transformers where a config.json names none and a mapping no other."""
+
+
+def to_huggingface_config(
+    mapping: ModelMapping,
+    model: ModelSection,
+    *,
+    vocabulary: int,
+    seq_length: int,
+    dtype: str,
+    bos: int | None,
+    eos: int | None,
+) -> dict[str, Any]:
+    """Return config.json as values, in the names that every transformers reads which has the class."""
+    own = model.transformer
+    base = float(model.rotary_base)
+    scaling, context = None, seq_length
+    if model.rope_scaling_factor is not None:
+        scaling = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **_SCALING}
+        context = max(seq_length, int(ROPE_CONTEXT * model.rope_scaling_factor))
+    return {
+        "architectures": [mapping.architecture],
+        "model_type": mapping.model_type,
+        "vocab_size": vocabulary,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.head_channels,
+        "max_position_embeddings": context,
+        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": base},  # of transformers 5
+        "rope_theta": base,
+        "rope_scaling": scaling,
+        "rms_norm_eps": model.norm_epsilon,
+        "initializer_range": model.init_method_std,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "torch_dtype": dtype,
+        "use_cache": True,
+        **mapping.config,
+        **{name: value for key, name in mapping.settings.items() if (value := getattr(own, key)) is not None},
+    }
+
+
+def from_huggingface_config(
+    mapping: ModelMapping, config: Mapping[str, Any], divisible_by: int, *, where: object
+) -> ModelSection:
+    """Return the model section of a config.json, of transformers 4 or 5.
+
+    Raises InputError if it is none that a run can train.
+    """
+    config = {**_DEFAULTS, **mapping.defaults, **{name: value for name, value in config.items() if value is not None}}
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        raise InputError(
+            f"does not describe {mapping.with_article}: hidden_size {hidden!r}, num_attention_heads {heads!r}",
+            where=where,
+        )
+    rope = config.get("rope_parameters") or (config.get("rope_scaling") or {})
+    fixed = {name: (config.get(name, _like(value)), value) for name, value in mapping.config.items()}
+    fixed["quantization_config"] = (config.get("quantization_config"), None)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "llama3":
+        fixed |= {f"rope_scaling.{name}": (rope.get(name), value) for name, value in _SCALING.items()}
+    elif kind != "default":
+        fixed["rope_scaling.rope_type"] = (kind, "llama3")
+    base = rope.get("rope_theta", config["rope_theta"])
+    fixed["rope_theta"] = (base, int(base))
+    for name, (found, wanted) in fixed.items():
+        if found != wanted:
+            raise InputError(
+                f"{name} is {found!r}; only {wanted!r} can be imported",
+                where=where,
+                hint=f"a run can train {mapping.with_article} that has it so; see docs/export.md",
+            )
+    transformer = dict(mapping.transformer) | {
+        setting: config[name] for setting, name in mapping.settings.items() if config.get(name) is not None
+    }
+    if transformer.get("kv_channels") == hidden // heads:
+        del transformer["kv_channels"]
+    try:
+        return ModelSection(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=hidden,
+            ffn_hidden_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_query_groups=config.get("num_key_value_heads") or heads,
+            rotary_base=int(base),
+            rope_scaling_factor=float(rope["factor"]) if kind == "llama3" else None,
+            norm_epsilon=float(config["rms_norm_eps"]),
+            init_method_std=float(config["initializer_range"]),
+            untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
+            make_vocab_size_divisible_by=divisible_by,
+            transformer=TransformerSection.model_validate(transformer),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"does not describe {mapping.with_article}: {error}", where=where) from None
+
+
+def _like(wanted: object) -> object:
+    """What transformers takes where config.json has no such entry and the mapping names no default."""
+    return False if isinstance(wanted, bool) else None
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_SIZE = 5_000_000_000
@@ -64,14 +184,14 @@ def write_huggingface(
     `save_file` raises.
     """
     model, vocabulary = source.config.model, source.manifest.vocabulary_size
-    chosen = choose.mapping_for_model(model, mapping)
+    chosen = model_families.mapping_for_model(model, mapping)
     reader = CheckpointReader(source.folder, source.checksum)
     chosen.check(reader.shapes, model, pad_to_multiple(vocabulary, model.make_vocab_size_divisible_by), source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
     name = next(name for name, value in DTYPES.items() if value is of)
     write_tokenizer(source, folder)
     bos, eos = _bos(folder), source.manifest.eod
-    config = hf_config.to_huggingface_config(
+    config = to_huggingface_config(
         chosen, model, vocabulary=vocabulary, seq_length=source.config.training.seq_length, dtype=name, bos=bos, eos=eos
     )
     write_json(folder / "config.json", config)
@@ -171,3 +291,139 @@ def _bos(folder: Path) -> int | None:
         return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no", bos=True)).bos_id
     except InputError:  # it names none
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceImport:
+    """The checkpoint that an import made, and what a run config must say of it."""
+
+    model: ModelSection
+    vocabulary: int
+    """Rows of the embeddings that came from the folder; the padding after them is zero."""
+    padded_vocabulary: int
+
+
+class HuggingFaceWeights:
+    """The tensors of a Hugging Face folder, one file or several with an index."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the weights in `folder`. Raises InputError if there are no safetensors, or a file is missing or torn."""
+        self._folder = folder
+        index = folder / "model.safetensors.index.json"
+        try:
+            if index.is_file():
+                self._files: dict[str, str] = read_json(index)["weight_map"]
+            else:
+                with safe_open(folder / "model.safetensors", "pt") as file:
+                    self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            self.shapes: dict[str, tuple[int, ...]] = {}
+            for name in sorted(set(self._files.values())):
+                with safe_open(folder / name, "pt") as file:
+                    self.shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        except FileNotFoundError as error:
+            raise InputError(
+                f"has no weights in safetensors: {error}",
+                where=folder,
+                hint="give a folder that transformers' save_pretrained wrote",
+            ) from None
+        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+            raise InputError(f"its weights cannot be read: {error}", where=folder) from None
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor. Raises InputError if the file is torn."""
+        try:
+            with safe_open(self._folder / self._files[name], "pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{name} cannot be read: {error}", where=self._folder) from None
+
+
+def import_huggingface(
+    folder: Path, output: Path, *, dtype: str = "auto", divisible_by: int = 128, mapping: str | None = None
+) -> HuggingFaceImport:
+    """Write the checkpoint `output`, whole or not at all.
+
+    `divisible_by` is the run's model.make_vocab_size_divisible_by; `mapping` the import path of a mapping, None for the
+    built-in one of the folder's class. Raises InputError if `folder` holds no model that a run config can describe, or
+    `output` cannot be written, and ConfigError if the path leads to no mapping.
+    """
+    config, where = read_huggingface_config(folder), folder / "config.json"
+    chosen = model_families.mapping_for_config(config, mapping, where=where)
+    model = from_huggingface_config(chosen, config, divisible_by, where=where)
+    if mapping is not None:
+        model = model.model_copy(update={"mapping": mapping})
+    weights = HuggingFaceWeights(folder)
+    rows, vocabulary = int(config["vocab_size"]), _tokenizer_size(folder)
+    if vocabulary is not None and vocabulary > rows:
+        raise InputError(f"its tokenizer has {vocabulary} entries, its embeddings {rows}", where=folder)
+    wanted = {name: shape for piece in chosen.pieces(model, rows) for name, shape in piece.shapes.items()}
+    constants = chosen.constants_of(model.num_layers)
+    if missing := [name for name, shape in wanted.items() if weights.shapes.get(name) != shape]:
+        raise InputError(
+            f"{missing[0]} has the shape {weights.shapes.get(missing[0])}, not {wanted[missing[0]]} "
+            "as config.json says",
+            where=folder,
+        )
+    if extra := [name for name in weights.shapes.keys() - wanted.keys() - constants.keys() if name != "lm_head.weight"]:
+        raise InputError(f"{min(extra)} is no weight of {chosen.with_article}", where=folder)
+    for name in constants.keys() & weights.shapes:
+        found, value = weights.read(name), torch.tensor(constants[name])
+        if not torch.equal(found, value.to(found.dtype)):
+            raise InputError(f"{name} is {float(found)}; only {float(value)} can be imported", where=folder)
+    size = pad_to_multiple(vocabulary or rows, divisible_by)
+    rows = min(rows, size)
+    shapes = chosen.megatron_shapes(model, size)
+    first = next(iter(wanted))
+    of = weights.read(first).dtype if dtype == "auto" else DTYPES[dtype]
+    with new_folder(output) as made:
+        contents = CheckpointContents()
+        for piece in chosen.pieces(model, rows):
+            _add_piece(contents, piece, shapes[piece.key], of, weights)
+        contents.add_extra_states(shapes)
+        written = contents.write(made, {"iteration": 0})
+        (made / "model.yaml").write_text(
+            f"# the model of {folder.absolute()}\n" + yaml_file.dump_yaml({"model": model.model_dump(mode="json")})
+        )
+        written.add_checksums(0)
+    return HuggingFaceImport(model=model, vocabulary=rows, padded_vocabulary=size)
+
+
+def read_huggingface_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a Hugging Face folder. Raises InputError."""
+    try:
+        config = read_json(folder / "config.json")
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError("this is no Hugging Face folder: it has no config.json", where=folder) from None
+    except ValueError as error:
+        raise InputError(f"is no JSON: {error}", where=folder / "config.json") from None
+    if not isinstance(config, dict):
+        raise InputError("is no JSON object", where=folder / "config.json")
+    return config
+
+
+def _tokenizer_size(folder: Path) -> int | None:
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no")).size
+
+
+def _add_piece(
+    contents: CheckpointContents,
+    piece: MappedTensor,
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    weights: HuggingFaceWeights,
+) -> None:
+    """`size`: of the whole tensor in the checkpoint."""
+    outer = len(piece.index)
+    part = (*[1] * outer, *size[outer:])
+    start = (*piece.index, *[0] * (len(size) - outer))
+
+    def make() -> torch.Tensor:
+        tensor = piece.join([weights.read(name)[: shape[0]] for name, shape in piece.shapes.items()]).to(dtype)
+        if piece.rows is not None and piece.rows < size[0]:
+            tensor = torch.cat([tensor, tensor.new_zeros(size[0] - piece.rows, *size[1:])])
+        return tensor.reshape(part).contiguous()
+
+    contents.add_tensor(piece.key, size=size, start=start, part=part, dtype=dtype, make=make)

@@ -1,16 +1,25 @@
-"""The arguments of Megatron-LM that a checkpoint holds, as sections of a run config; and what has no setting there."""
+"""The arguments in a checkpoint of Megatron-LM as sections of a run config, and as the source of an export.
+
+What has no setting is named, and refused if it changes the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from relayrun.config.compose.schema import CheckpointSection, ModelSection, OptimizerSection, TrainingSection
+from relayrun.config.compose.schema import CheckpointSection, ModelSection, OptimizerSection, RunConfig, TrainingSection
 from relayrun.errors import InputError
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint, is_plain_value
 from relayrun.train.checkpoint.safe_pickle import is_inert
+from relayrun.train.export.source_and_target import CheckpointSource
+from relayrun.train.model.size import pad_to_multiple
 
 _LLAMA: dict[str, tuple[Any, Any]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -219,3 +228,55 @@ def _equal(found: Any, wanted: Any) -> bool:
 
 def _text(value: Any) -> str:
     return str(value) if is_inert(value) else repr(value)
+
+
+def megatron_source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> CheckpointSource:
+    """Return the source; `tokenizer`: None for the one that the arguments name, where it can be opened.
+
+    Raises InputError if there is no tokenizer, it has more entries than the embeddings, or it is no such model.
+    """
+    name = tokenizer or _of_the_arguments(checkpoint)
+    found = load_tokenizer(TokenizeOptions(tokenizer=name, append_eod="auto"))
+    sections = run_sections(checkpoint)
+    model, rows = sections["model"], checkpoint.args.get("padded_vocab_size")
+    if isinstance(rows, int) and pad_to_multiple(found.size, model["make_vocab_size_divisible_by"]) != rows:
+        if found.size > rows:
+            raise InputError(
+                f"the tokenizer {name} has {found.size} entries, the embeddings {rows}",
+                where=checkpoint.folder,
+                hint="give the tokenizer that the model was trained with",
+            )
+        model["make_vocab_size_divisible_by"] = rows
+    config = RunConfig.model_validate(
+        sections
+        | {
+            "project": "megatron-lm",
+            "name": "checkpoint",
+            "data": {"tokenizer": name, "datasets": [str(checkpoint.folder)]},
+            "checkpoint": {"interval": 1},
+            "job": {"time": "1"},
+            "cluster": {"name": "none", "scheduler": "local"},
+        }
+    )
+    manifest = Manifest(
+        datasets={},
+        validation={},
+        vocabulary_size=found.size,
+        eod=found.eos_id,
+        tokenizer=name,
+        tokenizer_fingerprint=found.fingerprint,
+    )
+    return CheckpointSource(
+        run=None, iteration=checkpoint.iteration, folder=checkpoint.folder, config=config, manifest=manifest
+    )
+
+
+def _of_the_arguments(checkpoint: MegatronCheckpoint) -> str:
+    kind, name = checkpoint.args.get("tokenizer_type"), checkpoint.args.get("tokenizer_model")
+    if kind == "HuggingFaceTokenizer" and isinstance(name, str) and Path(name).exists():
+        return name
+    raise InputError(
+        f"its tokenizer ({kind}, {name}) cannot be opened here",
+        where=checkpoint.folder,
+        hint="give --tokenizer: a folder or file of Hugging Face, or a name on its hub",
+    )

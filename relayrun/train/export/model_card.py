@@ -10,12 +10,12 @@ from pathlib import Path
 
 import relayrun
 from relayrun.config.sections.training import LossMean
-from relayrun.control.rundir import evaluations, lineage, merged_metrics
+from relayrun.control.rundir import checkpoint_records, evaluations, merged_metrics
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.tokens.mixture import audit
-from relayrun.train.export.checkpoint_source import CheckpointSource
 from relayrun.train.export.huggingface import HuggingFaceExport
+from relayrun.train.export.source_and_target import CheckpointSource
 
 LOSS_MEAN_TEXTS: dict[LossMean, str] = {
     "micro_batch": "trained on the mean of micro-batches, reported as the mean over tokens",
@@ -185,7 +185,7 @@ def _training(source: CheckpointSource, run: Run) -> list[str]:
 
 def consumed_samples(source: CheckpointSource) -> int:
     """Samples that the checkpoint was trained on. Raises InputError if no record says."""
-    for commit in lineage.lineage_commits(_run(source)):
+    for commit in checkpoint_records.lineage_commits(_run(source)):
         if commit.iteration == source.iteration and commit.consumed_samples >= 0:
             return commit.consumed_samples
     raise InputError(

@@ -13,10 +13,10 @@ from relayrun.config.compose.schema import EvaluationSection
 from relayrun.control.rundir.evaluations import EvaluationScores
 from relayrun.errors import InputError
 from relayrun.tokens.mixture.build_datasets import validation_sets
-from relayrun.tokens.order.rows import SampleRow
+from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.train.export import huggingface
-from relayrun.train.export.checkpoint_source import CheckpointSource
-from relayrun.train.export.folder import new_folder
+from relayrun.train.export.source_and_target import CheckpointSource
+from relayrun.train.export.torch_dist import new_folder
 
 
 def export_model(checkpoint: CheckpointSource, model: Path) -> None:

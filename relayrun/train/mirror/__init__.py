@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints in a second place, a folder or below a URL, and back. It knows nothing of torch.
+"""Copies of a run's checkpoints at a second destination, a folder or a URL, and back. Nothing here imports torch.
 
 A pass copies what is missing, the newest first: at most so many bytes a second, on from where a killed pass has
 stopped. Then every byte of the copy is read back and compared with the hashes of its commit, or, where a program saves

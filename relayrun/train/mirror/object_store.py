@@ -23,11 +23,16 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.errors import ConfigError, InputError, RelayrunError, RunDirError, missing_extra
 from relayrun.masking import mask_tokens
-from relayrun.tokens.stores.remote import RemoteFile, StoreError, retry_transient
-from relayrun.tokens.stores.stores import absolute_path, list_store_sizes
+from relayrun.tokens.stores.urls import RemoteFile, StoreError, absolute_path, list_store_sizes, retry_transient
 from relayrun.train.checkpoint.checksums import LocalCheckpointFiles
-from relayrun.train.mirror.pace import CopyRateLimit
-from relayrun.train.mirror.place import MirroredFiles, commit_identity, copy_name, open_source, read_piece
+from relayrun.train.mirror.destination import (
+    CopyRateLimit,
+    MirroredFiles,
+    commit_identity,
+    copy_name,
+    open_source,
+    read_piece,
+)
 
 MOST_PARTS = 5000
 """A large file is sent in fewer parts than this: stores allow ten thousand."""

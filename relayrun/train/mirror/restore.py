@@ -10,19 +10,23 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relayrun.control.rundir import lineage, mirror
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir import checkpoint_records, mirror
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import CheckpointCopy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import fsync_directory, unused_name
 from relayrun.train.checkpoint.checksums import LocalCheckpointFiles
-from relayrun.train.mirror.choose import destination_at, destination_of_policy
-from relayrun.train.mirror.folder import remove_tree, stage_files
-from relayrun.train.mirror.pace import CopyRateLimit
-from relayrun.train.mirror.place import CopyFailed, MirrorDestination, copy_faults
-from relayrun.train.mirror.sync import check_owner, mirror_lock
+from relayrun.train.mirror.destination import (
+    CopyFailed,
+    CopyRateLimit,
+    MirrorDestination,
+    copy_faults,
+    remove_tree,
+    stage_files,
+)
+from relayrun.train.mirror.sync import check_owner, destination_at, destination_of_policy, mirror_lock
 
 
 def restore_copy(run: Run, iteration: int | None, *, pace: CopyRateLimit | None = None) -> list[str]:
@@ -61,7 +65,7 @@ def _restore(run: Run, iteration: int | None, place: MirrorDestination) -> list[
     said: list[str] = list(newer)
     for copy in chosen:
         commit = line[copy.iteration]
-        if lineage.checkpoint_fault(commit) is None:
+        if checkpoint_records.checkpoint_fault(commit) is None:
             if len(said) > len(newer) or iteration is not None:
                 return [*said, f"iteration {copy.iteration} is whole in the run: {commit.path}"]
             raise InputError(

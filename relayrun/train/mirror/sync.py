@@ -1,4 +1,4 @@
-"""One pass over the checkpoints of a run: what is missing is copied, what is damaged taken back, what is old goes."""
+"""One pass over the checkpoints of a run: copy the missing, withdraw the damaged, remove the old."""
 
 from __future__ import annotations
 
@@ -10,17 +10,37 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from relayrun.control.rundir import lineage, mirror
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir import checkpoint_records, mirror
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPass, MirrorPolicy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.masking import mask_tokens
-from relayrun.tokens.stores.remote import StoreError
-from relayrun.train.mirror.choose import destination_of_policy
-from relayrun.train.mirror.pace import CopyRateLimit
-from relayrun.train.mirror.place import CopyFailed, MirrorDestination, copy_faults, copy_name, source_faults
+from relayrun.tokens.stores.urls import StoreError
+from relayrun.train.mirror.destination import (
+    CopyFailed,
+    CopyRateLimit,
+    FolderDestination,
+    MirrorDestination,
+    copy_faults,
+    copy_name,
+    source_faults,
+)
+from relayrun.train.mirror.object_store import ObjectStoreDestination
+
+
+def destination_of_policy(policy: MirrorPolicy, pace: CopyRateLimit) -> MirrorDestination:
+    """Return the second place that a policy names."""
+    return destination_at(policy.folder, pace)
+
+
+def destination_at(where: str, pace: CopyRateLimit) -> MirrorDestination:
+    """Return the second place that is a folder, or a URL."""
+    if "://" in where:
+        return ObjectStoreDestination(where, pace)
+    return FolderDestination(Path(where))
+
 
 COPY_TRIES = 2
 """How often a checkpoint is copied in a pass before it is left for the next one."""
@@ -132,7 +152,7 @@ class _MirrorPass:
     def _missing(self) -> list[CheckpointCommit]:
         """Whole checkpoints that should be copied and are not, the newest first."""
         line, copied = self._line(), self._place.copies()
-        whole = {name: commit for name, commit in line.items() if lineage.checkpoint_fault(commit) is None}
+        whole = {name: commit for name, commit in line.items() if checkpoint_records.checkpoint_fault(commit) is None}
         there = {copy.iteration for name, copy in copied.items() if name in line and copy.is_of(line[name])}
         wanted = self._kept({commit.iteration for commit in whole.values()} | there)
         found = [commit for commit in whole.values() if commit.iteration in wanted - there]

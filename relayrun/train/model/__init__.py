@@ -1,1 +1,5 @@
-"""The model as megatron-core's GPTModel, and what its layers are made of."""
+"""The model: megatron-core's GPTModel and the modules of its layers.
+
+`gpt` builds this rank's pipeline stage and runs batches through it; the other modules are its parts. `size` counts
+parameters, FLOPs and memory without torch; `cpu_patches` lets megatron-core run without CUDA. See docs/models.md.
+"""

@@ -1,4 +1,7 @@
-"""Causal attention on torch's scaled_dot_product_attention, in the place of megatron-core's own.
+"""Attention on torch alone, in place of megatron-core's own: causal attention, and multi-latent attention (MLA).
+
+`gather_sequence` and `scatter_sequence` are context parallelism by heads: for attention alone, every rank gets the
+whole sequence and a part of the heads. `attend_varlen` calls torch's kernel for sequences of any length.
 
 megatron-core's DotProductAttention keeps scores and probabilities of [batch, heads, sequence, sequence] for
 every layer. torch picks a flash kernel, on GPUs and on CPUs, which keeps none: memory grows with the
@@ -10,23 +13,212 @@ kernel for sequences of any length, elsewhere one after the other. The time fall
 
 A sliding window (`model.transformer.window_size`) is an option of that kernel, with documents or without; elsewhere a
 sequence is attended to in blocks, each with the tokens that its window reaches. Time grows with sequence x window.
+
+An all-to-all before attention and one behind it (DeepSpeed-Ulysses, arXiv 2309.14509). Attention itself then runs as
+on one rank, with any documents in the sequence. megatron-core's other layers see the tokens of their rank: of 2 n equal
+parts of a sequence, rank r of n has the parts r and 2 n - 1 - r (`get_batch_on_this_cp_rank`).
 """
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.tensor_parallel import ColumnParallelLinear, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch.backends import cuda
 from torch.backends.cuda import SDPAParams
 
-from relayrun.train.model import heads, varlen
-from relayrun.train.model.documents import PackedDocuments, whole_rows
+from relayrun.train.model.packed_documents import PackedDocuments, whole_rows
+
+
+def gather_sequence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From this rank's tokens and all heads to all tokens, in order, and this rank's heads.
+
+    query [sequence / n, batch, heads, channels], key and value with groups in the place of heads. Returns them as
+    [sequence, batch, heads / n, channels]; groups that are too few are repeated.
+    """
+    size = parallel_state.get_context_parallel_world_size()
+    heads, groups = query.shape[2], key.shape[2]
+    if groups % size:
+        repeat = size // math.gcd(groups, size)
+        repeat = repeat if heads % (groups * repeat) == 0 else heads // groups
+        key, value = (part.repeat_interleave(repeat, dim=2) for part in (key, value))
+    return _gathered(query, size), _gathered(key, size), _gathered(value, size)
+
+
+def scatter_sequence(out: torch.Tensor) -> torch.Tensor:
+    """Back from all tokens [sequence, batch, heads / n, channels] to this rank's [sequence / n, batch, heads, ...]."""
+    size = parallel_state.get_context_parallel_world_size()
+    sequence, batch, heads, channels = out.shape
+    parts = out.reshape(2 * size, sequence // (2 * size), batch, heads, channels)[_of_ranks(size)]
+    parts = parts.reshape(size, sequence // size, batch, heads, channels)
+    found = all_to_all(parallel_state.get_context_parallel_group(), parts)  # [n of heads, sequence / n, ...]
+    return found.permute(1, 2, 0, 3, 4).reshape(sequence // size, batch, size * heads, channels)  # type: ignore[no-any-return]
+
+
+def _gathered(part: torch.Tensor, size: int) -> torch.Tensor:
+    own, batch, heads, channels = part.shape
+    by_rank = part.view(own, batch, size, heads // size, channels).permute(2, 0, 1, 3, 4)
+    found = all_to_all(parallel_state.get_context_parallel_group(), by_rank)  # [n of tokens, sequence / n, ...]
+    pieces = found.view(2 * size, own // 2, batch, heads // size, channels)
+    order = torch.tensor(_of_ranks(size)).argsort().tolist()
+    return pieces[order].view(own * size, batch, heads // size, channels)  # type: ignore[no-any-return]
+
+
+def _of_ranks(size: int) -> list[int]:
+    """The parts of a sequence in the order in which the ranks hold them."""
+    return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
+
+
+def varlen_options(known: Iterable[str], *, grouped: bool, window: int | None = None) -> tuple[dict[str, Any], bool]:
+    """Return how to ask for causal attention, by the names of the function's arguments, which changed between versions.
+
+    Also whether it takes groups of keys and values as they are; else there has to be one for every head. `window`: how
+    many tokens before itself a token sees; None: all.
+    """
+    left = -1 if window is None else window
+    causal: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in known else {"is_causal": True}
+    takes = "enable_gqa" in known
+    return causal | ({"enable_gqa": True} if takes and grouped else {}), takes
+
+
+@cache
+def varlen_function() -> Callable[..., Any] | None:
+    """The function of this torch; None where it has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Callable[..., Any] = varlen_attn
+    return found
+
+
+def varlen_usable(query: torch.Tensor, *, window: int | None = None) -> bool:
+    """Whether it has a kernel for this device and type, and for a window: that of flash attention, for 16 bits."""
+    call = varlen_function()
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or call is None:
+        return False
+    if window is not None and "window_size" not in inspect.signature(call).parameters:
+        return False
+    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def attend_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: PackedDocuments,
+    *,
+    scale: float | None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend with query [sequence, batch, heads, channels] to key and value of groups; returns query's shape."""
+    call = varlen_function()
+    assert call is not None
+    sequence, batch = query.shape[:2]
+    heads, groups = query.shape[2], key.shape[2]
+    known = inspect.signature(call).parameters
+    asked, takes_groups = varlen_options(known, grouped=groups != heads, window=window)
+    if groups != heads and not takes_groups:
+        key, value = (part.repeat_interleave(heads // groups, dim=2) for part in (key, value))
+    if scale is not None:
+        asked["scale"] = scale
+    # row behind row, as the bounds count
+    flat = (part.transpose(0, 1).reshape(batch * sequence, part.shape[2], -1) for part in (query, key, value))
+    bounds, longest = documents.bounds, documents.longest
+    out = call(*flat, bounds, bounds, longest, longest, **asked)
+    out = out[0] if isinstance(out, tuple) else out
+    return out.view(batch, sequence, heads, -1).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def patch_latent_attention() -> None:
+    """Let the layer be built where TransformerEngine is missing; elsewhere do nothing.
+
+    Fault: megatron-core 0.16.1 takes TransformerEngine for installed there (transformer/multi_latent_attention.py:60)
+    and asks whether a layer is one of a class that is none: TypeError at line 185.
+    """
+    if not HAVE_TE:
+        multi_latent_attention.HAVE_TE = False
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no types
+    """The attention of a layer. Documents concern its core attention alone, and positions are told from outside.
+
+    megatron-core's own drops the batch's axis where it is 1 and there are documents, as its format `thd` wants it.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if isinstance(self.linear_kv_down_proj, ColumnParallelLinear) and self.pg_collection.tp.size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._gathered)
+
+    def _gathered(self, _: torch.nn.Module, __: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """Gather what the projection to keys and values gives on tensor-parallel ranks, here and not in the base class.
+
+        Fault: the rotary channels of a key are shared by all heads, and a rank has the gradient of its own heads for
+        them. megatron-core 0.16.1 gathers the channels (multi_latent_attention.py) by a function whose backward pass
+        takes a rank's part of its own gradient, as is right for what a column-parallel layer follows on.
+        """
+        whole = gather_from_tensor_model_parallel_region(out[0])
+        if self.config.sequence_parallel:  # of this rank's tokens; the base class gathers the rotary channels, and sums
+            return scatter_to_sequence_parallel_region(whole), out[1]
+        compressed, positions = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        summed = _OfAllHeads.apply(positions, self.pg_collection.tp)  # type: ignore[no-untyped-call]
+        return torch.cat([compressed, summed], dim=-1), out[1]
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """As in the base class: query, key and value [sequence, batch, heads, channels], and what they come from."""
+        seen = None if isinstance(packed_seq_params, PackedDocuments) else packed_seq_params
+        found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, seen, **named
+        )
+        return found
+
+
+class _OfAllHeads(torch.autograd.Function):
+    """The identity; its gradient is the sum over tensor-parallel ranks.
+
+    megatron-core's `copy_to_tensor_model_parallel_region` sums a copy of a gradient that is a part of a larger tensor,
+    and returns what it was (tensor_parallel/mappings.py, `_reduce`).
+    """
+
+    @staticmethod
+    def forward(context: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=context.group)
+        return summed, None
+
 
 SHORTEST_BLOCK = 128
 """Tokens of a block of a sequence with a window, where the window has not as many."""
@@ -69,7 +261,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         channels = value.shape[-1]
         query, key, value = _of_one_width(query, key, value)
         if self._context_size > 1:
-            query, key, value = heads.gather_sequence(query, key, value)
+            query, key, value = gather_sequence(query, key, value)
         dropout = self._dropout if self.training else 0.0
         # Heads are split over tensor-parallel ranks: each its own masks. With sequence parallel whole layers are within
         # such a fork already; recomputed, they have its state but not its name, and a second fork would draw anew.
@@ -79,7 +271,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         else:
             out = self._attend(query, key, value, packed_seq_params, dropout)
         if self._context_size > 1:
-            out = heads.scatter_sequence(out)
+            out = scatter_sequence(out)
         return out[..., :channels].flatten(2)
 
     def _attend(
@@ -92,9 +284,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
     ) -> torch.Tensor:
         """All as in `forward`, over whole rows; returns [sequence, batch, heads, channels]."""
         packed = documents is not None or self._window is not None
-        if packed and not dropout and varlen.varlen_usable(query, window=self._window):
+        if packed and not dropout and varlen_usable(query, window=self._window):
             rows = documents or whole_rows(query.shape[1], query.shape[0], query.device)
-            return varlen.attend_varlen(query, key, value, rows, scale=self._scale, window=self._window)
+            return attend_varlen(query, key, value, rows, scale=self._scale, window=self._window)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         if documents is None:
             return self._sequence(query, key, value, dropout).permute(2, 0, 1, 3)

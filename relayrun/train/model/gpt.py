@@ -1,18 +1,21 @@
-"""The model as megatron-core's GPTModel, and one pass of a batch through it.
+"""The model as megatron-core's GPTModel, its TransformerConfig, and the pass of a batch through it.
 
 RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), or what `model.transformer` asks for, in
-fp32 or bf16. `layers` says what its layers are made of.
+fp32 or bf16. `model.layers` says what its layers are made of.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as functional
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -22,19 +25,49 @@ from megatron.core.transformer import MLATransformerConfig, ModuleSpec, Transfor
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from relayrun.config.compose.expert_layout import expert_layers
-from relayrun.config.compose.schema import DataSection, RunConfig
+from relayrun.config.compose.layout_rules import expert_layers
+from relayrun.config.compose.schema import DataSection, ModelSection, RunConfig
+from relayrun.config.sections.model import LLAMA_DEFAULTS, LatentAttentionFields
 from relayrun.errors import ConfigError, FatalTrainingError
-from relayrun.tokens.order import documents
-from relayrun.train import megatron_versions, own_code, own_model, parallel
+from relayrun.tokens.order import sample_rows
+from relayrun.train import distributed, megatron_versions, user_code
+from relayrun.train.distributed import Ranks
 from relayrun.train.loss import LossResult, LossSum, loss_function
-from relayrun.train.model import arguments, auxiliary_losses, experts, fp8, fusions, layers, weight_gradients
-from relayrun.train.model.auxiliary_losses import AuxiliaryLosses
-from relayrun.train.model.documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
+from relayrun.train.model import experts, kernels, layers
+from relayrun.train.model.experts import AuxiliaryLosses
+from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
+from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
 from relayrun.train.model.size import flops_per_token, pad_to_multiple
-from relayrun.train.own_loss import UserLoss
-from relayrun.train.parallel import Ranks
 from relayrun.train.timers import Timers
+from relayrun.train.user_code import UserLoss
+
+
+def transformer_arguments(model: ModelSection, *, on_gpu: bool) -> dict[str, Any]:
+    """What `model.transformer` says, by the names of the fields.
+
+    Raises FatalTrainingError if the installed megatron-core lacks a field that is set.
+    """
+    settings = model.transformer
+    given = settings.model_dump() | {name: getattr(settings, name) for name in LLAMA_DEFAULTS}
+    if settings.multi_latent_attention:
+        given |= {name: getattr(settings, name) for name in LatentAttentionFields.model_fields}
+        given |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
+    kind = MLATransformerConfig if settings.multi_latent_attention else TransformerConfig
+    known = {field.name for field in dataclasses.fields(kind)}
+    if missing := sorted(set(given) - known):
+        raise FatalTrainingError(
+            f"megatron-core {version('megatron-core')}, which the ranks have, knows no {', '.join(missing)}",
+            hint="leave it out of model.transformer, or install a version that has it",
+        )
+    function = ACTIVATION_FUNCTIONS[settings.activation_func]
+    # the one kernel that computes what the settings say: the others leave out an offset or a bound
+    plain = settings.glu_linear_offset == 0 and settings.activation_func_clamp_value is None
+    fused = on_gpu and function is functional.silu and settings.gated_linear_unit and plain
+    given |= {"activation_func": function, "bias_activation_fusion": fused}
+    if settings.window_size is not None:
+        given["window_size"] = tuple(settings.window_size)
+    return given
+
 
 megatron_versions.quiet_megatron()
 
@@ -47,8 +80,8 @@ class MicroBatch:
     """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
     weights: npt.NDArray[np.float32] | None = None
     """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: each counts once."""
-    lengths: documents.DocumentLengths = None
-    """Tokens of each document, of samples that know it themselves (`relayrun.tokens.order.rows.SampleRow`)."""
+    lengths: sample_rows.DocumentLengths = None
+    """Tokens of each document, of samples that know it themselves (`relayrun.tokens.order.sample_rows.SampleRow`)."""
     loss_mask: npt.NDArray[np.float32] | None = None
     """1 where a token's loss counts, of shape [micro_batch_size, seq_length]; None: everywhere."""
 
@@ -99,9 +132,9 @@ class ModelStage:
         transformer.timers = self.timers if self.timers.level else None
         self._warmup_flush = config.parallel.overlap_p2p_communication_warmup_flush
         self._layers = layers.layer_implementation(config)  # says what is missing before it is asked for something
-        fp8.check_fp8(config.model.transformer, transformer)
+        kernels.check_fp8(config.model.transformer, transformer)
         if transformer.tp_comm_overlap:
-            fusions.start_communication_overlap(config, transformer)
+            kernels.start_communication_overlap(config, transformer)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
@@ -111,9 +144,9 @@ class ModelStage:
         )
         self._restarted: list[RowwiseRotaryEmbedding] = []
         """Rotary embeddings that are told the positions of each micro-batch; none where these do not restart."""
-        parallel.seed_weights(ranks, config.training.seed)
+        distributed.seed_weights(ranks, config.training.seed)
         parts = [self._build(config, transformer, stage) for stage in range(ranks.virtual_stages)]
-        parallel.seed_dropout(ranks, config.training.seed)
+        distributed.seed_dropout(ranks, config.training.seed)
         self.chunks = [
             DistributedDataParallel(
                 config=transformer, ddp_config=ddp_config, module=part, disable_bucketing=number > 0
@@ -125,12 +158,12 @@ class ModelStage:
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
             if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
-                transformer.finalize_model_grads_func = weight_gradients.reduce_output_layer_last(self.chunks[-1])
+                transformer.finalize_model_grads_func = kernels.reduce_output_layer_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self._by_token = transformer.calculate_per_token_loss
         self.routers = experts.LocalRouters(self.chunks, config.model.transformer, by_token=self._by_token)
         self.auxiliary_losses = AuxiliaryLosses(
-            auxiliary_losses.auxiliary_loss_names(config.model.transformer),
+            experts.auxiliary_loss_names(config.model.transformer),
             layers=sum(expert_layers(config.model)),
             ranks=ranks,
         )
@@ -166,7 +199,7 @@ class ModelStage:
         block = layers.block_spec(self._layers, transformer, stage)
         if config.model.spec is None:
             return block
-        found = own_model.build_user_model(
+        found = user_code.build_user_model(
             config.model.spec,
             transformer,
             vocab_size=self.padded_vocabulary_size,
@@ -187,7 +220,7 @@ class ModelStage:
             experts.reduce_over_own_replicas(gpt)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         if config.parallel.defer_embedding_wgrad_compute:
-            weight_gradients.defer_output_layer_alone(gpt)
+            kernels.defer_output_layer_alone(gpt)
         gpt.to(self.ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 
@@ -306,10 +339,10 @@ class ModelStage:
     def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
         """1 where the loss of a token counts, [micro_batch_size, seq_length]; None: everywhere."""
         if self._masks_loss:
-            counts = documents.eod_loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
+            counts = sample_rows.eod_loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
             counts = counts if batch.loss_mask is None else counts * batch.loss_mask
             if self._counted is not None:
-                counts = counts * documents.target_loss_mask(batch.tokens[:, 1:], self._counted)
+                counts = counts * sample_rows.target_loss_mask(batch.tokens[:, 1:], self._counted)
             return counts
         if batch.loss_mask is not None:
             raise FatalTrainingError(
@@ -322,7 +355,7 @@ class ModelStage:
         if not self._restarts_positions:
             return self._positions.expand(len(batch.tokens), -1)
         eod = self._eod if self._data.reset_position_ids else -1
-        found = documents.document_positions(batch.tokens[:, :-1], eod, batch.lengths)
+        found = sample_rows.document_positions(batch.tokens[:, :-1], eod, batch.lengths)
         return torch.from_numpy(found).to(self.ranks.device)
 
     def _documents(self, batch: MicroBatch) -> PackedDocuments | None:
@@ -330,7 +363,7 @@ class ModelStage:
         if not self._attends_documents:
             return None
         eod = self._eod if self._data.reset_attention_mask else -1
-        found = documents.document_lengths(batch.tokens[:, :-1], eod, batch.lengths)
+        found = sample_rows.document_lengths(batch.tokens[:, :-1], eod, batch.lengths)
         return PackedDocuments(lengths=found, device=self.ranks.device)
 
 
@@ -349,19 +382,19 @@ def _user_loss(path: str | None, ranks: Ranks) -> UserLoss | None:
     if path is None:
         return None
     hint = "write module:function, where the ranks' Python finds its module; see docs/own-code.md"
-    return own_code.agree_on_user_code(lambda: UserLoss(path), ranks, setting="training.loss", hint=hint)
+    return user_code.agree_on_user_code(lambda: UserLoss(path), ranks, setting="training.loss", hint=hint)
 
 
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
     model, defers = config.model, config.parallel.defer_embedding_wgrad_compute
-    fused = fusions.choose_fused_kernels(config, ranks.device)
+    fused = kernels.choose_fused_kernels(config, ranks.device)
     if defers:
-        weight_gradients.install_gradient_kernels(say=ranks.rank == 0)
+        kernels.install_gradient_kernels(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
     kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
     return kind(
-        **arguments.transformer_arguments(model, on_gpu=on_gpu),
+        **transformer_arguments(model, on_gpu=on_gpu),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,

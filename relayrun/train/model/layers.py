@@ -1,4 +1,4 @@
-"""Which modules the layers are made of: TransformerEngine's, or local ones that need torch alone.
+"""The modules of the layers: TransformerEngine's, or local ones that need torch alone; norms; activation functions.
 
 The local ones are megatron-core's local layer spec with another core attention and another norm. Names and shapes
 in a checkpoint are the same with both.
@@ -6,29 +6,135 @@ in a checkpoint are the same with both.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as functional
 from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from relayrun.config.compose.expert_layout import expert_layer_pattern
+from relayrun.config.compose.layout_rules import expert_layer_pattern
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import FatalTrainingError
 from relayrun.train import megatron_versions
-from relayrun.train.model.activations import XieluMLP, activation_inside_layer
-from relayrun.train.model.attention import CausalAttention
-from relayrun.train.model.document_attention import document_attention
+from relayrun.train.model.attention import CausalAttention, LatentAttention, patch_latent_attention
 from relayrun.train.model.experts import local_experts
-from relayrun.train.model.latent_attention import LatentAttention, patch_latent_attention
-from relayrun.train.model.norm import Norm, NormWithState
+from relayrun.train.model.packed_documents import document_attention
+
+
+def squared_relu(values: torch.Tensor) -> torch.Tensor:
+    """Return relu(x)²."""
+    return functional.relu(values).square()
+
+
+def quick_gelu(values: torch.Tensor) -> torch.Tensor:
+    """Return x · sigmoid(1.702 x), which is near to gelu."""
+    return values * torch.sigmoid(1.702 * values)
+
+
+def activation_inside_layer(values: torch.Tensor) -> torch.Tensor:
+    """Stand for a function that each layer has a module for; megatron-core wants one in its config."""
+    raise AssertionError("the layer has its own")
+
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
+    "xielu": activation_inside_layer,
+}
+"""Those of megatron-core that torch compiles on first use are written anew: on a CPU that takes longer than a run."""
+
+
+class Xielu(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """The activation xIELU (arXiv 2411.13010) as Apertus has it: a parabola on the right, an exponential on the left.
+
+    p x² + x/2 for x > 0, n (exp(min(x, -1e-6)) - 1 - x) + x/2 else; p = softplus(alpha_p), n = 1/2 + softplus(alpha_n).
+    The two weights are numbers of the layer, equal on all tensor-parallel ranks.
+    """
+
+    _BETA = 0.5
+    _BELOW_ZERO = -1e-6
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+
+        def weight(wanted: float) -> torch.nn.Parameter:
+            """The weight whose softplus is `wanted`."""
+            return torch.nn.Parameter(torch.tensor([wanted]).expm1().log().to(config.params_dtype))
+
+        self.alpha_p, self.alpha_n = weight(0.8), weight(0.8 - self._BETA)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """[..., width / tensor-parallel size] → the same shape."""
+        # every rank has a part of the width: the weights' gradients are summed over the ranks
+        positive, negative = map(copy_to_tensor_model_parallel_region, (self.alpha_p, self.alpha_n))
+        right = functional.softplus(positive) * values * values
+        left = (values.clamp(max=self._BELOW_ZERO).expm1() - values) * (self._BETA + functional.softplus(negative))
+        return torch.where(values > 0, right, left) + self._BETA * values
+
+
+class XieluMLP(MLP):  # type: ignore[misc]
+    """A feed-forward layer of megatron-core with an `Xielu` of its own."""
+
+    def __init__(self, config: TransformerConfig, *positional: Any, **named: Any) -> None:
+        super().__init__(config, *positional, **named)
+        self.activation_func = Xielu(config)
+
+
+class Norm(torch.nn.Module):
+    """A norm for megatron-core's layer specs, of the kind that `config.normalization` says.
+
+    The arguments are those that megatron-core passes. RMSNorm has a weight for each channel, LayerNorm a bias too.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        # kept as the distance from 1, or as it is
+        self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self._eps = eps
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - self._offset, dtype=config.params_dtype))
+        self.bias: torch.nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        # each tensor-parallel rank sees a part of the sequence: megatron-core then sums their gradients
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] → the same shape."""
+        weight = self.weight + self._offset if self._offset else self.weight
+        if self.bias is None:
+            return functional.rms_norm(hidden, weight.shape, weight, self._eps)
+        return functional.layer_norm(hidden, weight.shape, weight, self.bias, self._eps)
+
+
+class NormWithState(Norm):
+    """A norm with the empty extra state that TransformerEngine's norm has in its place.
+
+    So a checkpoint of local layers has every key that a program with TransformerEngine asks for: of the norm behind the
+    last layer, and of those of queries and keys. The others are parts of linear layers there.
+    """
+
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None:
+        """Take no notice: it is TransformerEngine's, for fp8."""
+
 
 Implementation = Literal["local", "transformer_engine"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relayrun.config.compose.expert_layout import expert_layers
+from relayrun.config.compose.layout_rules import expert_layers
 from relayrun.config.compose.schema import ModelSection, RunConfig
 
 

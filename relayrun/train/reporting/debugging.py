@@ -1,6 +1,9 @@
-"""The debugging switches of `debug:` in a rank: NCCL's log, profilers, and what an attempt notes of its surroundings.
+"""The switches of `debug:` in a rank: NCCL's log, profilers, the environment file, the memory log of a node.
 
 Nothing here imports torch before it is needed: nsys must be around the process from its first CUDA call on.
+
+A thread of the node's first rank writes it. It waits for nothing but its own clock and the GPUs' driver, and a failure
+ends it with one line.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +22,51 @@ from relayrun import places
 from relayrun.config.compose.schema import DebugSection, RunConfig
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.nsys import nsys_command
+from relayrun.control.trainers.tools import nsys_command
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.train.hooks import Hook, Step, StepStart
-from relayrun.train.reporting import environment, memory
+from relayrun.train.reporting import environment
+from relayrun.train.reporting.environment import node_gpus
 
 log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+def memory_sample() -> str:
+    """Return the memory in use now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each
+    GPU."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB", *_gpu_memory()]
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {', '.join(used)}"
+
+
+def _gpu_memory() -> list[str]:
+    return [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in node_gpus()]
+
+
+def _gib(size: int | None) -> str:
+    """Some devices do not tell their memory."""
+    return "?" if size is None else f"{size / GIB:.1f}"
+
+
+def start_memory_log(path: Path, *, interval: float) -> None:
+    """Append a line to `path` now and every `interval` seconds, until this process ends."""
+    threading.Thread(target=_write_memory_log, args=(path, interval), name="memory", daemon=True).start()
+
+
+def _write_memory_log(path: Path, interval: float) -> None:
+    try:
+        while True:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(memory_sample() + "\n")
+            time.sleep(interval)
+    except OSError as error:
+        log.warning("memory is no longer logged: %s", error)
+
 
 UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
 
@@ -77,7 +119,7 @@ def write_surroundings(
         path = folder / "compute_environment.txt"
         threading.Thread(target=_write_environment, args=(path, run, begin, config), daemon=True).start()
     if first_of_node and config.debug.memory_interval:
-        memory.start_memory_log(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
+        start_memory_log(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
 
 
 def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:

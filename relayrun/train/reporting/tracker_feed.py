@@ -20,14 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import TrackerRun, update_tracker_runs
-from relayrun.control.trainers.wandb import wandb_mode
+from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import RunDirError, run_main
-from relayrun.train.reporting.points import PointReader, StreamRolledBack
-from relayrun.train.reporting.sinks import TensorBoard, TrackerSink, WandB
+from relayrun.train.reporting.trackers import PointReader, StreamRolledBack, TensorBoard, TrackerSink, WandB
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ def main() -> int:
         if options.tracker == "tensorboard":
             sink: TrackerSink = TensorBoard(run, stream)
         else:
-            config = compose.read_resolved_config(run.config_revision(begin.config_revision))
+            config = resolve.read_resolved_config(run.config_revision(begin.config_revision))
             sink = WandB(run, stream, config, wandb_mode(os.environ) or "offline")
         feed_tracker(run, begin, stream, sink, wait)
     except StreamRolledBack:

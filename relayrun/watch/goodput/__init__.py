@@ -1,11 +1,11 @@
-"""What the nodes of a run did, to the second: every node-second is booked into one named part.
+"""Goodput: where the node time of a run went. Every node-second is booked into one named part.
 
-    facts        what the run directory and the scheduler know of a run's jobs and attempts
-    metrics      the lines of an attempt's metrics.jsonl, read fast
-    book         one allocation's time, divided into parts; pure
-    account      the parts of a run: by attempt, in all, by cause of loss
-    view         an account as tables and as JSON
-    parts        the names of the parts
+    facts            the jobs and attempts of a run: its records, closed against the scheduler's times
+    metrics_columns  an attempt's metrics.jsonl as columns of numbers
+    ledger           the names of the parts, and the cursor that books time into them
+    attribution      divides the time of one allocation into parts
+    account          the parts of a run: by attempt, in total, by cause of loss
+    tables           an account as tables and as JSON
 
-All times inside are whole microseconds, so that the parts sum exactly to what was allocated.
+All times are integer microseconds of all nodes, so sums are exact. docs/goodput.md explains the parts.
 """

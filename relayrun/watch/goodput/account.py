@@ -6,13 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, CountedWork, Mask, attribute_time
 from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
-from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, RestartTime, to_microseconds
+from relayrun.watch.goodput.ledger import (
+    LOST_PARTS,
+    MICROSECONDS_PER_SECOND,
+    PART_NAMES,
+    START_PARTS,
+    BookedPartSink,
+    RestartTime,
+    to_microseconds,
+)
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
-from relayrun.watch.goodput.parts import LOST_PARTS, PART_NAMES, START_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)

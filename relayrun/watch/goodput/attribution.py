@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.control.rundir.ways_back import resets_iteration
+from relayrun.control.rundir.restarts import resets_iteration
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, Ledger, RestartTime, to_microseconds
 from relayrun.watch.goodput.metrics_columns import Column, MetricsBlock

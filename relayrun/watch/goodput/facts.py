@@ -7,18 +7,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from relayrun.control import chain_decide
+from relayrun.control import decisions
 from relayrun.control.chain import failure_reason
-from relayrun.control.chain.nodes import read_node_failures
-from relayrun.control.rundir import rounds
+from relayrun.control.chain.excluded_nodes import read_node_failures
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, CheckpointCommit, Hang, StartTimes
-from relayrun.control.rundir.rounds import FailedRestart
+from relayrun.control.rundir.restarts import FailedRestart, iteration_resets
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.ways_back import iteration_resets
-from relayrun.control.scheduler.allocations import Allocation, allocations
+from relayrun.control.scheduler.job_history import Allocation, allocations
 from relayrun.errors import RunDirError
 from relayrun.files import read_lines
 
@@ -61,7 +60,7 @@ class AttemptFacts:
     @property
     def end_seen(self) -> bool:
         """Whether its own job wrote down how it ended."""
-        return self.end is not None and self.end.exit_code != chain_decide.UNKNOWN_EXIT_CODE
+        return self.end is not None and self.end.exit_code != decisions.UNKNOWN_EXIT_CODE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,9 +245,9 @@ def _attempt_facts(
         failure_time = min((failure.time for failure in failure_reason.read_failures(attempt)), default=None)
         signs += [beat.time for beat in attempt.read_heartbeats()]
         signs += [commit.time for commit in commits]
-    failed = rounds.read_failed_restarts(attempt)
+    failed = restarts.read_failed_restarts(attempt)
     hangs = {
-        each.round: Hang.read(rounds.failed_restart_folder(attempt.failures, each.round) / attempt.hang.name)
+        each.round: Hang.read(restarts.failed_restart_folder(attempt.failures, each.round) / attempt.hang.name)
         for each in failed
     }
     return AttemptFacts(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.control.rundir.ways_back import METRICS_CHUNK, resets_iteration
+from relayrun.control.rundir.restarts import METRICS_CHUNK, resets_iteration
 
 Column = npt.NDArray[np.float64]
 

@@ -9,8 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount, NodeTimeAccount
-from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
-from relayrun.watch.goodput.parts import PARTS
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
 
 PART_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("steps", ("step",)),

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from relayrun.config.compose import compose
-from relayrun.config.compose.differences import config_differences
+from relayrun.config.compose import resolve
+from relayrun.config.compose.resolve import config_differences
 from relayrun.control.rundir import evaluations
-from relayrun.control.rundir.lineage import Lineage
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.errors import RelayrunError
 from relayrun.files import read_json
 from relayrun.tokens.order.schedule import Schedule
@@ -24,7 +23,7 @@ from relayrun.watch.goodput.attribution import Mask
 from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, to_microseconds
 from relayrun.watch.goodput.metrics_columns import MetricsBlock
-from relayrun.watch.report.series import EMPTY_SERIES, Points, Series, reduce_points
+from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
 
 SHOWN_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes")
 """Numbers of the metrics that have a chart."""
@@ -260,7 +259,7 @@ def _config_changes(run: Run) -> list[ConfigChange]:
     before = None
     for revision in run.revisions():
         try:
-            config = compose.read_resolved_config(run.config_revision(revision))
+            config = resolve.read_resolved_config(run.config_revision(revision))
         except (RelayrunError, OSError) as error:  # of another version, perhaps
             found.append(ConfigChange(revision=revision, lines=[f"not readable: {getattr(error, 'message', error)}"]))
             continue

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from relayrun.control import signs
-from relayrun.control.chain import fallback
+from relayrun.control import chain_state
+from relayrun.control.chain import jobs as chain_jobs
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import history
+from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.scheduler.history import JobEnd
+from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import SchedulerError, user_name
 
 RETRY_SECONDS = 5.0
@@ -26,7 +26,7 @@ class QueueStatus:
 
     jobs: list[Job] = field(default_factory=list)
     fallback_jobs: list[Job] = field(default_factory=list)
-    """Small jobs that go on with the chain where one of `jobs` fails; see `relayrun.control.chain.fallback`."""
+    """Small jobs that go on with the chain where one of `jobs` fails; see `relayrun.control.chain.jobs`."""
     error: str | None = None
     """Why the scheduler did not answer; None if it did."""
     hidden: str | None = None
@@ -60,17 +60,17 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
         states = {} if brief else _evaluations(run, asked)
         jobs = asked.jobs(plan, anyone=True)
         waiting_jobs = [job for job in jobs if job.waits]
-        hidden = not jobs and plan.owner is not None and signs.is_owned_by_another_user(plan)
-        if hidden and history.other_jobs_are_hidden():
+        hidden = not jobs and plan.owner is not None and chain_state.is_owned_by_another_user(plan)
+        if hidden and job_history.other_jobs_are_hidden():
             name = user_name(plan.owner or 0)
             return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
-        fallback_jobs = fallback.live_fallback_jobs(plan, asked, anyone=True)
+        fallback_jobs = chain_jobs.live_fallback_jobs(plan, asked, anyone=True)
         return QueueStatus(
             jobs=jobs,
             fallback_jobs=fallback_jobs,
             evaluations=states,
-            reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
-            last_job=history.last_job(plan, since=_asked_since(run)) if _nothing_runs(jobs) else None,
+            reasons=job_history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
+            last_job=job_history.last_job(plan, since=_asked_since(run)) if _nothing_runs(jobs) else None,
         )
     except SchedulerError as error:
         return QueueStatus(error=error.message)
@@ -87,8 +87,10 @@ def _ask_local(run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
         return QueueStatus(
             jobs=jobs,
             evaluations={} if brief else _evaluations(run, asked),
-            last_job=history.last_local_job(every) if _nothing_runs(jobs) else None,
-            abandoned=history.abandoned_local_jobs(plan, run) if any(job.state == "PENDING" for job in jobs) else [],
+            last_job=job_history.last_local_job(every) if _nothing_runs(jobs) else None,
+            abandoned=job_history.abandoned_local_jobs(plan, run)
+            if any(job.state == "PENDING" for job in jobs)
+            else [],
         )
     except SchedulerError as error:
         return QueueStatus(error=error.message)

@@ -11,30 +11,36 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.control.chain import nodes
+from relayrun.control.chain import excluded_nodes
 from relayrun.control.chain.quota import file_system_limit
-from relayrun.control.failed_attempts import count_failed_attempts
-from relayrun.control.rundir import evaluations, mirror, node_health, purge, quarantine, quota, rounds, triggers
+from relayrun.control.chain_state import count_failed_attempts
+from relayrun.control.rundir import (
+    checkpoint_records,
+    evaluations,
+    mirror,
+    node_health,
+    restarts,
+    storage_limits,
+    triggers,
+)
+from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, Lineage, ResumePoint
 from relayrun.control.rundir.evaluations import EvaluationResult
-from relayrun.control.rundir.lineage import Lineage, ResumePoint
 from relayrun.control.rundir.mirror import MirrorPass
+from relayrun.control.rundir.node_health import Straggler
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.purge import PurgeForecast
-from relayrun.control.rundir.quarantine import BrokenCheckpoint
-from relayrun.control.rundir.quota import QuotaForecast
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run, stream_positions_path
-from relayrun.control.rundir.stragglers import Straggler
+from relayrun.control.rundir.storage_limits import PurgeForecast, QuotaForecast
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.control.scheduler.base import RESERVATION_GONE, Job
-from relayrun.control.scheduler.history import JobEnd
+from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines
 from relayrun.tokens.streams.lane_cursor import FAULT_REASONS, LaneCursor, skipped_rows
 from relayrun.watch import unsent_notices
 from relayrun.watch.status.cron_check_record import FolderCache
 from relayrun.watch.status.queue import QueueStatus, waiting_evaluations
-from relayrun.watch.status.standing import RunRecords, RunSummary, damaged_records_as_error
+from relayrun.watch.status.summary import RunRecords, RunSummary, damaged_records_as_error
 
 MIN_FREE_BYTES = 1 << 16
 """A disk with less room for this user is full."""
@@ -129,19 +135,19 @@ def read_run_status(
 def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
     run, plan, queue, now = look.run, look.plan, look.queue, look.now
     begin, durable, line = look.begin, look.durable, look.line
-    strikes = nodes.read_node_failures(run)
+    strikes = excluded_nodes.read_node_failures(run)
     counts: dict[str, int] = {}
     for strike in strikes:
-        if now - strike.time < nodes.FAILURE_EXPIRE_SECONDS:
+        if now - strike.time < excluded_nodes.FAILURE_EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
     newest = None if look.number is None else run.attempt(look.number)
     failures = [line for number in run.attempt_numbers() for line in read_lines(run.attempt(number).failed_saves)]
-    failed_rounds = rounds.read_failed_restarts(newest) if newest is not None else []
+    failed_rounds = restarts.read_failed_restarts(newest) if newest is not None else []
     beats = newest.read_heartbeats() if look.running and newest is not None else []
     end_time = begin.job_end_time if begin is not None and look.running else None
     living = look.state != "stopped"
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
-    excluded = nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
+    excluded = excluded_nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent_notices.count_unsent(run, now=now)
     stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # it has to be cancelled first
     return RunStatus(
@@ -157,8 +163,8 @@ def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
         job_end_time=end_time,
-        left_behind=quarantine.newer_broken_checkpoints(run, line, durable) if durable else [],
-        in_quarantine=quarantine.quarantined_checkpoints(run),
+        left_behind=checkpoint_records.newer_broken_checkpoints(run, line, durable) if durable else [],
+        in_quarantine=checkpoint_records.quarantined_checkpoints(run),
         evaluations=evaluations.evaluation_results(run),
         waiting_evaluations={
             iteration: f"job {job_id}" + (f", {queue.evaluations[job_id]}" if job_id in queue.evaluations else "")
@@ -188,25 +194,27 @@ def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
     )
 
 
-def _used_again(excluded: list[str], strikes: list[nodes.NodeFailureRecord], begin: AttemptStart | None) -> list[str]:
+def _used_again(
+    excluded: list[str], strikes: list[excluded_nodes.NodeFailureRecord], begin: AttemptStart | None
+) -> list[str]:
     if begin is None or not excluded:
         return []
     struck = {strike.node for strike in strikes if strike.attempt >= begin.attempt}  # in this attempt
-    return [node for node in excluded if node in nodes.expand_nodelist(begin.nodes) and node not in struck]
+    return [node for node in excluded if node in excluded_nodes.expand_nodelist(begin.nodes) and node not in struck]
 
 
 def _purges(run: Run, plan: Plan, durable: ResumePoint | None, *, living: bool) -> list[PurgeForecast]:
     if not plan.purge_days:
         return []
-    found = [purge.checkpoint_purge(durable.iteration, durable.path, plan.purge_days)] if durable else []
-    found += [purge.data_purge(run, plan.purge_days)] if living else []
+    found = [storage_limits.checkpoint_purge(durable.iteration, durable.path, plan.purge_days)] if durable else []
+    found += [storage_limits.data_purge(run, plan.purge_days)] if living else []
     return [each for each in found if each is not None]
 
 
 def _quotas(run: Run, now: float) -> tuple[list[QuotaForecast], str | None]:
     try:
-        measures = quota.read_usage(run)
-        return quota.quota_forecasts(measures, now=now), measures.complaint
+        measures = storage_limits.read_usage(run)
+        return storage_limits.quota_forecasts(measures, now=now), measures.complaint
     except RunDirError as error:  # it must not hide where the run stands
         return [], error.message
 
@@ -220,7 +228,7 @@ def _full_file_systems(run: Run) -> list[str]:
     for place in (run.path, run.checkpoints):
         with contextlib.suppress(OSError):
             free = {each.kind: each.limit - each.used for each in file_system_limit(place)}
-            kind: quota.QuotaKind = "files" if free.get("files", 1) <= 0 else "bytes"
+            kind: storage_limits.QuotaKind = "files" if free.get("files", 1) <= 0 else "bytes"
             if free.get(kind, MIN_FREE_BYTES) < (MIN_FREE_BYTES if kind == "bytes" else 1):
                 left = f"{max(0, free[kind]):,} {kind} left"
                 found[place.stat().st_dev] = (

@@ -12,10 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.control.scheduler.base import Job
-from relayrun.watch.status.broken import describe_job_end
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.standing import DamagedRun
-from relayrun.watch.status.standing_view import cron_check_line, format_loss, format_seconds, format_speed
+from relayrun.watch.status.summary import DamagedRun, describe_job_end
+from relayrun.watch.status.tables import cron_check_line, format_loss, format_seconds, format_speed
 
 _USED_AGAIN = " (used again: there are too few others)"
 

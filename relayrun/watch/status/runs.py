@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.stop import is_stopped
-from relayrun.control.scheduler import together
-from relayrun.control.scheduler.together import QueuedJob
+from relayrun.control.rundir.run import Run, is_stopped
+from relayrun.control.scheduler import slurm
+from relayrun.control.scheduler.slurm import QueuedJob
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.watch.status import queue
 from relayrun.watch.status.cron_check_record import FolderCache
 from relayrun.watch.status.queue import QueueStatus
-from relayrun.watch.status.standing import DamagedRun, RunSummary, summarize_run
+from relayrun.watch.status.summary import DamagedRun, RunSummary, summarize_run
 
 if TYPE_CHECKING:
     from relayrun.watch.status.run_status import RunStatus
@@ -66,7 +65,7 @@ class RunsWatcher:
         asked = [(run, plan) for run in runs if (plan := self._plans.get(run.path)) and plan.scheduler == "slurm"]
         names = [plan.job_name for run, plan in asked if not is_stopped(run)]
         try:
-            self._jobs, self._error = together.jobs_by_name(names, patience=queue.RETRY_SECONDS), None
+            self._jobs, self._error = slurm.jobs_by_name(names, patience=queue.RETRY_SECONDS), None
         except SchedulerError as error:
             self._jobs, self._error = {}, error.message
 

@@ -1,1 +1,1 @@
-"""What runs on the ranks: programs that measure and write JSON, and hooks of the check's own training runs."""
+"""Programs and hooks that run on the ranks of a check. They import torch, and write their figures as JSON."""

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, wait_for
 from relayrun.train.model.attention import CausalAttention
-from relayrun.train.model.documents import PackedDocuments
+from relayrun.train.model.packed_documents import PackedDocuments
 
 KERNEL_PREFIXES = (
     "aten::_scaled_dot_product_",

@@ -9,18 +9,49 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.lab.gpucheck.programs.common import RankProgram, wait_for
-from relayrun.lab.gpucheck.programs.search import MicroBatchTry, is_out_of_memory, search_micro_batch
-from relayrun.train import parallel
+from relayrun.train import distributed
 from relayrun.train.model import cpu_patches
 from relayrun.train.model.gpt import MicroBatch, ModelStage
-from relayrun.train.optimizer.optimizer import ScheduledOptimizer
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
+
+# The search for the micro-batch that fits, and what says that one does not.
+
+OUT_OF_MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""What errors say where memory is out and torch has no class of its own for it."""
+
+MicroBatchTry = dict[str, Any]
+
+
+def search_micro_batch(first: int, largest: int, attempt: Callable[[int], MicroBatchTry]) -> list[MicroBatchTry]:
+    """Try `first`, then twice as much as long as it fits and is not above `largest`, or half as much until it fits.
+
+    Returns all that was tried, in this order. `attempt(micro_batch)` says whether it `fits`.
+    """
+    tries = [attempt(first)]
+    while tries[-1]["fits"] and 2 * tries[-1]["micro_batch"] <= largest:
+        tries.append(attempt(2 * tries[-1]["micro_batch"]))
+    if not tries[0]["fits"]:
+        while not tries[-1]["fits"] and tries[-1]["micro_batch"] > 1:
+            tries.append(attempt(tries[-1]["micro_batch"] // 2))
+    return tries
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, or of a library below it, says that memory is out."""
+    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+    return isinstance(error, kind) or (
+        isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in OUT_OF_MEMORY_WORDS)
+    )
+
 
 MAX_MEMORY_SHARE = 0.95
 """Share of a GPU's memory that torch may have reserved: the rest is CUDA's, NCCL's, and what comes and goes."""
@@ -30,8 +61,8 @@ class MicroBatchTrainer:
     """The model of a training run, whose micro-batch may change."""
 
     def __init__(self, program: RankProgram) -> None:
-        self._config = compose.require_native(compose.read_resolved_config(Path(program.options.config)))
-        self._ranks = parallel.start_process_groups(self._config)
+        self._config = resolve.require_native(resolve.read_resolved_config(Path(program.options.config)))
+        self._ranks = distributed.start_process_groups(self._config)
         self._vocabulary = self._config.data.mock_vocabulary_size
         self._model = ModelStage(self._config, self._ranks, self._vocabulary)
         self._optimizer = ScheduledOptimizer(self._config, self._model)
@@ -63,7 +94,7 @@ class MicroBatchTrainer:
                 raise
             found["words"] = str(error).splitlines()[0][:200]
         # outside of `except`: the error holds the frames, and they hold the tensors
-        found["peak_bytes"] = parallel.peak_memory(self._ranks)
+        found["peak_bytes"] = distributed.peak_memory(self._ranks)
         if on_gpu:
             found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
             found["fits"] &= (
@@ -94,7 +125,7 @@ def search_largest_batch() -> None:
         return tries[-1]
 
     search_micro_batch(int(program.options.first), program.setup.sizes.largest_batch, attempt)
-    parallel.stop_process_groups()
+    distributed.stop_process_groups()
 
 
 if __name__ == "__main__":

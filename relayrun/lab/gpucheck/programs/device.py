@@ -1,4 +1,8 @@
-"""Prints nothing, writes what torch sees: versions, GPUs, and two ceilings, a matrix product's and a copy's."""
+"""Measurements of the device: `python -m ....device device|bandwidth|host_copy`.
+
+`device` writes versions, GPUs and the speed of a matrix product and of a copy. `bandwidth` times an all-reduce of all
+ranks, by NCCL or gloo; bus bandwidth is 2 (n - 1) / n x bytes / seconds. `host_copy` times copies to pinned memory.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from relayrun.control.rundir.run import Run
 from relayrun.lab.gpucheck.programs.common import RankProgram
 from relayrun.train.export import compare_logits, huggingface
-from relayrun.train.export.checkpoint_source import find_checkpoint
+from relayrun.train.export.source_and_target import find_checkpoint
 
 
 def export_and_compare() -> None:

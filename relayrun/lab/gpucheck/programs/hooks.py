@@ -1,11 +1,18 @@
-"""Hooks of the check's own training runs: they cut a run at an exact place, and say what it had come to."""
+"""Hooks of the check's training runs: cut a run at an exact place, record hashes, time the parts of a step.
+
+`CutHook` ends a start of the ranks by a signal. `DigestHook` records hashes of weights and optimizer state.
+`SavePaceHook` holds training until the former save is complete. `StepPartsHook` times the parts of an iteration by
+CUDA events.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +22,13 @@ import xxhash
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines
+from relayrun.lab.gpucheck.programs.common import cuda_event
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER
-from relayrun.train.hooks import Gradients, Hook, HookContext, Step
+from relayrun.train.distributed import Ranks
+from relayrun.train.hooks import Gradients, Hook, HookContext, Step, StepStart
 from relayrun.train.model.gpt import ModelStage
-from relayrun.train.optimizer.optimizer import ScheduledOptimizer
-from relayrun.train.reporting import agent_link
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
+from relayrun.train.reporting import liveness
 
 
 class CutHook(Hook):
@@ -38,7 +47,7 @@ class CutHook(Hook):
         self._cuts = cuts
 
     def setup(self, context: HookContext) -> None:
-        number = context.attempt - 1 + agent_link.restart_number() - 1
+        number = context.attempt - 1 + liveness.restart_number() - 1
         cut = self._cuts[number] if number < len(self._cuts) else None
         self._cut = cut if cut is not None and cut.get("rank", context.ranks.rank) == context.ranks.rank else None
         self._saves = 0
@@ -136,3 +145,97 @@ def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:
     folder = Path(context.run_dir) / NOTES_FOLDER
     folder.mkdir(exist_ok=True)
     append_line(folder / f"{name}.jsonl", record, durable=False)
+
+
+STEP_PARTS = ("before", "forward", "backward", "gradient_sync", "gradient_norm", "update")
+"""What an iteration is made of, in its order. before: the batch is read and gradients are forgotten. forward and
+backward: of all micro-batches, without the sync. gradient_sync: what the last backward pass leaves of it, and the loss
+is summed over the ranks. gradient_norm: gradients are unscaled and their norm is taken. update: clipping, and Adam."""
+
+
+class StepPartsHook(Hook):
+    """Notes the seconds of each part of the iterations from `first` to `last`; does nothing in the others."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._first, self._last = first, last
+
+    def setup(self, context: HookContext) -> None:
+        self._context, self._clock = context, _clock_for(context.ranks)
+        self._marks: list[tuple[str, Any]] | None = None
+        for chunk in context.model.chunks:
+            chunk.register_forward_pre_hook(lambda *_: self._mark("forward"))
+            chunk.register_forward_hook(lambda *_: self._mark("backward"))
+        configs = {id(chunk.config): chunk.config for chunk in context.model.chunks}
+        for config in configs.values():
+            if config.finalize_model_grads_func is not None:
+                config.finalize_model_grads_func = self._before(config.finalize_model_grads_func)
+
+    def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._mark("gradient_sync")
+            result = function(*args, **kwargs)
+            self._mark("gradient_norm")
+            return result
+
+        return marked
+
+    def _mark(self, part: str) -> None:
+        """From here on it is this part."""
+        if self._marks is not None:
+            self._marks.append((part, self._clock.now()))
+
+    def before_step(self, start: StepStart) -> None:
+        self._marks = [] if self._first <= start.iteration <= self._last else None
+        self._mark("before")
+
+    def before_update(self, gradients: Gradients) -> None:
+        self._mark("update")
+
+    def after_step(self, step: Step) -> None:
+        if self._marks is None:
+            return
+        self._mark("end")
+        marks, self._marks = self._marks, None
+        self._clock.wait()
+        seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        for (part, begin), (_, end) in pairwise(marks):
+            seconds[part] += self._clock.between(begin, end)
+        if self._context.ranks.rank == 0:
+            record = {"iteration": step.iteration, "seconds": seconds, "total": sum(seconds.values())}
+            write_note(self._context, "parts", record)
+
+
+class _GpuClock:
+    """The clock of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        mark = cuda_event()
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000
+
+
+class _HostClock:
+    """The clock of a CPU, which has done what it was told when it answers."""
+
+    def now(self) -> Any:
+        return time.perf_counter()
+
+    def wait(self) -> None:
+        pass
+
+    def between(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
+
+
+def _clock_for(ranks: Ranks) -> _GpuClock | _HostClock:
+    return _GpuClock(ranks.device) if ranks.device.type == "cuda" else _HostClock()

@@ -1,7 +1,8 @@
-"""Other models, optimizers and types: whether they learn, compute what fp32 does, and how fast.
+"""Programs that build models: `python -m ....models models|batch|export`.
 
-The ranks train each of them on one batch, the same for all replicas. The loss of the last weights is then computed once
-more by a model in fp32 that has these weights; both without dropout. All configs are of one layout.
+`models` trains each variant on one batch and computes its last loss again in fp32. `batch` searches the largest
+micro-batch that fits: one rank doubles it until memory is out. `export` writes the newest checkpoint as a Hugging Face
+folder and compares logits.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from relayrun.config.compose import compose
+from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError
 from relayrun.lab.gpucheck.programs.common import RankProgram, wait_for
-from relayrun.train import parallel
+from relayrun.train import distributed
+from relayrun.train.distributed import Ranks
 from relayrun.train.model import cpu_patches
 from relayrun.train.model.gpt import MicroBatch, ModelStage
-from relayrun.train.optimizer.optimizer import ScheduledOptimizer
-from relayrun.train.optimizer.parameter_names import parameter_names
-from relayrun.train.parallel import Ranks
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
+from relayrun.train.optimizer.parameter_groups import parameter_names
 
 TRAINED_STEPS, TIMED_STEPS = 8, 4
 """Iterations, and how many of the last ones are timed."""
@@ -71,7 +72,7 @@ def train_variant(config: RunConfig, exact: RunConfig | None, ranks: Ranks, voca
     found |= {
         "last_loss": mean_loss(model, batch),
         "tokens_per_second": tokens / seconds,
-        "peak_bytes": parallel.peak_memory(ranks),
+        "peak_bytes": distributed.peak_memory(ranks),
     }
     if exact is not None:
         found["exact_loss"] = mean_loss(copy_weights(model, ModelStage(exact, ranks, vocabulary, eod=END_TOKEN)), batch)
@@ -99,7 +100,7 @@ def try_all_variants() -> None:
         if path.stem.endswith("-exact"):
             continue
         config, twin = read_variant_config(path), path.with_name(f"{path.stem}-exact.yaml")
-        ranks = ranks or parallel.start_process_groups(config)
+        ranks = ranks or distributed.start_process_groups(config)
         try:
             exact = read_variant_config(twin) if twin.exists() else None
             found[path.stem] = train_variant(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
@@ -110,12 +111,12 @@ def try_all_variants() -> None:
         gc.collect()
         program.write(found)
     if ranks is not None:
-        parallel.stop_process_groups()
+        distributed.stop_process_groups()
 
 
 def read_variant_config(path: Path) -> RunConfig:
     """Return a config that the part has resolved."""
-    return compose.require_native(compose.read_resolved_config(path))
+    return resolve.require_native(resolve.read_resolved_config(path))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The engine of a job: the fastest that is known to be exact for its tokenizer, and that proves it at the start.
+"""Select the engine of a job: the fastest that is known to be exact for its tokenizer, and proven at the start.
 
-Two locks. `families` lists the forms of tokenizers that an engine may encode, and the texts that it may not have.
-Whatever passes there must give the reference's ids on texts of the job and on a fixed set of edge cases, before it is
-trusted; where it does not, or is not installed, `tokenizers` encodes everything.
+`families` lists the forms of tokenizers that an engine may encode, and the texts that it must not have. An engine that
+passes there must give the reference's ids on texts of the job and on a fixed set of edge cases before it is trusted;
+otherwise, or if it is not installed, `tokenizers` encodes everything.
 """
 
 from __future__ import annotations
@@ -18,14 +18,63 @@ from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode import memory
-from relayrun.tokens.tokenize.encode.definition import change_definition, load_normalizer, parse_without_vocabulary
-from relayrun.tokens.tokenize.encode.edge_cases import edge_cases
+from relayrun.tokens.tokenize.encode import tokenizer_files
 from relayrun.tokens.tokenize.encode.families import BYTE_LEVEL_FAMILIES, EnginePlan, plan_engine
-from relayrun.tokens.tokenize.encode.libraries import ENGINE_PACKAGES, FAST_ENGINES, Encoded, Engine, HuggingFaceEngine
+from relayrun.tokens.tokenize.encode.libraries import (
+    ENGINE_PACKAGES,
+    FAST_ENGINES,
+    Encoded,
+    Engine,
+    HuggingFaceEngine,
+    change_definition,
+    load_normalizer,
+    parse_without_vocabulary,
+)
 from relayrun.tokens.tokenize.encode.partial_vocabulary import PartialVocabularyEngine
-from relayrun.tokens.tokenize.encode.routes import RoutedEngine
+from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
 from relayrun.tokens.tokenize.options import FORMER_VALUES, EngineName
+
+_SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
+_JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
+_WORDS = (
+    "don't I'LL we'Ve 'S 'ſ 'ſt can’t",
+    "x1234567890y ٠١٢٣٤ ½²³ⅷ 12.5e-3",
+    "ǅungla İstanbul ŉ ß ẞ ﬁ Å Å é é",
+    "한국어 각 漢字かな交じり文 ไทย हिन्दी தமிழ்",
+    "👩‍👩‍👧‍👦🏳️‍🌈🇩🇪",
+    "a\0b\x7f\x80\x9f",
+    "<|im_start|> [INST] </s> <s>",
+    "snake_case CamelCase HTTPServer2XX __init__ ===>>> \\n ''' \"\"\"",
+    "\u0300leading \u0e31 mark",
+)
+
+
+def edge_cases(tokenizer: Tokenizer) -> list[str]:
+    """White space in every order, marks, digits, long runs, text of special tokens, and many characters."""
+    texts = ["", *_WORDS]
+    texts += [f"{first}{second}a{second}{first}\n{first}." for first in _SPACES for second in _SPACES]
+    texts += [f"a{mark} {mark}b{mark}{mark}1{mark}\n{mark}'s" for mark in _JOINERS]
+    texts += [
+        piece * count
+        for piece in ("a", " ", "\n", "\r\n", "0", "é", "漢", "\u0301", "ab ", "--")
+        for count in (2, 3, 5000)
+    ]
+    for token in list(tokenizer.get_added_tokens_decoder().values())[:40]:
+        content = token.content
+        texts += [content, f"a{content}b", f" {content} {content}\n", content[:-1], content + content[1:]]
+    return texts + _character_texts()
+
+
+@functools.cache
+def _character_texts() -> list[str]:
+    """Every assigned character but letters in a few contexts, and some of the letters; 32 of them a text."""
+    category, point = unicode_categories(0, 0x34000), np.arange(0x34000)
+    letters = np.isin(category, (b"Lo", b"Ll", b"Lu"))
+    every = np.select([point < 0x530, point < 0x3000], [1, 4], 64)
+    wanted = ~np.isin(category, (b"Cs", b"Co", b"Cn")) & (~letters | (point % every == 0))
+    kept = [*map(chr, np.flatnonzero(wanted).tolist())]
+    return ["".join(f"{mark}a{mark} {mark}1" for mark in kept[start : start + 32]) for start in range(0, len(kept), 32)]
+
 
 __all__ = [
     "ENGINES",
@@ -179,16 +228,16 @@ def _first_wrong_text(
     both = (definition.encode(), repr(selection).encode())
     of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
     proofs: dict[str, Callable[[], Texts]] = {
-        memory.cache_key("edge cases", both, packages): lambda: Texts.of(edge_cases(reference.of(definition))),
-        memory.cache_key("sample", (*both, *of_sample), packages): lambda: sample,
+        tokenizer_files.cache_key("edge cases", both, packages): lambda: Texts.of(edge_cases(reference.of(definition))),
+        tokenizer_files.cache_key("sample", (*both, *of_sample), packages): lambda: sample,
     }
     for name, make in proofs.items():
-        if memory.read_cache(name) is None:
+        if tokenizer_files.read_cache(name) is None:
             texts = make()
             right = HuggingFaceEngine(reference.of(definition)).encode(texts)
             if (text := _first_difference(engine.encode(texts), right, texts)) is not None:
                 return text
-            memory.write_cache(name, b"proven")
+            tokenizer_files.write_cache(name, b"proven")
     return None
 
 

@@ -17,9 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_letters
-from relayrun.tokens.tokenize.encode.definition import parse_without_vocabulary, vocabulary_and_merges
-from relayrun.tokens.tokenize.encode.libraries import FastEngineName
+from relayrun.tokens.tokenize.encode.libraries import FastEngineName, parse_without_vocabulary, vocabulary_and_merges
+from relayrun.tokens.tokenize.encode.tokenizer_files import byte_letters
 
 Json = dict[str, Any]
 UnicodeForm = Literal["NFC", "NFD", "NFKC", "NFKD"]

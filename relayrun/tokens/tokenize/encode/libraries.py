@@ -1,18 +1,22 @@
-"""The libraries that turn texts into ids, behind one interface: the reference, and those that are faster.
+"""The libraries that turn texts into ids, behind one interface, and the tokenizer.json that they load.
 
-    huggingface   `tokenizers`, the reference: every other one must give its ids
+    huggingface   `tokenizers`, the reference: every other engine must give its ids
     gigatoken     BPE, byte-level and SentencePiece's
     nanotoken     WordPiece
     splintr       Unigram
     bytes         a token for each byte, by numpy
 
-A faster one is right for some tokenizers and some texts alone: see `families`. Each raises what its library raises
-for a tokenizer that it cannot load, and ImportError where it is not installed. None of them may start threads: workers
+A faster engine is right for some tokenizers and some texts alone: see `families`. Each raises what its library raises
+for a tokenizer that it cannot load, and ImportError if it is not installed. None of them may start threads: workers
 are forks of a process that has used it.
+
+A definition is a serialized tokenizer, as `Tokenizer.to_str` writes it. The vocabulary and the merges are most of it,
+and stand at its end: they are passed over, not parsed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
@@ -22,7 +26,57 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.byte_tokenizer import byte_letters
+from relayrun.tokens.tokenize.encode.tokenizer_files import byte_letters
+
+_VOCABULARY = '"vocab":{'
+
+
+def parse_without_vocabulary(definition: str) -> dict[str, Any]:
+    """A serialized tokenizer; without vocabulary and merges where they can be left out."""
+    return _parse_definition(definition)[0]
+
+
+def vocabulary_and_merges(definition: str) -> tuple[str, str]:
+    """The JSON of the vocabulary's entries and of the merges of a BPE, without the brackets around the entries.
+
+    In a string of JSON the quotes of both names would be escaped.
+    """
+    entries, _, merges = definition.partition(_VOCABULARY)[2].partition('},"merges":[')
+    return entries, merges
+
+
+def change_definition(definition: str, changes: tuple[tuple[str, str], ...]) -> str:
+    """The same tokenizer with other parts: `changes` are names of parts and their JSON."""
+    known, rest = _parse_definition(definition)
+    known |= {name: json.loads(value) for name, value in changes}
+    known["model"] = known.pop("model")  # at its end
+    head = json.dumps(known, ensure_ascii=False, separators=(",", ":"))
+    return head if rest is None else head.removesuffix("}}}") + rest
+
+
+def load_normalizer(definition: str) -> Callable[[str], str]:
+    """The normalizer of a serialized tokenizer, as `tokenizers` runs it; the vocabulary is not loaded for it."""
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    known = {"version": "1.0", "normalizer": parse_without_vocabulary(definition).get("normalizer"), "model": model}
+    tokenizer = Tokenizer.from_str(json.dumps(known))
+    return lambda text: str(tokenizer.normalizer.normalize_str(text))
+
+
+def _parse_definition(definition: str) -> tuple[dict[str, Any], str | None]:
+    """Without the vocabulary, and then the text from its first entry; or the whole of it, and None.
+
+    In a string of JSON the quotes of the name would be escaped.
+    """
+    head, found, rest = definition.partition(_VOCABULARY)
+    if found:
+        with contextlib.suppress(ValueError, KeyError):
+            known: dict[str, Any] = json.loads(head + _VOCABULARY + "}}}")
+            model = known["model"]
+            if "pre_tokenizer" in known and model["type"] in ("BPE", "WordPiece") and "unk_token" in model:
+                return known, rest
+    whole: dict[str, Any] = json.loads(definition)
+    return whole, None
+
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Ids of all texts, shape [tokens], and the number of each text's, shape [texts]."""

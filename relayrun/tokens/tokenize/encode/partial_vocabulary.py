@@ -17,9 +17,14 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.tokenize.encode.definition import parse_without_vocabulary, vocabulary_and_merges
 from relayrun.tokens.tokenize.encode.families import BYTE_LETTERS
-from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, HuggingFaceEngine
+from relayrun.tokens.tokenize.encode.libraries import (
+    Encoded,
+    Engine,
+    HuggingFaceEngine,
+    parse_without_vocabulary,
+    vocabulary_and_merges,
+)
 
 MAX_LETTERS = 30_000
 """Letters of words that a process looks up before it loads the whole tokenizer, which takes about as long."""

@@ -1,32 +1,121 @@
-"""A Hugging Face tokenizer made ready for documents.
+"""A Hugging Face tokenizer made ready for documents: its ids, their fingerprint, and what frames a document.
 
 Ids are those of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens`
 on: text that looks like a special token stays text unless asked, and no template is put around a document.
 Truncation, padding and dropout that a tokenizer.json may ask for are off.
+
+`ids_fingerprint` hashes what decides ids: the model (vocabulary, merges or scores), the normalizer, the pre-tokenizer
+and the added tokens. Truncation, padding, templates and the decoder do not count, nor whether an added token is
+special: a dump that was made with `--special-text` has the same vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from relayrun.errors import InputError
-from relayrun.tokens.shards.indexed import token_dtype
-from relayrun.tokens.tokenize.encode import hub, memory
-from relayrun.tokens.tokenize.encode.convert import check_convertible, refuse_unconvertible
-from relayrun.tokens.tokenize.encode.framing import DocumentFraming
-from relayrun.tokens.tokenize.encode.identity import ids_fingerprint
+from relayrun.tokens.shards.shard import token_dtype
+from relayrun.tokens.tokenize.encode import tokenizer_files
+from relayrun.tokens.tokenize.encode.tokenizer_files import check_convertible, refuse_unconvertible
 from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentFraming:
+    """Ids before and behind every document, the type of the ids, and what becomes of a document without ids.
+
+    A kept empty document gets neither BOS nor EOD, as in Megatron-LM's `preprocess_data.py`.
+    """
+
+    bos_id: int | None
+    eod_id: int | None
+    dtype: str
+    """Name of the numpy type of a shard's ids."""
+    keep_empty: bool
+
+    def apply(
+        self,
+        ids: npt.NDArray[np.uint32],
+        lengths: npt.NDArray[np.int64],
+        room: Callable[[int], npt.NDArray[np.generic]] | None = None,
+    ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
+        """Concatenated `ids`, shape [tokens], and `lengths`, shape [documents], of what goes into the shard.
+
+        `room` gives the array for the ids, of `dtype`.
+        """
+        if not self.keep_empty:
+            lengths = lengths[lengths > 0]
+        inside = lengths > 0
+        framed = lengths + inside * ((self.bos_id is not None) + (self.eod_id is not None))
+        ends = np.cumsum(framed)
+        total = int(framed.sum())
+        out = np.empty(total, self.dtype) if room is None else room(total)
+        text = np.ones(out.size, np.bool_)
+        for token, places in ((self.bos_id, (ends - framed)[inside]), (self.eod_id, ends[inside] - 1)):
+            if token is not None:
+                out[places] = token
+                text[places] = False
+        out[text] = ids
+        return out, framed
+
+
+def ids_fingerprint(definition: str) -> str:
+    """Return the SHA-256, hexadecimal, of what decides ids in a serialized tokenizer (`Tokenizer.to_str()`)."""
+    with _garbage_collection_off():
+        return _hash_definition(definition)
+
+
+@contextlib.contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    """Without looks for cycles among half a million new lists, which take as long as to make these."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _hash_definition(definition: str) -> str:
+    tokenizer = json.loads(definition)
+    parts = {name: tokenizer.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+    for token in parts["added_tokens"] or ():
+        token.pop("special", None)
+    model = parts["model"] or {}
+    # half a million lists and names, which hold neither null nor false: to look through them takes a second
+    large = {name: model.pop(name) for name in ("vocab", "merges") if name in model}
+    if any(isinstance(pair, str) for pair in large.get("merges", ())[:1]):  # files of older versions of the library
+        large["merges"] = [pair.split(" ", 1) for pair in large["merges"]]  # which reads no list of both kinds
+    if isinstance(vocabulary := large.get("vocab"), dict):  # by names alone: `dumps` would compare pairs
+        large["vocab"] = {name: vocabulary[name] for name in sorted(vocabulary)}
+    said = _without_nulls(parts)
+    if large:
+        said["model"] |= large
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without what is null or false: newer versions of the library write more of it."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None and part is not False}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +185,8 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
             configured.eos,
             configured.bos,
         )
-        name = memory.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
-        if (known := memory.read_cache(name)) is not None:
+        name = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
+        if (known := tokenizer_files.read_cache(name)) is not None:
             first, _, definition = known.decode().partition("\n")
             return DocumentTokenizer(definition=definition, **json.loads(first))
         tokenizer = _from_file(file, data)
@@ -105,10 +194,10 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         check_convertible(path)
         tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
         log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
-    elif path.suffix == ".json" or not hub.is_hub_name(name_or_path):
-        raise hub.missing_tokenizer_error(file)
+    elif path.suffix == ".json" or not tokenizer_files.is_hub_name(name_or_path):
+        raise tokenizer_files.missing_tokenizer_error(file)
     else:
-        here = hub.check_hub(name_or_path, options.cache_dir)
+        here = tokenizer_files.check_hub(name_or_path, options.cache_dir)
         tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir, only_here=here)
     eos_token = _find_eos(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
@@ -151,7 +240,7 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     }
     said = random or (eos_token is None and options.append_eod != "no")
     if name is not None and not said:  # else each start has its warning
-        memory.write_cache(name, f"{json.dumps(facts)}\n{definition}".encode())
+        tokenizer_files.write_cache(name, f"{json.dumps(facts)}\n{definition}".encode())
     loaded = DocumentTokenizer(definition=definition, **facts)
     loaded.__dict__["tokenizer"] = tokenizer  # it need not be loaded again
     return loaded

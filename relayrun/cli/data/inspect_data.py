@@ -1,0 +1,234 @@
+"""`relayrun data show | ledger | diff | lengths`: the samples that a run reads, and the lengths of documents.
+
+`show` prints samples. `ledger` prints how much of each data set a run has read. `diff` compares the data of two runs.
+`lengths` prints and draws the document lengths of folders of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from relayrun.config.compose.writable import check_outputs
+from relayrun.control.rundir.find_runs import find_run
+from relayrun.errors import ConfigError
+from relayrun.tokens.mixture import audit
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+
+if TYPE_CHECKING:
+    from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
+
+
+def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        metavar="FOLDER",
+        help="of .bin/.idx shards, or of text: parquet, jsonl, arrow, csv; several, as before and after a shuffle",
+    )
+    parser.add_argument("--window", type=int, default=8192, help="bos and eos included (default: %(default)s)")
+    parser.add_argument("--overlap", type=int, default=0, help="that windows of one document share (default: 0)")
+    parser.add_argument("--specials", type=int, choices=(0, 1, 2), default=0, help="bos and eos of a window: how many")
+    parser.add_argument("--seq-length", type=int, metavar="N", help="of a row that is packed (default: the window)")
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="documents a batch (default: %(default)s)")
+    parser.add_argument("--column", default=TokenizeOptions.default("column"), help="of the text (%(default)s)")
+    parser.add_argument("--tokenizer", metavar="T", help="measure text in its tokens: encodes all (default: in bytes)")
+    parser.add_argument("--json", action="store_true", help="print all figures, and a curve for each file")
+    parser.add_argument("--picture", type=Path, metavar="P", help="gets length against position: .svg, .png or .pdf")
+    parser.set_defaults(run=run_lengths)
+
+
+def run_lengths(options: argparse.Namespace) -> int:
+    """Print what the lengths of folders look like, and draw it. Raises RelayrunError."""
+    # pyarrow and tokenizers: not paid for the other commands
+    from relayrun.tokens.order.document_lengths import (
+        check_picture_name,
+        draw_length_picture,
+        join_lengths,
+        lengths_by_file,
+        measure_length_order,
+        summarize_lengths,
+    )
+    from relayrun.tokens.order.document_windows import DocumentCut
+
+    room = options.seq_length or options.window
+    specials = [0, 0][: options.specials] + [None] * (2 - options.specials)
+    try:
+        cut = DocumentCut(window=options.window, overlap=options.overlap, bos=specials[0], eos=specials[1])
+    except ValueError as error:
+        raise ConfigError(str(error), where="--overlap", hint="give a smaller overlap or a longer window") from None
+    if room < options.window:
+        raise ConfigError(
+            f"a window of {options.window} does not fit a row of {room}", where="--seq-length", hint="make it longer"
+        )
+    if options.batch < 1:
+        raise ConfigError(f"a batch has 1 document or more, not {options.batch}", where="--batch")
+    if options.picture is not None:
+        check_outputs({"--picture": options.picture})
+        check_picture_name(options.picture)
+    orders, records, units = {}, [], set()
+    for folder in options.folders:
+        files, unit = lengths_by_file(folder, column=options.column, tokenizer=options.tokenizer)
+        found = summarize_lengths(join_lengths(lengths for _, lengths in files), cut, room)
+        orders[folder] = order = measure_length_order(files, batch=options.batch)
+        units.add(unit)
+        if options.json:
+            records.append({"folder": folder, "unit": unit, **asdict(found), "order": order.record()})
+        else:
+            _print_lengths(folder if len(options.folders) > 1 else None, found, order, unit, options, room, len(files))
+    if options.json:
+        print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
+    if options.picture is not None:
+        draw_length_picture(orders, options.picture, unit=" or ".join(sorted(units)))
+    return 0
+
+
+def _print_lengths(
+    title: str | None,
+    found: LengthSummary,
+    order: LengthOrder,
+    unit: str,
+    options: argparse.Namespace,
+    room: int,
+    files: int,
+) -> None:
+    if title is not None:
+        print(f"{title}:")
+    print(f"{found.documents:,} documents, {found.total:,} {unit}")
+    print(
+        f"min {found.shortest:,}, median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}, "
+        f"max {found.longest:,}"
+    )
+    print(
+        f"{found.over:.1%} of the documents, with {found.in_long:.1%} of the {unit}, are longer than a window of "
+        f"{options.window:,}"
+    )
+    spread = "" if found.packed_windows == found.windows else f"; padding is that of {found.packed_windows:,} of them"
+    print(f"{found.windows:,} windows, overlap {options.overlap:,}{spread}")
+    for packing, share in found.padding.items():
+        print(f"padding of rows of {room:,}, {packing}: {share:.1%}")
+    where = "1 file" if files == 1 else f"{files:,} files"
+    if order.lag_1_correlation is not None:
+        print(
+            f"neighbours in {where}: lag-1 correlation {order.lag_1_correlation:.4f} (of a shuffle: within "
+            f"{order.lag_1_noise:.4f} of 0)"
+        )
+    if order.batch_mean_variance_ratio is not None:
+        print(
+            f"batches of {order.batch} neighbours: variance of means / of independent draws "
+            f"{order.batch_mean_variance_ratio:.2f} (of a shuffle: about 1)"
+        )
+
+
+SHOWN_CHARACTERS = 300
+"""Characters that are shown of each sample's text, unless --full is given."""
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun data`."""
+    commands = parser.add_subparsers(dest="data_command", required=True)
+    show = commands.add_parser("show", help="samples by number: data set, document, offset, text")
+    show.add_argument("runs", nargs=1, metavar="RUN", help="a run directory, or PROJECT/NAME")
+    show.add_argument("--samples", required=True, metavar="FIRST:END", help="for example 1000:1010; END is left out")
+    show.add_argument("--full", action="store_true", help="all of the text, not its first 300 characters")
+    ledger = commands.add_parser("ledger", help="how much of each data set was read, and when it is exhausted")
+    ledger.add_argument("runs", nargs=1, metavar="RUN")
+    diff = commands.add_parser("diff", help="what differs in the data of two runs; exit code 1 if anything does")
+    diff.add_argument("runs", nargs=2, metavar="RUN")
+    measure = commands.add_parser("lengths", help="how long documents are, and how they lie in their files")
+    add_lengths_arguments(measure)
+    for each in (show, ledger, diff):
+        each.set_defaults(run=run_data)
+
+
+def run_data(options: argparse.Namespace) -> int:
+    """Do what `relayrun data ...` asks. Raises RelayrunError."""
+    runs = [audit.audit_run(find_run(name)) for name in options.runs]
+    if options.data_command == "show":
+        print_samples(runs[0], sample_numbers(options.samples), full=options.full)
+    elif options.data_command == "ledger":
+        print_ledger(runs[0])
+    else:
+        found = audit.data_differences(*runs)
+        print("\n".join(found) if found else "the data of both runs are the same")
+        return 1 if found else 0
+    return 0
+
+
+def sample_numbers(text: str) -> range:
+    """Return the samples that `1000:1010`, or one number, means. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None or (match[2] is not None and int(match[2]) <= int(match[1])):
+        raise ConfigError(f"{text!r} is no range of samples", where="--samples", hint="write FIRST:END, as 1000:1010")
+    first = int(match[1])
+    return range(first, int(match[2]) if match[2] is not None else first + 1)
+
+
+def print_samples(audited: audit.AuditedRun, wanted: range, *, full: bool) -> None:
+    """Print a paragraph for each sample that is wanted."""
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=audited.config.data.tokenizer))
+    for sample in audit.audited_samples(audited, wanted):
+        step = "passed over" if sample.step is None else f"step {sample.step}"
+        step += ", skipped" if sample.step in audited.progress.skipped else ""
+        trained = "" if sample.number < audited.consumed_samples else ", not trained yet"
+        print(f"sample {sample.number}: {sample.dataset}, epoch {sample.epoch}, number {sample.i}, {step}{trained}")
+        for origin in sample.origins:
+            print(f"  {origin.prefix}: document {origin.document}, offset {origin.offset}, {origin.tokens} tokens")
+        text = tokenizer.tokenizer.decode(sample.tokens[:-1].tolist(), skip_special_tokens=False)
+        print(textwrap.indent(text if full else text[:SHOWN_CHARACTERS], "  | "), flush=True)
+
+
+def print_ledger(audited: audit.AuditedRun) -> None:
+    """Print a table of how much of each data set a run has read."""
+    rows = audit.dataset_ledgers(audited)
+    table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
+    for name in (
+        "data set",
+        "weight",
+        "samples",
+        "not trained on",
+        "epochs",
+        "windows",
+        "first epoch ends at sample",
+        "at step",
+    ):
+        table.add_column(name, justify="left" if name == "data set" else "right")
+    for row in rows:
+        step = "passed over" if row.exhausted_step is None else f"{row.exhausted_step:,}"
+        end = ("never", "never") if row.exhausted_sample is None else (f"{row.exhausted_sample:,}", step)
+        if row.windows is None:
+            end = ("not known", "")
+        table.add_row(
+            row.dataset,
+            f"{row.weight:.4f}" if row.weight else "left",
+            f"{row.samples:,}",
+            f"{row.untrained:,}",
+            "" if row.epochs is None else f"{row.epochs:.3f}",
+            "stream" if row.windows is None else f"{row.windows:,}",
+            *end,
+        )
+    table.add_row(
+        "total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}", "", "", "", ""
+    )
+    Console(width=120, highlight=False).print(table)
+    for row in rows:
+        if (read := row.lanes) is not None:
+            low, high = read.epochs
+            epochs = f"epoch {low}" if low == high else f"epochs {low} to {high}"
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in read.left_out.items())
+            reasons = f" ({reasons})" if reasons else ""
+            files = f"; left out whole: {read.files:,} files, counted in every epoch" if read.files else ""
+            print(
+                f"{row.dataset}: at sample {read.sample:,} its lanes stood in {epochs} (from 0), behind {read.rows:,} "
+                f"rows, of which {sum(read.left_out.values()):,} were left out{reasons}{files}"
+            )

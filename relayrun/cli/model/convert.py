@@ -1,0 +1,266 @@
+"""`relayrun export`, `upload` and `import`: checkpoints in the formats of other programs.
+
+`export` writes a Hugging Face folder, a checkpoint in Megatron's torch format, or a folder for Megatron-LM. `upload`
+copies an exported folder to the Hugging Face hub. `import` makes a checkpoint from such folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from relayrun.config.compose.writable import check_outputs
+from relayrun.control.rundir.find_runs import find_run, split_iteration
+from relayrun.errors import InputError, did_you_mean_path
+from relayrun.train.checkpoint import megatron_folder
+from relayrun.train.export import megatron_settings, upload
+from relayrun.train.export.source_and_target import CheckpointSource, check_target, find_checkpoint, parse_size
+
+EXPORT_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun export`."""
+    formats = parser.add_subparsers(dest="format", required=True)
+    hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
+    torch = formats.add_parser("torch", help="Megatron's plain torch format, tensor- and pipeline-parallel size 1")
+    megatron = formats.add_parser("megatron", help="a folder that Megatron-LM goes on from with --load (torch_dist)")
+    for command in (hf, torch, megatron):
+        command.add_argument(
+            "name",
+            metavar="RUN",
+            help="run directory, or project/name below logs/runs"
+            + ("; RUN:N for iteration N" if command is megatron else "; or a checkpoint folder of Megatron-LM"),
+        )
+        command.add_argument(
+            "--iteration", "--ckpt-step", type=int, metavar="N", help="default: the newest whole checkpoint"
+        )
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="must not exist")
+    for command in (hf, torch):
+        command.add_argument(
+            "--dtype", choices=EXPORT_DTYPES, default="auto", help="auto: that of the checkpoint's weights"
+        )
+        command.add_argument(
+            "--tokenizer",
+            "--hf-tokenizer",
+            metavar="PATH",
+            help="of a checkpoint of Megatron-LM; default: the one that its arguments name",
+        )
+    hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
+    hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
+    hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
+    hf.add_argument(
+        "--mapping",
+        metavar="MODULE:NAME",
+        help="import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)",
+    )
+    hf.add_argument(
+        "--push-to",
+        metavar="OWNER/NAME",
+        help="then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card",
+    )
+    hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
+    torch.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose names the weights get",
+    )
+    torch.add_argument("--optimizer", action="store_true", help="with Adam's moments and the schedule")
+    hf.set_defaults(run=export_hf)
+    torch.set_defaults(run=export_torch)
+    megatron.set_defaults(run=export_megatron)
+
+
+def export_hf(options: argparse.Namespace) -> int:
+    """Write a Hugging Face folder. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
+    limit = parse_size(options.max_shard_size)
+    hub = None
+    if options.push_to is not None:
+        hub = upload.HubRepository.from_environment(options.push_to)
+    elif options.public:
+        raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
+    source = _checked_source(options)
+    if hub is not None:
+        hub.check()
+    from relayrun.train.export import huggingface, model_card  # torch: seconds
+    from relayrun.train.export.torch_dist import new_folder
+
+    compared = ""
+    with new_folder(options.output) as folder:
+        made = huggingface.write_huggingface(
+            source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
+        )
+        if options.readme or (hub is not None and source.run is not None):
+            (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
+        if options.test_logits:
+            from relayrun.train.export import compare_logits
+
+            found = compare_logits.check_logits(source, folder)
+            compared = (
+                f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
+                f"{found.difference:.2g} (largest logit {found.largest:.3g})"
+            )
+    files = "1 file" if made.files == 1 else f"{made.files} files"
+    print(
+        f"iteration {source.iteration}: {made.parameters:,} parameters, {made.bytes:,} bytes in {files}: "
+        f"{Path(options.output).absolute()}"
+    )
+    if compared:
+        print(compared)
+    if hub is not None:
+        print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
+    return 0
+
+
+def export_torch(options: argparse.Namespace) -> int:
+    """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
+    source = _checked_source(options)
+    from relayrun.train.export import megatron  # torch: seconds
+    from relayrun.train.export.torch_dist import new_folder
+
+    with new_folder(options.output) as folder:
+        parameters = megatron.write_torch_format(
+            source,
+            folder,
+            dtype=options.dtype,
+            transformer_impl=options.transformer_impl,
+            with_optimizer=options.optimizer,
+        )
+    print(f"iteration {source.iteration}: {parameters:,} parameters: {Path(options.output).absolute()}")
+    return 0
+
+
+def export_megatron(options: argparse.Namespace) -> int:
+    """Write a folder that Megatron-LM loads. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
+    name, iteration = split_iteration(options.name)
+    source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
+    check_target(options.output)
+    from relayrun.train.export import megatron  # torch: seconds
+    from relayrun.train.export.torch_dist import new_folder
+
+    with new_folder(options.output) as folder:
+        made = megatron.write_megatron(source, folder)
+    what = "weights, optimizer and schedule" if made.optimizer else "weights"
+    print(f"iteration {source.iteration}: {made.parameters:,} parameters ({what}): {Path(options.output).absolute()}")
+    for note in made.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _checked_source(options: argparse.Namespace) -> CheckpointSource:
+    """The checkpoint, after what can be wrong has been looked at: run, iteration, output, tokenizer.
+
+    Raises RelayrunError.
+    """
+    folder = Path(options.name).expanduser()
+    if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration)) is not None:
+        check_target(options.output)
+        return megatron_settings.megatron_source(found, options.tokenizer)
+    if options.tokenizer is not None:
+        raise InputError("a run has a tokenizer of its own", where=options.name, hint="leave out --tokenizer")
+    source = find_checkpoint(find_run(options.name), options.iteration)
+    check_target(options.output)
+    if not source.config.data.mock_data:
+        _ = source.tokenizer
+    return source
+
+
+def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun upload`."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="that `relayrun export hf` wrote")
+    parser.add_argument(
+        "repository", metavar="OWNER/NAME", help="of the hub; made if it is not there, closed to others"
+    )
+    parser.add_argument("--public", action="store_true", help="a repository that is made is open to all")
+    parser.add_argument("--revision", metavar="BRANCH", help="made if it is not there (default: main)")
+    parser.set_defaults(run=upload_folder)
+
+
+def upload_folder(options: argparse.Namespace) -> int:
+    """Upload a folder, in one commit. Raises RelayrunError."""
+    hub = upload.HubRepository.from_environment(options.repository)
+    print(upload.upload_to_hub(hub, options.folder, public=options.public, revision=options.revision))
+    return 0
+
+
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun import`."""
+    formats = parser.add_subparsers(dest="format", required=True)
+    hf = formats.add_parser("hf", help="a model of Hugging Face: Llama, Qwen3, Mixtral, Apertus, or by --mapping")
+    hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
+    hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
+    hf.add_argument("--dtype", choices=EXPORT_DTYPES, default="auto", help="auto: that of the folder's weights")
+    hf.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="as in the model section of the run that starts from it (default: 128)",
+    )
+    hf.add_argument("--mapping", metavar="MODULE:NAME", help="import path of a mapping of your own")
+    hf.set_defaults(run=import_hf)
+    megatron = formats.add_parser("megatron", help="a checkpoint folder of Megatron-LM (torch_dist)")
+    megatron.add_argument("folder", metavar="DIR[:ITERATION]", help="default: the iteration that its tracker names")
+    megatron.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
+    megatron.add_argument(
+        "--use-distributed-optimizer",
+        action=argparse.BooleanOptionalAction,
+        help="as parallel.use_distributed_optimizer of the run that starts from it (default: as it was)",
+    )
+    megatron.add_argument("--weights-only", action="store_true", help="leave the optimizer and the iteration behind")
+    megatron.set_defaults(run=import_megatron)
+
+
+def import_hf(options: argparse.Namespace) -> int:
+    """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
+    output: Path = options.output.absolute()
+    check_outputs({"--output": options.output})
+    check_target(output)
+    if not (options.folder / "config.json").is_file():
+        hint = did_you_mean_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
+        raise InputError("this is no Hugging Face folder: it has no config.json", where=options.folder, hint=hint)
+    from relayrun.train.export import huggingface  # torch: seconds
+
+    made = huggingface.import_huggingface(
+        options.folder,
+        output,
+        dtype=options.dtype,
+        divisible_by=options.make_vocab_size_divisible_by,
+        mapping=options.mapping,
+    )
+    print(
+        f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
+        f"the model section for a run config: {output / 'model.yaml'}"
+    )
+    return 0
+
+
+def import_megatron(options: argparse.Namespace) -> int:
+    """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
+    output: Path = options.output.absolute()
+    check_outputs({"--output": options.output})
+    check_target(output)
+    name, iteration = split_iteration(options.folder)
+    folder = Path(name).expanduser()
+    found = megatron_folder.find_megatron_checkpoint(folder, iteration)
+    if found is None:
+        hint = did_you_mean_path(folder) or "give a folder with latest_checkpointed_iteration.txt, or one of its iter_*"
+        raise InputError("this is no checkpoint folder of Megatron-LM (torch_dist)", where=folder, hint=hint)
+    from relayrun.train.export import megatron  # torch: seconds
+
+    made = megatron.import_megatron(
+        found, output, distributed=options.use_distributed_optimizer, weights_only=options.weights_only
+    )
+    what = (
+        f"iteration {made.iteration}, {made.consumed_samples} samples, weights and optimizer"
+        if made.optimizer
+        else "weights alone"
+    )
+    print(f"{what}: {output}\nsections for a run config: {output / 'run.yaml'}")
+    for words in made.not_taken:
+        print(f"not taken: {words}")
+    return 0

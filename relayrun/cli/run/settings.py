@@ -1,0 +1,160 @@
+"""`relayrun config`, `diff` and `explain`: the settings of runs.
+
+`config` prints the resolved settings of a run config or of a run, each with the place where it is written. `diff`
+prints the settings in which two run configs or runs differ. `explain` prints the meaning of a setting, all settings as
+a tree, or a JSON schema for editors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relayrun.config.compose import describe, resolve, yaml_file
+from relayrun.config.compose.describe import Setting
+from relayrun.config.compose.resolve import config_differences
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.config.compose.yaml_file import LocatedSettings, Location
+from relayrun.control.rundir.find_runs import find_run
+from relayrun.errors import ConfigError, did_you_mean_path
+from relayrun.submit.launcher_environment import SETTING_VARIABLES, TRAINER_VARIABLES
+
+ORIGIN_COLUMN = 60
+"""Where the places begin, for values that are no longer."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun config`."""
+    parser.add_argument(
+        "name", metavar="CONFIG", help="run config, or RUN[:REVISION] for what a run was submitted with"
+    )
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help="as for `relayrun submit`"
+    )
+    parser.set_defaults(run=run_config)
+
+
+def run_config(options: argparse.Namespace) -> int:
+    """Print the settings as YAML that could be submitted again, with a comment behind each. Raises RelayrunError."""
+    config, given = read_config(options.name, options.overrides)
+    for line, location in setting_lines(config.model_dump(mode="json", exclude_none=True)):
+        if location is None:
+            print(line)
+            continue
+        print(line if given is None else f"{line:<{ORIGIN_COLUMN}} # {value_origin(given, location)}")
+    return 0
+
+
+def value_origin(given: LocatedSettings, location: Location) -> str:
+    """Where a value was written: a file (from the working directory, where it lies below) and line, or an override."""
+    values: Any = given.values
+    for part in location:
+        if not isinstance(values, dict) or part not in values:
+            return "default"
+        values = values[part]
+    return (given.place(location) or "").removeprefix(f"{Path.cwd()}/")
+
+
+def read_config(name: str, overrides: list[str]) -> tuple[CommonConfig, LocatedSettings | None]:
+    """The config that a file, or RUN[:REVISION], means, and of a file where its values stand. Raises RelayrunError."""
+    if Path(name).is_file():
+        given = resolve.read_settings(Path(name), overrides)
+        return resolve.validate_settings(given), given
+    if Path(name).suffix in (".yaml", ".yml"):
+        raise ConfigError("there is no such config file", where=name, hint=did_you_mean_path(name) or None)
+    text, colon, number = name.rpartition(":")
+    run = find_run(text if colon and number.isdecimal() else name)
+    revisions = run.revisions()
+    wanted = int(number) if colon and number.isdecimal() else max(revisions, default=0)
+    if wanted not in revisions:
+        known = ", ".join(map(str, sorted(revisions))) or "none"
+        raise ConfigError(
+            f"this run has no revision {wanted} of its config; there are: {known}",
+            where=run.config,
+            hint="without a number it is the newest one",
+        )
+    if overrides:
+        hint = "`relayrun resume RUN --set ... --dry-run` shows what it would become"
+        raise ConfigError("--set belongs to a config file, not to a run", where=name, hint=hint)
+    return resolve.read_resolved_config(run.config_revision(wanted)), None
+
+
+def setting_lines(values: dict[str, Any], at: Location = ()) -> Iterator[tuple[str, Location | None]]:
+    """Each setting as a line of YAML, with its location; a section's name has none."""
+    for name, value in values.items():
+        indent = "  " * len(at)
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:", None
+            yield from setting_lines(value, (*at, name))
+        else:
+            yield f"{indent}{name}: {yaml_file.value_in_line(value)}", (*at, name)
+
+
+TEXT_WIDTH = 118
+
+
+def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun explain`."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a setting or a section: training.steps, checkpoint")
+    parser.add_argument("--json-schema", action="store_true", help="print a JSON schema of run configs, for editors")
+    parser.set_defaults(run=run_explain)
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """Print what was asked for. Raises ConfigError for a setting that there is not."""
+    if options.json_schema:
+        print(json.dumps(describe.json_schema(), indent=2))
+        return 0
+    found = describe.describe_settings() if options.name is None else describe.find_setting(options.name)
+    for setting in found:
+        print(describe_setting(setting) if len(found) == 1 else setting_summary(setting))
+    return 0
+
+
+def describe_setting(setting: Setting) -> str:
+    """A paragraph on one setting."""
+    lines = [f"{setting.name}: {setting.type}, {_default_text(setting)}", *_wrapped_text(setting.words)]
+    tables = (SETTING_VARIABLES, *TRAINER_VARIABLES.values())
+    variables = [variable for table in tables for variable, name in table.items() if name == setting.name]
+    if variables:
+        lines.append(f"  In the launchers: {variables[0]}")
+    if setting.name.partition(".")[0] == "job" and setting.name not in ("job.sbatch", "job.setup"):
+        lines.append(f"  As an option of sbatch: --{setting.name.rpartition('.')[2].replace('_', '-')}")
+    return "\n".join(lines)
+
+
+def setting_summary(setting: Setting) -> str:
+    """A line on one setting of several, at the depth of its section."""
+    depth = "  " * setting.name.count(".")
+    if setting.is_section:
+        return "\n".join([f"{depth}{setting.name}", *_wrapped_text(setting.words, f"{depth}  ")])
+    first = setting.words.partition(". ")[0].removesuffix(".")
+    line = f"{setting.name.rpartition('.')[2]}: {setting.type}, {_default_text(setting)}" + (
+        f"; {first}" if first else ""
+    )
+    return depth + textwrap.shorten(line, TEXT_WIDTH - len(depth), placeholder=" ...")
+
+
+def _default_text(setting: Setting) -> str:
+    return "must be given" if setting.default is None else f"default {setting.default}"
+
+
+def _wrapped_text(words: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(words, TEXT_WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun diff`."""
+    parser.add_argument("names", nargs=2, metavar="CONFIG", help="a run config, or RUN[:REVISION]")
+    parser.set_defaults(run=run_diff)
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    """Print a line for each setting that differs; the exit code is 1 if any does. Raises RelayrunError."""
+    found = config_differences(*(read_config(name, [])[0] for name in options.names))
+    print("\n".join(found) if found else "the settings of both are the same")
+    return 1 if found else 0

@@ -1,0 +1,229 @@
+"""`relayrun gpu-check` and `relayrun drill`: test this machine's GPUs, and inject faults on a cluster.
+
+Both submit small runs and write a table and a page; `relayrun.lab` does the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from relayrun import places
+from relayrun.config.compose.writable import check_writable
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.errors import ConfigError, InputError
+from relayrun.files import atomic_file
+from relayrun.lab.faults import session
+from relayrun.lab.faults.experiment import DrillTools
+from relayrun.lab.faults.session import DrillSession
+from relayrun.lab.faults.small_run import DrillSite
+from relayrun.lab.faults.target import LocalSignalSender, StepSignalSender, TestClusterControl
+from relayrun.lab.gpucheck import check, report
+from relayrun.lab.gpucheck import cluster as gpucheck_cluster
+from relayrun.lab.gpucheck.check import PARTS
+from relayrun.lab.gpucheck.cluster import read_cluster
+from relayrun.lab.gpucheck.setup import CheckSetup
+from relayrun.watch.status.run_status_text import json_text
+from relayrun.watch.status.tables import print_table
+
+DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
+"""What is done where nobody names faults: the commonest, in less than an hour."""
+
+INTERRUPTED_EXIT_CODE = 130
+"""Exit code after Ctrl-C."""
+
+
+def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun drill`."""
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME", help="a file of configs/clusters/, by its name or path"
+    )
+    parser.add_argument("--faults", default=DEFAULT_FAULTS, metavar="NAME,...", help="or all (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of a job (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="that all nodes see; default: logs/drill/CLUSTER")
+    parser.add_argument("--list", action="store_true", help="the faults, and which are left out here; nothing is done")
+    parser.add_argument("--yes", action="store_true", help="do not ask before jobs are queued")
+    parser.add_argument("--again", action="store_true", help="do rows again that are done")
+    parser.add_argument("--json", action="store_true", help="print the result for programs")
+    parser.add_argument("--time", type=int, default=15, metavar="MINUTES", help="limit of a job (default: %(default)s)")
+    parser.add_argument(
+        "--queue", type=float, default=60, metavar="MINUTES", help="how long a job may wait (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--test-cluster",
+        type=Path,
+        metavar="DIR",
+        help="the folder of scripts/tools/test_cluster.sh: its daemons may be ended, too",
+    )
+    parser.set_defaults(run=run_drill)
+
+
+def run_drill(options: argparse.Namespace) -> int:
+    """Do the rows that are not done, and write the page; return 1 where one failed, 130 after Ctrl-C."""
+    faults = session.select_faults("all" if options.list else options.faults)
+    cluster = read_cluster(options.cluster)
+    if cluster.get("scheduler") != "slurm":
+        raise ConfigError(f"cluster {cluster['name']} has no Slurm, whose jobs the drill disturbs", where="--cluster")
+    control = None if options.test_cluster is None else TestClusterControl(options.test_cluster)
+    skipped = session.skipped_faults(faults, test_cluster=control is not None)
+    if options.list:
+        for fault in faults:
+            reason = f" (left out: {skipped[fault.name]})" if fault.name in skipped else ""
+            print(f"{fault.name}: {fault.what}{reason}")
+        return 0
+    company = DrillTools(
+        site=_drill_site(options, cluster),
+        slurm=Slurm(patience=120),
+        reach=StepSignalSender(Slurm(patience=30)) if control is None else LocalSignalSender(),
+        control=control,
+        queue_seconds=60 * options.queue,
+        tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
+    )
+    drill = DrillSession(company, faults, skipped=skipped)
+    with drill.locked():
+        return _run_session(drill, options)
+
+
+def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> DrillSite:
+    """Where the drill takes place. Raises ConfigError where a number is none, or the folder cannot be written."""
+    for name, value in (("--nodes", options.nodes), ("--time", options.time), ("--queue", options.queue)):
+        if value < 1:
+            raise ConfigError(f"{value} is less than 1", where=name)
+    folder = options.directory or places.project_folder() / "logs" / "drill" / cluster["name"]
+    check_writable({"--directory": folder}, cluster=cluster["name"], read_only_paths=cluster.get("read_only_paths", []))
+    return DrillSite(folder=folder.expanduser().absolute(), cluster=cluster, nodes=options.nodes, minutes=options.time)
+
+
+def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
+    tell = drill.company.tell
+    for name, reason in drill.skipped.items():
+        tell(f"{name} is left out: {reason}")
+    if options.again:
+        drill.again()
+    stopped = False
+    if names := drill.to_do():
+        drill.check()
+        tell(f"{drill.cost(names).words}; in {drill.folder}")
+        if not options.yes and not _confirmed():
+            tell("nothing was queued")
+            return 1
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            drill.go_on()
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            _write_reports(drill)
+    else:
+        _write_reports(drill)
+    if options.json:
+        print(json_text(session.session_as_json(drill)))
+    else:
+        print_table(session.terminal_table(drill))
+    tell(f"{drill.folder / 'drill.html'} and drill.md say it, too")
+    if stopped:
+        tell("stopped; the same command goes on behind the rows that are done")
+        return INTERRUPTED_EXIT_CODE
+    return 0 if session.all_passed(drill.results()) else 1
+
+
+def _write_reports(drill: DrillSession) -> None:
+    for name, text in (("drill.md", session.markdown_report(drill)), ("drill.html", session.html_report(drill))):
+        with atomic_file(drill.folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def _confirmed() -> bool:
+    """Whether a person says yes. Raises InputError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise InputError("nobody can be asked whether to queue this", hint="add --yes")
+    return input("Queue these jobs? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun gpu-check`."""
+    parts = ", ".join(part.name for part in PARTS)
+    parser.add_argument("--tiny", action="store_true", help="walk the same way on CPUs, with a tiny model")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of: {parts}")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/gpu-NAME.json")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="where it works; default: logs/gpu-check/DATE")
+    parser.add_argument(
+        "--cluster",
+        default="local",
+        metavar="NAME",
+        help="a file of configs/clusters/, or a path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="nodes of the job, where the cluster has Slurm"
+    )
+    parser.add_argument("--time", default="15", metavar="LIMIT", help="of the job (default: %(default)s minutes)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of all training runs of the check: --set training.transformer_impl=local",
+    )
+    parser.add_argument(
+        "--hook", dest="hooks", action="append", default=[], metavar="MODULE:CLASS", help="a hook of your own in them"
+    )
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this is the job
+    parser.set_defaults(run=run_gpu_check)
+
+
+def run_gpu_check(options: argparse.Namespace) -> int:
+    """Check this machine, or submit the job that does; return 1 where a promise is broken."""
+    cluster = gpucheck_cluster.read_cluster(options.cluster)
+    folder = options.folder or places.project_folder() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
+    check_writable(
+        {"--folder": folder, "--output": options.output},
+        cluster=cluster["name"],
+        read_only_paths=cluster.get("read_only_paths", []),
+    )
+    setup = CheckSetup(
+        folder=str(folder.absolute()),
+        tiny=options.tiny,
+        cluster=gpucheck_cluster.cluster_inside_job(cluster, tiny=options.tiny),
+        overrides=options.overrides,
+        hooks=options.hooks,
+        nodes=options.nodes,
+    )
+    check.select_parts(options.only, PARTS)
+    gpucheck_cluster.check_arguments(setup, slurm=cluster["scheduler"] == "slurm")
+    if cluster["scheduler"] == "slurm" and not options.inside:
+        check.prepare_folder(setup)
+        number, script = gpucheck_cluster.submit_check_job(
+            setup, cluster, command_inside_job(options, folder), time=options.time
+        )
+        print(
+            f"job {number}: {script}\nresult {options.output or 'below ' + str(check.RESULTS_FOLDER)}, folder {folder}"
+        )
+        return 0
+    path, table = check.run_check(
+        setup, only=options.only, output=options.output, say=lambda text: print(text, flush=True)
+    )
+    check.print_result(path, table)
+    return report.check_exit_code(table)
+
+
+def command_inside_job(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the same command as Python runs it inside the job."""
+    words = [
+        "-m",
+        "relayrun.cli",
+        "gpu-check",
+        "--inside",
+        f"--cluster={options.cluster}",
+        f"--folder={folder.absolute()}",
+        f"--nodes={options.nodes}",
+    ]
+    words += ["--tiny"] if options.tiny else []
+    words += [f"--output={options.output.absolute()}"] if options.output else []
+    words += [f"--set={text}" for text in options.overrides] + [f"--hook={text}" for text in options.hooks]
+    return words + (["--only", *options.only] if options.only else [])

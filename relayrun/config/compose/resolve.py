@@ -1,0 +1,403 @@
+"""From YAML files and `--set` overrides to one resolved config, and back to YAML.
+
+`load_run_config` composes and checks; `read_settings` composes alone; `validate_settings` checks.
+`dump_run_config` writes a config revision, `read_resolved_config` reads one, and `config_differences` compares two.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from relayrun import places
+from relayrun.config.compose import mixture_setting, sites, yaml_file
+from relayrun.config.compose.schema import (
+    CONFIG_CLASSES,
+    CommandConfig,
+    CommonConfig,
+    DataSection,
+    DataSource,
+    EvaluationSection,
+    JobSection,
+    MegatronConfig,
+    RunConfig,
+    trainers_with,
+)
+from relayrun.config.compose.unsupported_transformer_fields import reason_unsupported
+from relayrun.config.compose.yaml_file import LocatedSettings, Location
+from relayrun.config.sections.notify import may_be_shown
+from relayrun.config.sections.training import FORMER_LOSS_MEAN
+from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_mean_path, why_url_is_refused
+
+CAMPAIGN_SECTIONS = ("sweep", "stages")
+"""Sections of a config of several runs; see `relayrun.config.compose.campaign`."""
+NODES_PLACEHOLDER = "{nodes}"
+"""What stands in a run's name for the number of nodes of its jobs."""
+
+
+def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
+    """Compose and check the run config at `path`; `overrides` are `name.name=value` texts.
+
+    Paths in the result are absolute. Raises ConfigError.
+    """
+    return validate_settings(read_settings(path, overrides))
+
+
+def require_native(config: CommonConfig) -> RunConfig:
+    """Return the config of a run of the native trainer. Raises ConfigError for another one's."""
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one",
+            where="trainer",
+            hint="use what that program itself has for it",
+        )
+    return config
+
+
+def read_settings(
+    path: Path, overrides: Sequence[str] = (), *, changes: Sequence[LocatedSettings] = ()
+) -> LocatedSettings:
+    """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError.
+
+    `changes`: settings that hold over the file's and the overrides, but for those of the cluster.
+    """
+    settings = _read_with_includes(path, ())
+    settings.root = root = places.project_folder(path)
+    mixture_setting.insert_mixture(settings, root)  # so that overrides may change a part of it
+    of_cluster = [text for text in overrides if text.startswith("cluster.")]
+    settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
+    for own in changes:
+        settings.merge(own)
+    sites.insert_site(settings, folders=sites.site_folders(path))
+    settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
+    sites.refuse_other_cluster(settings, os.environ)
+    sites.insert_environment(settings, os.environ)
+    sites.insert_job_defaults(settings)
+    _insert_notify_defaults(settings)
+    _insert_nodes(settings)
+    mixture_setting.insert_mixture(settings, root)
+    return settings
+
+
+def validate_settings(settings: LocatedSettings) -> CommonConfig:
+    """Check composed settings against the schema and make their paths absolute, from `settings.root`.
+
+    Raises ConfigError.
+    """
+    for several in CAMPAIGN_SECTIONS:
+        if several in settings.values:
+            raise ConfigError(
+                "this config is of several runs",
+                where=": ".join(filter(None, (settings.place((several,)), several))),
+                hint=f"`relayrun {several} submit` begins them",
+            )
+    kind = _config_class(settings)
+    try:
+        config = kind.model_validate(settings.values)
+    except ValidationError as error:
+        details = _counting_errors(error.errors())
+        lines = [_explain(detail, settings, kind) for detail in details]
+        remedies = list(dict.fromkeys(_remedy(detail, settings, kind) for detail in details))
+        raise ConfigError("\n       ".join(lines), hint="\n     ".join(remedies)) from None
+    return _with_absolute_paths(config, settings.root or places.project_folder())
+
+
+def read_trainer(path: Path) -> str:
+    """Return the trainer that the run config at `path` names. Raises ConfigError."""
+    return _trainer(_config_class(_read_with_includes(path, ())))
+
+
+def _config_class(settings: LocatedSettings) -> type[CommonConfig]:
+    """The class of the trainer that settings name. Raises ConfigError for one that there is not."""
+    trainer = settings.values.get("trainer", "native")
+    kind = CONFIG_CLASSES.get(trainer) if isinstance(trainer, str) else None
+    if kind is None:
+        place = settings.place(("trainer",))
+        raise ConfigError(
+            f"there is no trainer {trainer!r}; there are: {', '.join(CONFIG_CLASSES)}",
+            where=": ".join(filter(None, (place, "trainer"))),
+            hint=did_you_mean(str(trainer), CONFIG_CLASSES) or "name one of them",
+        )
+    return kind
+
+
+def dump_run_config(config: CommonConfig) -> str:
+    """A resolved config as YAML text; reading it gives the same config."""
+    return yaml_file.dump_yaml(config.model_dump(mode="json"))
+
+
+def read_resolved_config(path: Path) -> CommonConfig:
+    """Read a config revision that `dump` wrote; what an earlier version did not name is what it did then."""
+    settings = yaml_file.read_yaml(path)
+    if isinstance(training := settings.values.get("training"), dict):
+        training.setdefault("loss_mean", FORMER_LOSS_MEAN)
+    return validate_settings(settings)
+
+
+def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
+    changes: dict[str, Any] = {"run_dir": run_directory(config.run_dir, config.project, config.name, root)}
+    if isinstance(config, RunConfig | MegatronConfig) and config.data is not None:
+        changes["data"] = _absolute_data(config.data, root)
+    if config.evaluation is not None:
+        changes["evaluation"] = _absolute_evaluation(config.evaluation, root)
+    if isinstance(config, MegatronConfig):
+        own = config.megatron_lm
+        file = None if own.args_file is None else _absolute(own.args_file, root)
+        changes["megatron_lm"] = own.model_copy(update={"dir": _absolute(own.dir, root), "args_file": file})
+    if isinstance(config, CommandConfig):
+        words = {
+            name: [_absolute_file(word, root) for word in getattr(config.command, name)] for name in ("run", "resume")
+        }
+        changes["command"] = config.command.model_copy(update=words)
+    return config.model_copy(update=changes)
+
+
+def run_directory(given: str | None, project: str, name: str, root: Path) -> str:
+    """The absolute directory of a run: the one that is `given`, or its usual place below `root`.
+
+    Raises ConfigError for a URL.
+    """
+    if given and (refusal := why_url_is_refused(given)) is not None:
+        raise ConfigError(refusal, where="run_dir", hint=URL_WRITE_HINT)
+    return _absolute(given or f"logs/runs/{project}/{name}", root)
+
+
+def _absolute_evaluation(own: EvaluationSection, root: Path) -> EvaluationSection:
+    changes: dict[str, Any] = {
+        name: [_absolute_file(word, root) for word in getattr(own, name)] for name in ("convert", "command")
+    }
+    if own.include_path is not None:
+        changes["include_path"] = _absolute(own.include_path, root)
+    return own.model_copy(update=changes)
+
+
+def _absolute_data(data: DataSection, root: Path) -> DataSection:
+    return data.model_copy(
+        update={
+            "tokenizer": _absolute_or_name(data.tokenizer, root),
+            "datasets": [_absolute_or_url(folder, root) for folder in data.datasets],
+            "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
+            "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
+            "shard_cache_dir": _absolute(data.shard_cache_dir, root) if data.shard_cache_dir else None,
+            "validation": {
+                name: [_absolute(folder, root) for folder in folders] for name, folders in data.validation.items()
+            },
+        }
+    )
+
+
+def _absolute_file(word: str, root: Path) -> str:
+    """A word of a command: the path of a file below `root`, such as `examples/train.py`, whole; another as it is."""
+    looks_like_one = ("/" in word or Path(word).suffix != "") and not word.startswith("-")
+    return _absolute(word, root) if looks_like_one and Path(_absolute(word, root)).is_file() else word
+
+
+def _absolute(path: str, root: Path) -> str:
+    return str(root / Path(path).expanduser())
+
+
+def _absolute_source(source: DataSource, root: Path) -> DataSource:
+    path = source.path
+    if isinstance(path, str):
+        return source.model_copy(update={"path": _absolute_or_url(path, root)})
+    return source.model_copy(update={"path": path and [_absolute_or_url(part, root) for part in path]})
+
+
+def _absolute_or_url(path: str, root: Path) -> str:
+    return path if "://" in path else _absolute(path, root)
+
+
+def _absolute_or_name(text: str, root: Path) -> str:
+    """A path where there is one; otherwise a name of the Hugging Face hub."""
+    path = _absolute(text, root)
+    return path if Path(path).exists() else text
+
+
+def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:
+    path = path.resolve()
+    if path in chain:
+        raise ConfigError("the files include each other: " + " -> ".join(map(str, (*chain, path))), where=path)
+    own = yaml_file.read_yaml(path)
+    includes = own.values.pop("include", [])
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise ConfigError("include is a list of file names", where=own.place(("include",)))
+    result = LocatedSettings()
+    for name in includes:
+        included = path.parent / name
+        if not included.is_file():
+            where, hint = own.place(("include",)), did_you_mean_path(included) or "name a file by its path from here"
+            raise ConfigError(f"there is no such file to include: {name}", where=where, hint=hint)
+        result.merge(_read_with_includes(included, (*chain, path)))
+    result.merge(own)
+    return result
+
+
+def _overrides(texts: Sequence[str]) -> LocatedSettings:
+    result = LocatedSettings()
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not all(name.split(".")):
+            raise ConfigError(
+                f"{text!r} is no override; write NAME.NAME=VALUE", where="--set", hint="for example training.steps=50"
+            )
+        result.merge(located_setting(name, yaml_file.parse_yaml_value(value), place=f"--set {text}"))
+    return result
+
+
+def located_setting(name: str, value: Any, *, place: str | None) -> LocatedSettings:
+    """One setting, named as `section.setting`, that was written in one place."""
+    location = tuple(name.split("."))
+    places = {(*location, *inner): place for inner in _locations(value)} if place is not None else {}
+    nested = value
+    for part in reversed(location):
+        nested = {part: nested}
+    return LocatedSettings(nested, places)
+
+
+def _locations(value: Any) -> Iterator[Location]:
+    """The ways from a value to all that is in it, and to itself: where the whole is written, every part is."""
+    yield ()
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from ((name, *location) for location in _locations(inner))
+
+
+def _insert_notify_defaults(settings: LocatedSettings) -> None:
+    """Move the site's defaults of notices under the run's own; targets are put together by their names."""
+    cluster, own = settings.values.get("cluster"), settings.values.get("notify", {})
+    defaults = cluster.get("notify") if isinstance(cluster, dict) else None
+    if not isinstance(cluster, dict) or not isinstance(defaults, dict) or not isinstance(own, dict):
+        return
+    del cluster["notify"]
+    places = {
+        location[1:]: place for location, place in settings.places.items() if location[:2] == ("cluster", "notify")
+    }
+    merged = LocatedSettings({"notify": defaults}, places)
+    for location in places:
+        del settings.places["cluster", *location]
+    kept = {location: place for location, place in settings.places.items() if location[0] == "notify"}
+    merged.merge(LocatedSettings({"notify": own}, kept))
+    settings.values["notify"] = merged.values["notify"]
+    settings.places.update(merged.places)
+
+
+def _insert_nodes(settings: LocatedSettings) -> None:
+    """Put the number of nodes in the place of `{nodes}` in the run's name: another size of the job is another run."""
+    name, job = settings.values.get("name"), settings.values.get("job")
+    nodes = job.get("nodes", JobSection.model_fields["nodes"].default) if isinstance(job, dict) else None
+    if isinstance(name, str) and isinstance(nodes, int):
+        settings.values["name"] = name.replace(NODES_PLACEHOLDER, str(nodes))
+
+
+def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
+    location: Location = tuple(str(part) for part in detail["loc"])
+    name = ".".join(location)
+    place = settings.place(location)
+    if not may_be_shown(location) and place is not None and place.startswith("--set "):
+        place = place.partition("=")[0]
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        names = _fields_at(location[:-1], kind)
+        near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+        message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
+        if location[:-1] == ("model", "transformer"):
+            message = reason_unsupported(location[-1], known=names, settings=_fields_of_other_sections())
+        if others := _sections_of_other_trainers(location):
+            message = f"only a run of trainer {' or '.join(others)} has this; this one's trainer is {_trainer(kind)}"
+    elif detail["type"] == "missing":
+        message = "this setting is missing"
+    elif "input" in detail and not isinstance(detail["input"], dict) and may_be_shown(location):
+        message += f", not {detail['input']!r}"
+    prefix = f"{place}: " if place else ""
+    return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
+
+
+def _fields_of_other_sections() -> dict[str, str]:
+    """Settings that a field of megatron-core's TransformerConfig may be, by their names without the section."""
+    sections = ("training", "parallel", "model")
+    return {name: f"{section}.{name}" for section in sections for name in _fields_at((section,), RunConfig)}
+
+
+def _counting_errors(details: Sequence[Any]) -> list[Any]:
+    """The errors without sections that are missing, where one of another trainer is there: `trainer` is wrong then."""
+    forbidden = (tuple(detail["loc"]) for detail in details if detail["type"] == "extra_forbidden")
+    if not any(_sections_of_other_trainers(location) for location in forbidden):
+        return list(details)
+    return [detail for detail in details if detail["type"] != "missing"]
+
+
+def _sections_of_other_trainers(location: Location) -> list[str]:
+    """The trainers whose runs have the section or setting that another one's run has not."""
+    return trainers_with(location[0]) if len(location) == 1 else []
+
+
+def _trainer(kind: type[CommonConfig]) -> str:
+    return str(kind.model_fields["trainer"].default)
+
+
+_SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
+"""A setting's name in a message."""
+
+
+def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
+    """What to do about an error of the schema."""
+    location: Location = tuple(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        if others := _sections_of_other_trainers(location):
+            return f"leave it out, or set trainer to {' or '.join(others)}"
+        return "rename it, or leave it out; `relayrun explain` lists all settings"
+    if not location:  # several settings do not fit together
+        names = {tuple(name.split(".")) for name in _SETTING.findall(detail["msg"])}
+        known = sorted(name for name in names if name[-1] in _fields_at(name[:-1], kind))
+        places = [f"{'.'.join(name)} ({settings.place(name) or 'by default'})" for name in known]
+        return f"change {' or '.join(places)}" if places else "`relayrun explain` says what the settings mean"
+    while len(location) > 1 and location[-1] not in _fields_at(location[:-1], kind):
+        location = location[:-1]
+    return f"`relayrun explain {'.'.join(location)}` says what it takes"
+
+
+def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:
+    """Names of the settings of the section at `location`."""
+    section: Any = kind
+    for part in location:
+        field = section.model_fields.get(part)
+        if field is None:
+            return []
+        section = _section_of(field.annotation)
+        if section is None:
+            return []
+    return sorted(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        candidates = typing.get_args(annotation)
+    else:
+        candidates = (annotation,)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def config_differences(one: CommonConfig, other: CommonConfig) -> list[str]:
+    """Return `name: value -> value` for each setting that differs."""
+    first, second = (dict(_flat_settings(each.model_dump(mode="json"))) for each in (one, other))
+    names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
+    return [
+        f"{name}: {yaml_file.value_in_line(first.get(name))} -> {yaml_file.value_in_line(second.get(name))}"
+        for name in names
+    ]
+
+
+def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

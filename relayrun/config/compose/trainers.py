@@ -1,0 +1,299 @@
+"""The configs of runs by trainer: settings of every run, and those of the trainers `megatron-lm` and `command`.
+
+`CommonConfig` has what every run has, whatever its ranks execute. `CommandConfig` adds a program of the user's own,
+`MegatronConfig` a checkout of Megatron-LM. The config of the native trainer is
+`relayrun.config.compose.schema.RunConfig`.
+"""
+
+from __future__ import annotations
+
+import re
+from signal import Signals
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from relayrun.config.sections.base import NAME_PATTERN, OutputPath, Positive, Section, SingleLine, one_line
+from relayrun.config.sections.checkpoint import CheckpointSection
+from relayrun.config.sections.data import DataSection
+from relayrun.config.sections.job import (
+    ChainSection,
+    ClusterSection,
+    DebugSection,
+    EvaluationSection,
+    JobSection,
+    TrackingSection,
+)
+from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.notify import NotifySection
+from relayrun.config.sections.optimizer import OptimizerSection
+from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.training import TrainingSection
+
+PER_TASK_OPTIONS = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")
+"""Options of Slurm that an agent, the one task of its node, would hold for all of its ranks."""
+
+TrainerName = Literal["native", "megatron-lm", "command"]
+
+
+class CommonConfig(Section):
+    """The settings of a run that do not depend on its trainer. Each trainer has a class of its own below this one."""
+
+    project: Annotated[str, Field(pattern=NAME_PATTERN)]
+    """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    """Name of the run within its project. `{nodes}` in it becomes the number of nodes."""
+    run_dir: OutputPath | None = None
+    """Directory of the run; default: logs/runs/<project>/<name>."""
+    trainer: TrainerName = "native"
+    """What the ranks execute. `native`: relayrun's own training program. `megatron-lm`: a checkout of Megatron-LM.
+    `command`: a program of your own. It decides which sections a run has."""
+    chain: ChainSection = ChainSection()
+    tracking: TrackingSection = TrackingSection()
+    debug: DebugSection = DebugSection()
+    notify: NotifySection = NotifySection()
+    evaluation: EvaluationSection | None = None
+    job: JobSection
+    cluster: ClusterSection
+
+    @model_validator(mode="after")
+    def _recovered(self) -> Self:
+        if self.chain.recovery == "job":
+            if self.job.spare_nodes:
+                raise ValueError(
+                    "job.spare_nodes: a spare node takes the place of another one inside the job; "
+                    "set chain.recovery=node, or leave it out"
+                )
+            return self
+        if self.debug.profile == "nsys" and self.trainer == "native":
+            raise ValueError(
+                "debug.profile: nsys must start a rank, and with chain.recovery=node it is forked; "
+                "set debug.profile=torch or chain.recovery=job"
+            )
+        own = [f"--{name}" for name, value in self.job.sbatch.items() if value is not False]
+        for option in [*own, *self.cluster.srun_options]:
+            if (name := option.partition("=")[0].partition(" ")[0]) in PER_TASK_OPTIONS:
+                raise ValueError(
+                    f"{name} gives each task its own GPUs or processors, and with chain.recovery=node one task of a "
+                    "node, the agent, has them all; set job.gpus_per_node and leave it out, or set chain.recovery=job"
+                )
+        if (setting := self.outlives_nodes) is None:
+            return self
+        if self.cluster.scheduler == "local":
+            raise ValueError(f"{setting}: scheduler local has one machine; leave it out")
+        if self.job.sbatch.get("gpus"):
+            raise ValueError(
+                f"job.sbatch: --gpus is of the whole job, and with {setting} the next one may have fewer nodes; "
+                "set job.gpus_per_node, and leave it out"
+            )
+        if self.cluster.container.runtime != "none":
+            raise ValueError(
+                f"{setting}: where the batch host is lost, an agent asks Slurm by its commands, which a container "
+                "does not have; leave it out, or set cluster.container.runtime=none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scored(self) -> Self:
+        own = self.evaluation
+        if own is None:
+            return self
+        if self.trainer == "native" and own.convert:
+            raise ValueError(
+                "evaluation.convert: relayrun exports its own checkpoints; leave it out, see model.mapping"
+            )
+        if self.trainer != "native" and not own.tasks and not own.command:
+            raise ValueError(
+                f"evaluation: with trainer {self.trainer} there is no mean loss on validation sets; "
+                "set evaluation.tasks or evaluation.command"
+            )
+        return self
+
+    @property
+    def outlives_nodes(self) -> str | None:
+        """The setting by which a job outlives the loss of one of its nodes; None: it does not."""
+        return "job.spare_nodes" if self.job.spare_nodes else None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one job."""
+        return self.job.nodes * self.job.ntasks_per_node
+
+
+UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
+"""Signals that no program hears."""
+
+
+def _signal(name: str) -> str:
+    if name not in Signals.__members__:
+        raise ValueError(f"{name!r} is no signal; write one as SIGUSR1, SIGUSR2 or SIGTERM")
+    if name in UNCATCHABLE_SIGNALS:
+        raise ValueError(f"no program hears {name}; SIGUSR1, SIGUSR2 or SIGTERM can be heard")
+    return name
+
+
+def _progress(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise ValueError(f"this is no regular expression: {error}") from None
+    if "iteration" not in groups:
+        raise ValueError(r"it needs a group `iteration`, as in `step (?P<iteration>\d+) loss (?P<loss>\S+)`")
+    return pattern
+
+
+def _pattern(name: str) -> str:
+    if name.count("{iteration}") != 1:
+        raise ValueError("it needs {iteration} once, as in `checkpoint-{iteration}`")
+    return _entry(name)
+
+
+def _entry(name: str) -> str:
+    """The name of something directly in the run's folder of checkpoints."""
+    if "/" in name or name in (".", ".."):
+        raise ValueError("this is the name of an entry of the run's folder of checkpoints, without a /")
+    return name
+
+
+def _below(path: str) -> str:
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError("this is a file within the checkpoint's folder, by its path from there")
+    return path
+
+
+SignalName = Annotated[str, AfterValidator(_signal)]
+
+
+class CommandCheckpointSection(Section):
+    """Which entries of the run's folder of checkpoints count. Without `pattern` the program says them by the client."""
+
+    pattern: Annotated[SingleLine, AfterValidator(_pattern)] | None = None
+    """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`."""
+    whole_when: Annotated[SingleLine, AfterValidator(_below)] | None = None
+    """A file in it that is written last. Without it, and without a tracker, the name itself must come last: write
+    elsewhere, then rename."""
+    tracker: Annotated[SingleLine, AfterValidator(_entry)] | None = None
+    """A file beside the checkpoints that names the newest whole one, by its iteration or its name, and is written
+    behind it."""
+
+    keep_last: Positive | None = None
+    """The chain keeps so many of the newest and removes older ones. None: the program itself sees to that; what it
+    removes, the chain does not miss."""
+
+    @model_validator(mode="after")
+    def _of_pattern(self) -> Self:
+        for name in ("whole_when", "tracker"):
+            if getattr(self, name) is not None and self.pattern is None:
+                raise ValueError(f"{name} needs `pattern`, which says what a checkpoint is called")
+        return self
+
+
+class CommandSection(Section):
+    """The program that every rank executes, and how it is followed and asked (docs/command.md)."""
+
+    run: Annotated[list[SingleLine], Field(min_length=1)]
+    """Program and arguments, word by word, without a shell. Filled in: `{python}` (cluster.python, or the Python that
+    submits), `{run_dir}`, `{checkpoints}` (the folder for them) and `{iteration}` (to go on from, or 0)."""
+    resume: list[SingleLine] = []
+    """Arguments that are added where there is a checkpoint to go on from; `{checkpoint}` is its path."""
+    checkpoint: CommandCheckpointSection = CommandCheckpointSection()
+    progress: Annotated[str, AfterValidator(_progress)] | None = None
+    """Regular expression of a line that the program prints for an iteration, with a group `iteration`; the numbers of
+    other groups are metrics. None: the program says its iterations by the client."""
+    progress_file: SingleLine | None = None
+    """A file to which it appends a line of JSON for an iteration, with `iteration`, `step` or `global_step` and other
+    numbers, which are metrics; below the run's directory, or `{checkpoints}/...`."""
+    save_signal: SignalName | None = None
+    """Signal on which it saves and goes on; None: it hears of it by the client or `save_file` alone."""
+    save_file: OutputPath | None = None
+    """A file, named like `progress_file`, whose existence asks for a checkpoint; the program removes it."""
+    leave_signal: SignalName | None = "SIGUSR2"
+    """Signal on which every rank saves and ends with exit code 0; None: it hears of it by the client or `leave_file`
+    alone."""
+    leave_file: OutputPath | None = None
+    """A file, named like `progress_file`, whose existence asks every rank to save and end with exit code 0."""
+    steps: Positive | None = None
+    """The last iteration. None: it is done when it ends with exit code 0 and nobody has asked it to leave."""
+
+    @model_validator(mode="after")
+    def _two_signals(self) -> Self:
+        if self.save_signal is not None and self.save_signal == self.leave_signal:
+            raise ValueError(f"save_signal and leave_signal are both {self.save_signal}: it could not tell them apart")
+        return self
+
+
+class CommandConfig(CommonConfig):
+    """All settings of a run of trainer `command`."""
+
+    trainer: Literal["command"] = "command"
+    command: CommandSection
+
+    @model_validator(mode="after")
+    def _without_effect(self) -> Self:
+        """What the native trainer does within its ranks, nobody does within a program of somebody else's."""
+        for name, instead in (
+            ("debug.profile", "put the profiler in front of the program in command.run"),
+            ("debug.log_nccl", "set NCCL_DEBUG in cluster.environment"),
+            ("tracking.tensorboard", "let the program write event files"),
+        ):
+            section, _, setting = name.partition(".")
+            if getattr(getattr(self, section), setting):
+                raise ValueError(f"{name} has no effect with trainer command; {instead}")
+        return self
+
+
+FlagValue = bool | int | float | str | list[int | float | str]
+
+
+_FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+class MegatronLMSection(Section):
+    """A checkout of Megatron-LM, and flags besides those that the settings become."""
+
+    dir: SingleLine
+    """Folder of the checkout."""
+    program: SingleLine = "pretrain_gpt.py"
+    """Training program, by its path from the checkout's folder."""
+    args: dict[str, FlagValue] = {}
+    """Any flags of that checkout, without their dashes, as in {qk-layernorm: true, profile-ranks: [0, 4]}. They hold
+    over the settings. `true`: the flag alone; `false`: without it; a list: several words behind it; `null`: as if the
+    line were not there."""
+    args_file: SingleLine | None = None
+    """A Bash file whose arrays NAME_ARGS=(--flag value ...) are flags, too; no other line of it runs."""
+
+    @field_validator("args", mode="before")
+    @classmethod
+    def _flags(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for name, words in value.items():
+            if _FLAG.fullmatch(name) is None:
+                raise ValueError(f"{name!r} is no name of a flag; write it without dashes in front: qk-layernorm: true")
+            for word in words if isinstance(words, list) else [words]:
+                if isinstance(word, dict | list) or (word is None and isinstance(words, list)):
+                    raise ValueError(f"{name}: a flag takes true, false, a number, a text, or a list of these")
+                one_line(str(word))
+        return {name: words for name, words in value.items() if words is not None}
+
+
+class MegatronConfig(CommonConfig):
+    """All settings of a run of trainer `megatron-lm`. What a left-out section would say stands in its flags."""
+
+    trainer: Literal["megatron-lm"] = "megatron-lm"
+    megatron_lm: MegatronLMSection
+    model: ModelSection | None = None
+    data: DataSection | None = None
+    training: TrainingSection | None = None
+    optimizer: OptimizerSection | None = None
+    checkpoint: CheckpointSection | None = None
+    parallel: ParallelSection | None = None
+
+    @model_validator(mode="after")
+    def _evaluated_checkpoints(self) -> Self:
+        if self.evaluation and self.checkpoint and self.evaluation.interval % self.checkpoint.interval:
+            raise ValueError(
+                f"evaluation.interval {self.evaluation.interval} is no multiple of "
+                f"checkpoint.interval {self.checkpoint.interval}"
+            )
+        return self

@@ -1,0 +1,196 @@
+"""What each rank does now, and whether the ranks hang.
+
+A rank writes a page in its node's memory when it enters a section (forward, optimizer, save, ...); the agent reads
+it. No message and no file system is involved. The ranks hang if the rank that progressed last is still for longer
+than the longest limit of any rank's section. Before the first step there is no limit, except for a rank whose
+process is stopped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from relayrun.control.rundir import node_health as of_ranks
+from relayrun.control.rundir.records import Hang
+
+_RECORD = struct.Struct("<QqddQ24s")
+"""Sections entered, iteration, since when (by time.monotonic, which is one clock a node), limit, process, name."""
+QUIET_SECONDS = 2.0
+"""An agent says how its ranks stand when none of them has come further for so long."""
+STOPPED_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead"}
+"""States of a process in which it does nothing, by the letter of /proc/PID/stat."""
+SET_UP = "set-up"
+"""The section of a rank from its fork to the first that it enters itself."""
+UNLIMITED_SECTIONS = (SET_UP, "start")
+"""Sections that may last for as long as they like, as far as the agent knows."""
+STOPPED_SECONDS = 120.0
+"""A rank that does nothing at all in one of these for so long hangs: its process neither runs nor takes CPU time."""
+
+
+class RankActivity(NamedTuple):
+    """Where a rank is."""
+
+    rank: int
+    entered: int
+    """How many sections it has entered since it started; the same on ranks that wait for each other."""
+    section: str
+    iteration: int
+    """Iterations behind it."""
+    seconds: float
+    """Since it last came further."""
+    limit: float
+    """Seconds in this section after which it hangs."""
+    state: str
+    """How its process does nothing (`STOPPED`); empty where it may do something."""
+
+
+class ActivityPage:
+    """A rank's page."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Make it, or go on with that which this process has made. Raises OSError."""
+        fd = os.open(_page_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, mmap.PAGESIZE)
+            self._map = mmap.mmap(fd, mmap.PAGESIZE)
+        finally:
+            os.close(fd)
+        self._pid = os.getpid()
+        self._entered, iteration, _, limit, _, name = _RECORD.unpack_from(self._map)
+        self._last = iteration, limit, name
+
+    def enter(self, section: str, iteration: int, limit: float) -> None:
+        """This rank is now in another section."""
+        self._entered += 1
+        self._last = iteration, limit, section.encode()
+        self.touch()
+
+    def touch(self) -> None:
+        """This rank came further within its section."""
+        iteration, limit, name = self._last
+        _RECORD.pack_into(self._map, 0, self._entered, iteration, time.monotonic(), limit, self._pid, name)
+
+
+def remove_pages(folder: Path) -> None:
+    """Remove the pages of a round that is over."""
+    for path in folder.glob("section-*"):
+        path.unlink(missing_ok=True)
+
+
+class StoppedProcesses:
+    """For how long ranks do nothing at all; asked now and then, in one round."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, tuple[int, float]] = {}
+        """The CPU time of each, in ticks, and since when it neither runs nor has more, by `time.monotonic`."""
+
+    def seconds(self, pid: int, state: str, ticks: int) -> float:
+        """How long this process has been seen in such a state alone, without more CPU time."""
+        known, since = self._since.get(pid, (-1, 0.0))
+        if not state or ticks != known:
+            since = time.monotonic()
+        self._since[pid] = ticks, since
+        return time.monotonic() - since
+
+
+def read_activity(folder: Path, ranks: Iterable[int], stopped: StoppedProcesses | None = None) -> list[RankActivity]:
+    """Where these ranks of this node are; without those that have no page yet."""
+    found = []
+    for rank in ranks:
+        try:
+            data = _page_path(folder, rank).read_bytes()[: _RECORD.size]
+        except OSError:
+            continue
+        if len(data) < _RECORD.size or not any(data):
+            continue
+        entered, iteration, since, limit, pid, name = _RECORD.unpack(data)
+        section = name.rstrip(b"\0").decode(errors="replace")
+        state, ticks = _process_state(pid)
+        still = 0.0 if stopped is None else stopped.seconds(pid, state, ticks)
+        if still >= STOPPED_SECONDS and section in UNLIMITED_SECTIONS:
+            limit = STOPPED_SECONDS
+        found.append(RankActivity(rank, entered, section, iteration, time.monotonic() - since, limit, state))
+    return found
+
+
+def _process_state(pid: int) -> tuple[str, int]:
+    """How a process does nothing, and the CPU time of its threads in ticks."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return STOPPED_STATES["Z"], 0
+    return STOPPED_STATES.get(fields[0], ""), int(fields[11]) + int(fields[12])
+
+
+def _page_path(folder: Path, rank: int) -> Path:
+    return folder / f"section-{rank:04}"
+
+
+STACKS_SECONDS = 2.0
+"""How long ranks that hang have to write their Python stacks."""
+
+
+class HangDetector:
+    """What agents say of where their ranks stand, in one round."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, Sequence[RankActivity]] = {}
+        self._asked: float | None = None
+        """When ranks that hang were asked for their stacks."""
+
+    def hear(self, node: int, standing: Iterable[Sequence[object]] | None) -> None:
+        """Take the word of an agent; None: its ranks come further, or have not begun."""
+        if standing is None:
+            self._nodes.pop(node, None)
+        else:
+            self._nodes[node] = [RankActivity(*values) for values in standing]  # type: ignore[arg-type]
+
+    def look(self, nodes: Iterable[int], *, ranks: int) -> tuple[Sequence[RankActivity] | None, bool]:
+        """Where ranks stand that hang and have had the time to write their stacks; whether to ask for these now."""
+        found = self.judge(nodes, ranks=ranks)
+        if found is None:
+            self._asked = None
+        elif self._asked is None:
+            self._asked = time.monotonic()
+            return None, True
+        elif time.monotonic() - self._asked > STACKS_SECONDS:
+            return found, False
+        return None, False
+
+    def judge(self, nodes: Iterable[int], *, ranks: int) -> Sequence[RankActivity] | None:
+        """Where all ranks stand if they hang; None where they do not. `nodes`: those that train."""
+        found = sorted(standing for node in nodes for standing in self._nodes.get(node, ()))
+        if len(found) != ranks:
+            return None
+        if any(one.section in UNLIMITED_SECTIONS and one.state and one.seconds >= one.limit for one in found):
+            return found  # the others may wait for it as long as they like
+        return found if min(one.seconds for one in found) > max(one.limit for one in found) else None
+
+
+def hang_record(found: Sequence[RankActivity], stacks: Path) -> Hang:
+    """The record of a hang; `stacks`: what ranks wrote when they were asked for theirs.
+
+    Who is late: a rank whose process does nothing at all; else who has entered fewer sections than others; else whose
+    stack is in no collective while others' are.
+    """
+    stopped = {one.rank: f"{one.section}, {one.state}" for one in found if one.state}
+    most = max(one.entered for one in found)
+    behind = {one.rank: one.section for one in found if one.entered < most}
+    by_stack = of_ranks.late_ranks(stacks)
+    late: Mapping[int, str] = stopped or {rank: by_stack.get(rank, section) for rank, section in behind.items()}
+    late = late or by_stack
+    first = next((one for one in found if one.rank in late), found[0])
+    return Hang(
+        iteration=max(one.iteration for one in found),
+        phase=first.section,
+        seconds=min(one.seconds for one in found),
+        silent=sorted({one.rank for one in found} - of_ranks.ranks_with_stacks(stacks)),
+        late={str(rank): place for rank, place in late.items()},
+        time=time.time(),
+    )

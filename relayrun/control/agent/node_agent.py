@@ -1,0 +1,429 @@
+"""The agent of one node: parent of its ranks, with one connection to the coordinator.
+
+The agent forwards signals that are meant for the ranks (SIGUSR1: Python stacks; SIGUSR2, SIGTERM: save and leave)
+and sets each rank's variables under the names of srun and torch. If the agent dies its ranks die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import selectors
+import shutil
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from relayrun.control.agent import hang_detection, requests
+from relayrun.control.agent.background_work import BackgroundWork
+from relayrun.control.agent.connections import AgentConnections
+from relayrun.control.agent.coordinator import EXIT_FAILED
+from relayrun.control.agent.health import LocalNodeHealth
+from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS
+from relayrun.control.agent.memory_copies import (
+    MEMORY_FOLDER_VARIABLE,
+    MEMORY_ITERATION_VARIABLE,
+    SHARED_MEMORY,
+    make_memory_folder,
+    read_copies,
+    remove_copies,
+)
+from relayrun.control.agent.messages import Message, MessageSocket
+from relayrun.control.agent.node_facts import NodeFacts
+from relayrun.control.agent.rank_server import RankServerProcess
+from relayrun.control.rundir import restarts
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.records import RankFailure
+from relayrun.control.scheduler import tasks
+from relayrun.control.scheduler.tasks import free_port
+from relayrun.files import remove_leftovers
+
+
+def rank_environment(
+    rank: int, start: Message, *, local: int, per_node: int, keep_address: bool, memory: Path | None
+) -> Mapping[str, str]:
+    """Return the variables of this rank.
+
+    Args:
+        start: the coordinator's order. local: its number on its node, of `per_node`.
+        keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
+        memory: where ranks keep copies of their state; None: nowhere.
+    """
+    size, keep = str(start["nodes"] * per_node), keep_address or start["address"] is None
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": size,
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NTASKS": size,
+        **({"SLURM_NODEID": str(rank // per_node)} if "SLURM_NODEID" in os.environ else {}),
+        **({} if keep else {"MASTER_ADDR": start["address"]}),
+        "MASTER_PORT": str(start["port"]),
+        restarts.RESTART_VARIABLE: str(start["round"]),
+        MEMORY_FOLDER_VARIABLE: str(memory or ""),
+        MEMORY_ITERATION_VARIABLE: "" if start["memory"] is None else str(start["memory"]),
+    }
+
+
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+"""Signals that are for the ranks, whatever the program; its own come to these."""
+MARK_VARIABLE = "RELAYRUN_AGENT"
+"""Marks what the ranks of one agent start, so that nothing of it lives on beside the next round."""
+FORK_SERVER_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's: the server must have one thread, as a fork has no other
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
+    "TORCH_GLOO_LAZY_INIT": "1",  # a group connects the ranks that talk, not all with all: the longest part of a round
+}
+"""What a server that forks and its ranks have."""
+ERROR_WRITE_SECONDS = 10.0
+"""How long the words of a server that could not import may take to be written down."""
+
+
+class NodeAgent:
+    """One node of an attempt.
+
+    Args:
+        hello: what the coordinator is told first: the number of this node in the job, from 0 on, its name, the job.
+        place: the number by which its ranks are counted, until the coordinator gives it another one; None: it is a
+            spare one. ranks_per_node: how many it has.
+        server: the command of the server that forks or starts ranks, and `defaults`: what it and they have in their
+            environment, where nothing else is set. arguments: of the program that each of them becomes.
+        upward: to the coordinator.
+        keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
+        handed_on: signals that are for the ranks. leave_signals: those of them that ask the ranks to leave.
+        health: what is looked for on this node; None: nothing.
+        last_words: said in both of the job's logs when no rank of a round is left here; None: nobody reads them there.
+        import_seconds: how long the server may take until it hears orders.
+        say: writes a line into the job's log.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        *,
+        hello: Message,
+        place: int | None,
+        ranks_per_node: int,
+        server: Sequence[str],
+        defaults: Mapping[str, str] = FORK_SERVER_ENVIRONMENT,
+        arguments: Sequence[str],
+        upward: MessageSocket,
+        keep_address: bool = False,
+        handed_on: Collection[signal.Signals] = FORWARDED_SIGNALS,
+        leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
+        health: HealthPlan | None = None,
+        last_words: Callable[[int], str] | None = None,
+        import_seconds: float = math.inf,
+        say: Callable[[str], None],
+    ) -> None:
+        self._handed_on, self._leave_signals, self._last_words = handed_on, leave_signals, last_words
+        self._attempt, self._hello, self._say = attempt, hello, say
+        self._ranks_per_node, self._ranks = ranks_per_node, ranks_of_node(place, ranks_per_node)
+        self._world_size = 0
+        self._keep_address = keep_address
+        self.orphaned = False
+        """Whether it left because the coordinator was gone."""
+        self._beat = 0.0
+        """When the coordinator last heard that this agent lives."""
+        self._command, self._defaults, self._arguments = server, defaults, arguments
+        self._upward = upward
+        self._mark = f"{os.getpid()}-{time.time_ns()}"
+        self._memory: Path | None = None
+        """Where the ranks keep copies of their state."""
+        self._server: RankServerProcess | None = None
+        self._unable = ""
+        """What the server said of imports that failed."""
+        self._import_seconds = import_seconds
+        self._hung = ""
+        """Why the server is being killed."""
+        self.round = 0
+        """The newest round that it knows of, counted from 1."""
+        self._alive: set[int] = set()
+        self._told_to_end = False
+        self._said_ended = 0
+        """The round of which the coordinator knows that none of its ranks lives here."""
+        self._watch = selectors.DefaultSelector()
+        self._watch.register(upward, selectors.EVENT_READ, self._from_coordinator)
+        self._code: int | None = None
+        self._aside = BackgroundWork(self._watch)
+        self._health: LocalNodeHealth | None = None
+        if health is not None:
+            self._health = LocalNodeHealth(health, [*arguments], attempt.path, aside=self._aside)
+        self._stopped = hang_detection.StoppedProcesses()
+        self._probed: Message | None = None
+        """What was measured on this node; sent when nothing of the measurement runs any more."""
+
+    def run(self, reception: AgentConnections | None = None) -> int:
+        """Until the coordinator says leave, or is gone; return the exit code of this node.
+
+        `reception`: of the coordinator, where it lives in this process.
+        """
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told)
+        for number in self._handed_on:
+            signal.signal(number, lambda _number, _frame: None)
+        self._watch.register(heard, selectors.EVENT_READ, lambda: self._signalled(os.read(heard, 64)))
+        if reception is not None:
+            reception.watch(self._watch)
+        remove_leftovers(SHARED_MEMORY, shared=True)  # of an agent that was killed
+        try:
+            self._memory = make_memory_folder()
+        except OSError as error:
+            self._say(f"ranks have no room in memory: {error}")
+        self._upward.send("hello", **self._hello, port=free_port(""), probe_port=free_port(""))
+        self._start_server()
+        if self._health is not None:
+            self._health.look(lambda facts: self._upward.send("health", facts=facts))
+        while self._code is None:
+            for key, _ in self._watch.select(AGENT_BEAT_SECONDS if reception is None else reception.pause):
+                key.data()
+            if time.monotonic() - self._beat >= AGENT_BEAT_SECONDS:
+                self._beat = time.monotonic()
+                self._aside.attend()
+                self._look_at_server()
+                if self._health is not None:
+                    self._health.ranks_run()
+                self._upward.send("beat", round=self.round, standing=self._standing())
+            if reception is not None:
+                reception.look()
+        if self._health is not None:
+            self._health.end()
+        if self._server is not None:
+            self._server.end()
+        if self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)
+        return self._code
+
+    def _start_server(self) -> None:
+        environment = {name: value for name, value in self._defaults.items() if name not in os.environ}
+        environment[MARK_VARIABLE] = (
+            self._mark
+        )  # of what its ranks fork, too, which keeps the environment of this program
+        self._server = server = RankServerProcess(self._command, environment, ignored=self._handed_on)
+        self._watch.register(server.lines, selectors.EVENT_READ, partial(self._from_server, server))
+        self._watch.register(server.ends, selectors.EVENT_READ, partial(self._server_ended, server))
+
+    def _look_at_server(self) -> None:
+        """Kill a server that hangs; what follows is as where it dies by itself."""
+        if self._server is None or self._hung:
+            return
+        self._hung = self._server.hangs(import_seconds=self._import_seconds)
+        if self._hung:
+            self._say(f"{self._hung}; it is killed")
+            self._server.kill()
+
+    def _server_ended(self, server: RankServerProcess) -> None:
+        """Hear its last words: what its ranks have left may hold its socket open."""
+        while self._server is server and select.select([server.lines], [], [], 0)[0]:
+            self._from_server(server)
+        if self._server is server:
+            self._server_gone()
+
+    def _signalled(self, numbers: bytes) -> None:
+        for number in numbers:
+            if self._server is not None:
+                self._server.lines.send("signal", number=number)
+            if number in self._leave_signals:
+                self._upward.send("asked", why=signal.Signals(number).name)
+
+    def _from_coordinator(self) -> None:
+        try:
+            messages = self._upward.receive()
+        except EOFError:
+            self._say("the coordinator is gone; ending the ranks")
+            self._code, self.orphaned = EXIT_FAILED, True
+            return
+        for message in messages:
+            if message["kind"] == "start":
+                self._start(message)
+            elif message["kind"] == "end":
+                self._told_to_end, self.round = True, message["round"]
+                if self._health is not None:
+                    self._health.ranks_end()
+                if self._alive and self._server is not None:
+                    self._server.end_ranks()
+                else:
+                    self._ended()
+            elif message["kind"] == "requests":
+                if self._memory is not None:
+                    requests.tell_ranks(self._memory, asked=message["asked"])
+            elif message["kind"] == "stacks":
+                if self._server is not None:
+                    self._server.lines.send("signal", number=int(signal.SIGUSR1))
+            elif message["kind"] == "clock":
+                self._upward.send("clock", sent=message["sent"], here=time.time())
+            elif message["kind"] == "probe":
+                self._probe(message)
+            elif message["kind"] == "leave":
+                self._code = int(message["code"])
+
+    def _standing(self) -> list[hang_detection.RankActivity] | None:
+        """Where the ranks stand, if none of them has come further for a while; None where one has, or not all began."""
+        if self._memory is None or len(self._alive) < len(self._ranks):
+            return None
+        found = hang_detection.read_activity(self._memory, self._ranks, self._stopped)
+        still = len(found) == len(self._ranks) and all(one.seconds > hang_detection.QUIET_SECONDS for one in found)
+        return found if found and still else None
+
+    def _start(self, message: Message) -> None:
+        self._ranks = ranks_of_node(message["place"], self._ranks_per_node)
+        world_size, before = message["nodes"] * self._ranks_per_node, self._world_size
+        self._world_size = world_size
+        if before not in (0, world_size) and self._memory is not None:
+            remove_copies(self._memory)  # copies of another layout
+        self.round, self._told_to_end, self._alive = message["round"], False, set(self._ranks)
+        if self._server is None:
+            self._start_server()
+        assert self._server is not None
+        if self._probed is not None:  # nobody waits for it any more
+            self._server.lines.send("end")
+            self._probed = None
+        if self._health is not None:
+            self._health.ranks_start()
+        self._stopped = hang_detection.StoppedProcesses()
+        if self._memory is not None:
+            hang_detection.remove_pages(self._memory)
+        arguments = [*self._arguments, f"--base-iteration={message['base_iteration']}"]
+        arguments += [] if message["base_path"] is None else [f"--base-path={message['base_path']}"]
+        for rank in self._ranks:
+            self._server.lines.send(
+                "fork",
+                round=self.round,
+                rank=rank,
+                arguments=arguments if self.round > 1 else list(self._arguments),
+                environment={
+                    **rank_environment(
+                        rank,
+                        message,
+                        local=rank - self._ranks[0],
+                        per_node=self._ranks_per_node,
+                        keep_address=self._keep_address,
+                        memory=self._memory,
+                    ),
+                    MARK_VARIABLE: self._mark,
+                },
+            )
+
+    def _probe(self, message: Message) -> None:
+        """Have this node measured."""
+        self._probed = {"kind": "probed", "error": "the measurement ended without a word"}
+        if self._server is None:
+            self._send_probed()
+            return
+        keep = self._keep_address or message["address"] is None
+        self._server.lines.send(**{**message, "address": os.environ["MASTER_ADDR"] if keep else message["address"]})
+
+    def _send_probed(self) -> None:
+        if self._probed is not None:
+            self._upward.send(**self._probed)
+            self._probed = None
+
+    def _from_server(self, server: RankServerProcess) -> None:
+        if self._server is not server:  # it has gone in this turn
+            return
+        try:
+            messages = server.lines.receive()
+        except EOFError:
+            self._server_gone()
+            return
+        for message in messages:
+            if message["kind"] == "dead":
+                self._alive.discard(message["rank"])
+                self._say_dead(message["rank"], message["code"], told=message["told"])
+            elif message["kind"] == "serving":
+                server.serves(int(message["pid"]))
+            elif message["kind"] == "unable":
+                self._unable = str(message["error"])
+            elif message["kind"] in ("started", "stepped", "probing"):
+                self._upward.send(**message)
+            elif message["kind"] == "probed":
+                self._probed = message
+            elif message["kind"] == "probe ended":
+                self._send_probed()
+        if not self._alive and self.round and any(message["kind"] == "dead" for message in messages):
+            server.ranks_ended()
+            self._ended()
+
+    def _server_gone(self) -> None:
+        """With it all its ranks; the next round starts another one."""
+        assert self._server is not None
+        self._watch.unregister(self._server.lines)
+        self._watch.unregister(self._server.ends)
+        code, self._server = self._server.gone(), None
+        error, self._unable, hung, self._hung = self._unable, "", self._hung, ""
+        number = self.round
+        if not error:
+            self._say_server_gone(number, code, hung or f"the server that forks ranks ended ({code})")
+            return
+        failures = [
+            RankFailure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks
+        ]
+
+        def write() -> None:
+            for failure in failures:  # as each of them would have said
+                with contextlib.suppress(OSError):  # on a full disk the log has the words
+                    failure.write(self._attempt.failures / f"rank-{failure.rank:04}.json")
+
+        self._aside.start(
+            write,
+            lambda _: self._say_server_gone(number, code, error),
+            seconds=ERROR_WRITE_SECONDS,
+            otherwise=lambda _: None,
+        )
+
+    def _say_server_gone(self, number: int, code: int, error: str) -> None:
+        self._send_probed()
+        if number != self.round:  # another one was given out before the words were written down
+            return
+        if self._alive or not number:
+            self._alive.clear()
+            self._say_dead(-1, code or EXIT_FAILED, error=error, told=self._told_to_end)
+        self._ended()
+
+    def _say_dead(self, rank: int, code: int, *, told: bool, error: str = "") -> None:
+        self._upward.send("dead", round=self.round, rank=rank, code=code, error=error, told=told)
+
+    def _ended(self) -> None:
+        if self._said_ended == self.round:
+            return
+        self._said_ended = self.round
+        number, server = self.round, set[int]() if self._server is None else set(self._server.pids)
+        again = self._told_to_end or self._server is None  # and no other round must begin beside them
+        patience = math.inf if again else tasks.LEFTOVER_PATIENCE_SECONDS
+        self._aside.start(
+            lambda: tasks.kill_leftover_processes({MARK_VARIABLE: self._mark}, but=server, patience=patience),
+            lambda commands: self._none_left(number, commands),
+            seconds=math.inf,  # the coordinator knows when it has waited long enough
+            otherwise=lambda _: [],
+        )
+
+    def _none_left(self, number: int, commands: Sequence[str]) -> None:
+        """Nothing of the ranks of this round lives here."""
+        if number != self.round:
+            return
+        for command in commands:
+            self._say(f"a process that the ranks left behind is ended: {command}")
+        if self._last_words is not None:  # behind all that the ranks said: the streams are the same
+            self._say(self._last_words(self.round))
+            with contextlib.suppress(OSError):
+                print(f"\n[relayrun {self._hello['name']}] {self._last_words(self.round)}", flush=True)
+        if self._health is not None:
+            self._health.look_between(self._say_ended, copies=self._memory)
+        else:
+            self._say_ended({})
+
+    def _say_ended(self, facts: NodeFacts) -> None:
+        copies = [] if self._memory is None else read_copies(self._memory)
+        self._upward.send("ended", round=self.round, memory=copies, port=free_port(""), facts=facts)
+
+
+def ranks_of_node(place: int | None, ranks_per_node: int) -> range:
+    """The ranks of the agent that has this place; none for a spare one."""
+    return range(0) if place is None else range(place * ranks_per_node, (place + 1) * ranks_per_node)

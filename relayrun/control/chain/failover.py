@@ -1,0 +1,225 @@
+"""Failover: two programs that continue a chain whose batch script is gone.
+
+The fallback job starts if a job of the chain fails. If another job of the chain is queued or runs, the fallback job
+waits behind that one again. If not, it writes STOP if a person ended the chain, and otherwise queues the next job.
+
+An orphaned agent has lost its coordinator. It asks Slurm whether the batch host is lost; if so it closes the
+attempt and queues the job again, or cancels it if another job continues. Every node may do this; the records make
+it happen once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from relayrun.control import chain_state, decisions
+from relayrun.control.chain import background, campaign, excluded_nodes, jobs, supervisor
+from relayrun.control.chain import jobs as chain_jobs
+from relayrun.control.job_log import log_line
+from relayrun.control.rundir import restarts
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.checkpoint_records import Lineage
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.restarts import FailedRestart
+from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.scheduler.base import (
+    BEGIN_BACKOFF,
+    MAX_FAILED_BEGINS,
+    FallbackJobs,
+    FallbackOrder,
+    Job,
+    Scheduler,
+)
+from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.errors import SchedulerError
+
+FALLBACK_PATIENCE = 240.0
+"""Seconds for which a controller that does not answer is asked again; then the batch script calls this again."""
+
+
+def run_fallback_job(run: Run) -> int:
+    """See to a chain one of whose jobs has failed; return an exit code.
+
+    Raises SchedulerError and OSError, which another try may not meet.
+    """
+    plan = Plan.load(run)
+    scheduler = scheduler_for_plan(plan, run, patience=FALLBACK_PATIENCE)
+    own = scheduler.current_job_id()
+    jobs = scheduler.fallback_jobs
+    if jobs is None or not plan.fallback_job or stop_reason(run) is not None or chain_state.is_taken_over(plan, own):
+        return 0
+    order = jobs.order(own)
+    live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # such a one carries nothing on
+    if live:
+        last = next((job for job in live if job.waits), live[-1])
+        known = scheduler.query(last.id)
+        options, failed_begins = (known.options, known.failed_begins) if known else (plan.sbatch_options, 0)
+        chain_jobs.queue_fallback_job(run, plan, last.id, options=options, failed_begins=failed_begins)
+        return 0
+    failed = scheduler.query(order.job_id)
+    reason = _why_it_ends(run, scheduler, order, failed)
+    if reason is not None:
+        write_stop(run, reason)
+        log_line(f"the chain ends: {reason}")
+        background.send_notices(run, plan)
+        campaign.start_due_members_of(run)
+        return 0
+    _queue_next(run, plan, scheduler, jobs, order, failed)
+    return 0
+
+
+def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
+    return 1 + max(order.failed_begins, failed.failed_begins if failed else 0)
+
+
+def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> str | None:
+    """What a person did to the queue, or that it has been tried often enough; None where the chain goes on."""
+    if (stopped := chain_jobs.stop_reason_of_job(failed)) is not None:
+        return stopped
+    newest = run.newest_begun()
+    words = chain_jobs.cancelled_successor_reason(newest, scheduler) if newest is not None else None
+    if words is not None:
+        return words
+    if failed is not None and failed.state == "CANCELLED" and not _was_replaced(newest, failed):
+        by = scheduler.cancelled_by(failed.id)
+        return f"job {failed.id}, which was to go on, was cancelled" + (f" by {by}" if by else "")
+    count = _failed_begins(order, failed)
+    if count >= MAX_FAILED_BEGINS:
+        return f"job {order.job_id} failed and left no successor, {count} times in a row"
+    return None
+
+
+def _was_replaced(newest: Attempt | None, job: Job) -> bool:
+    """Whether the chain itself has cancelled the job, which was its newest that began."""
+    begin = newest.read_begin() if newest is not None else None
+    return newest is not None and begin is not None and begin.job_id == job.id and newest.made_place.exists()
+
+
+def _queue_next(
+    run: Run, plan: Plan, scheduler: Scheduler, jobs: FallbackJobs, order: FallbackOrder, failed: Job | None
+) -> None:
+    """Queue a job with the options of the one that failed. Raises SchedulerError."""
+    newest = run.newest_begun()
+    begin = newest.read_begin() if newest is not None else None
+    given = chain_jobs.successor_options(failed, scheduler) if failed else begin.options if begin else {}
+    tried = _tried_nodes(scheduler, failed)
+    options = excluded_nodes.next_job_options(run, plan, scheduler, given, tried=tried)
+    tried = [node for node in tried if node in options.get("exclude", "").split(",")]  # or there are too few others
+    count = _failed_begins(order, failed)
+    delay = BEGIN_BACKOFF << (count - 1)
+    job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
+    log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
+    chain_jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
+    try:
+        jobs.count_failed_begins(job_id, count, ",".join(tried))
+    except SchedulerError as error:  # a site may let nobody change a job; the new fallback job knows the count
+        log_line(f"job {job_id} does not know how often the jobs before it failed: {error.message}")
+
+
+def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> list[str]:
+    """The nodes where the batch scripts of this and the tries before it ran."""
+    if failed is None or scheduler.nodes is None:
+        return []
+    own = scheduler.nodes.expand(failed.nodes)[:1] if failed.nodes else []
+    return list(dict.fromkeys(filter(None, [*failed.begin_failed_on.split(","), *own])))
+
+
+FIRST_NODE_SECONDS = 5.0
+"""Between two questions of the first node."""
+LATER_NODE_SECONDS = 10.0
+"""By how much longer each node waits than the one before it; so many nodes do not ask Slurm at the same time."""
+LONGEST_NODE_SECONDS = 300.0
+"""No node waits for longer, however many there are."""
+SPREAD_SECONDS = 60
+"""Over so many seconds the questions of those are spread that wait for about as long."""
+RETRY_SECONDS = 30.0
+
+
+def close_orphaned_attempt(run: Run, number: int, *, node: int, number_of_round: int) -> int:
+    """Until this job is over, or this program has seen to it that it will be. Return the exit code of the agent.
+
+    Whatever fails meanwhile is tried again: nobody else is left. The agent has left it the signals that ask ranks to
+    leave as ignored ones.
+
+    `node`: number of this node in the job. `number_of_round`: the newest that its agent knew, 0 before the first.
+    """
+    log_line(f"attempt {number}: the coordinator is gone; Slurm is asked whether the batch host is")
+    told = False
+    while True:
+        time.sleep(RETRY_SECONDS if told else question_interval(node))
+        try:
+            plan, attempt = Plan.load(run), run.attempt(number)
+            scheduler = scheduler_for_plan(plan, run, patience=0)
+            own = scheduler.current_job_id()
+            job = scheduler.query(own)
+            if job is None or not job.live:
+                log_line(f"job {own} is {'gone' if job is None else job.state}; nothing is left to do")
+                return 1
+            names = scheduler.nodes.expand(job.nodes) if job.nodes and scheduler.nodes else []
+            if not (host := lost_batch_host(job, names)):
+                continue
+            if not told:
+                log_line(
+                    f"the batch host {host} is lost, and the batch script with it; this agent closes attempt {number}"
+                )
+            told = True
+            _record_lost_batch_host(attempt, host, number_of_round, run)
+            supervisor.end_attempt(run, number, decisions.UNKNOWN_EXIT_CODE)
+            if lost_batch_host(scheduler.query(own), names):  # or a person, or another agent, has ended it meanwhile
+                _end_job(run, plan, attempt, own)
+            return 1
+        except Exception as error:  # of whatever kind: without this program the job would hold its nodes to its limit
+            log_line(f"tried again: {getattr(error, 'message', '') or f'{type(error).__name__}: {error}'}")
+
+
+def question_interval(node: int) -> float:
+    """Seconds before each question of this node; those that would wait for longer than the longest are spread."""
+    return min(FIRST_NODE_SECONDS + LATER_NODE_SECONDS * node, LONGEST_NODE_SECONDS - node % SPREAD_SECONDS)
+
+
+def lost_batch_host(job: Job | None, names: list[str]) -> str:
+    """The batch host of a job that Slurm lets run without it; empty where it is there. `names`: nodes of the job."""
+    if job is None or job.state != "RUNNING" or not names or job.batch_host in names:
+        return ""
+    return job.batch_host
+
+
+def _record_lost_batch_host(attempt: Attempt, host: str, number: int, run: Run) -> None:
+    """Put on record why the attempt ends, for `end`; once."""
+    earlier = restarts.read_failed_restarts(attempt)
+    begin = attempt.read_begin()
+    if begin is None or attempt.read_end() is not None or any(host in each.lost for each in earlier):
+        return
+    iteration, durable = restarts.newest_recorded_iteration(attempt), Lineage(run).durable().iteration
+    failed = FailedRestart(
+        round=max(1, number, *(each.round + 1 for each in earlier)),
+        time=time.time(),
+        rank=None,
+        node=host,
+        words="the batch host is lost",
+        iteration=iteration,
+        base_iteration=earlier[-1].next_iteration if earlier else begin.base_iteration,
+        durable_iteration=durable,
+        next_iteration=durable,
+        again=False,
+        reason="the batch script is gone with it",
+        steps_lost=max(0, iteration - durable),
+        lost={host: ""},
+    )
+    restarts.record_failed_restart(attempt, failed)
+
+
+def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
+    """Queue this job again, in front of the one that may wait behind it; cancel it where that one goes on, or none."""
+    record, scheduler = attempt.read_end(), scheduler_for_plan(plan, run)
+    goes_on = ""
+    stopped = stop_reason(run) or jobs.stop_reason_of_job(scheduler.query(own))
+    if record is not None and record.action in ("continue", "retry") and stopped is None:
+        goes_on = jobs.requeue_job(run, plan, scheduler, attempt, own=own, delay=record.delay)
+    if goes_on == own:
+        return
+    log_line(f"job {own} is cancelled")
+    if goes_on:
+        jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=goes_on)
+    else:
+        scheduler.cancel(own)

@@ -1,0 +1,130 @@
+"""The state of a chain by its records: failed attempts in a row, signs of life, the owner, and the times of its jobs.
+
+Reads the run directory and the scheduler, and changes nothing. Slurm may hide the jobs of other users
+(PrivateData=jobs), so whether an attempt is alive follows from its own heartbeats. A run may be taken over by
+another user while a job begins: the job writes begin.json and then reads the plan, the submit writes the plan and
+then looks for begin.json, so at least one of them sees the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relayrun.control.job_log import log_line
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import Heartbeat
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Scheduler
+from relayrun.errors import RelayrunError, user_name
+
+
+def count_failed_attempts(run: Run, plan: Plan, *, last: int | None = None) -> int:
+    """Attempts in a row, up to `last`, that ended without durable progress since the last explicit submit.
+
+    `last`: the number of an attempt; None: the newest. One that has no end yet counts too.
+    """
+    count = 0
+    for number in reversed(run.attempt_numbers()):
+        if last is not None and number > last:
+            continue
+        if number <= plan.submitted_after_attempt:
+            break
+        attempt = run.attempt(number)
+        if attempt.read_begin() is None:
+            continue
+        record = attempt.read_end()
+        if record is not None and record.progress:
+            break
+        count += 1
+    return count
+
+
+SCRIPT_TIME_VARIABLE = "RELAYRUN_SCRIPT_TIME"
+"""Where job.sh keeps when it began, in seconds since 1970."""
+
+
+def job_script_time() -> float | None:
+    """When the first lines of this job's script ran, in seconds since 1970; None in a job of an earlier version."""
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get(SCRIPT_TIME_VARIABLE, ""))
+    return None
+
+
+def previous_job_end(previous: Attempt, scheduler: Scheduler, *, own: str) -> float | None:
+    """When the job of the attempt before ended, in seconds since 1970, while the scheduler still knows it.
+
+    None where nobody does, and where that job is this one, queued again.
+    """
+    started = previous.read_begin()
+    if started is None or started.job_id == own:
+        return None
+    with contextlib.suppress(RelayrunError, OSError):  # it is for the run's accounts alone
+        job = scheduler.query(started.job_id)
+        return None if job is None or job.live else job.end_time
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeSign:
+    """The last sign of life of an attempt that has no end."""
+
+    attempt: int
+    job_id: str
+    age: float
+    """Seconds since then."""
+    patience: float
+    """Seconds without a sign after which the attempt counts as gone."""
+
+
+def newest_life_sign(run: Run, plan: Plan, *, now: float) -> LifeSign | None:
+    """The newest attempt's last sign, if it has no end and may still live. Raises RunDirError for a damaged record.
+
+    `now`: seconds since 1970.
+    """
+    attempt = run.newest_begun()
+    begin = None if attempt is None else attempt.read_begin()
+    if attempt is None or begin is None or attempt.read_end() is not None:
+        return None
+    beats = attempt.read_heartbeats()
+    patience = max(plan.hang_timeout, 0.0 if beats else plan.start_timeout) + longest_heartbeat_interval(beats)
+    age = now - max([begin.start_time, *(beat.time for beat in beats)])
+    return LifeSign(attempt=attempt.number, job_id=begin.job_id, age=age, patience=patience) if age < patience else None
+
+
+def longest_heartbeat_interval(beats: Sequence[Heartbeat]) -> float:
+    """Seconds for which nodes that go on may leave no sign of life: those between two of their heartbeats."""
+    return max((beat.interval for beat in beats), default=0.0)
+
+
+def is_owned_by_another_user(plan: Plan) -> bool:
+    """Whether another user than this process's owns the run."""
+    return plan.owner not in (None, os.geteuid())
+
+
+TAKE_OVER_SECONDS = 10.0
+"""How long the submit has to put the plan back."""
+
+
+def is_taken_over(plan: Plan, job_id: str) -> bool:
+    """Whether the plan is another user's; then the log of the job says whose."""
+    if plan.owner is None or not is_owned_by_another_user(plan):
+        return False
+    log_line(f"this run has been taken over by {user_name(plan.owner)}; job {job_id} leaves it alone")
+    return True
+
+
+def is_taken_over_meanwhile(run: Run, job_id: str) -> bool:
+    """Whether another user has taken the run over while this job began, and stays its owner."""
+    plan = Plan.load(run)
+    if is_owned_by_another_user(plan):
+        log_line("another user is about to take this run over; a submit that finds this attempt puts the plan back")
+    deadline = time.monotonic() + TAKE_OVER_SECONDS
+    while is_owned_by_another_user(plan) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        plan = Plan.load(run)
+    return is_taken_over(plan, job_id)

@@ -1,0 +1,324 @@
+"""Decisions of a chain and of its agents, as pure functions of facts: no files, no clock, no scheduler, no processes.
+
+For a chain: an attempt that raises the durable iteration earns its successor; one that does not is a failed
+attempt, and after `max_failed_attempts` in a row the chain stops. A finished run, an exit trigger, a fatal error
+and a cancelled job stop it at once. Exit codes decide nothing: only the outcome of rank 0 and the durable
+checkpoints count.
+
+For the ranks inside a job the same rule holds one scale smaller: a restart that brings no later state counts as
+failed, and after `max_failed_rounds` in a row the attempt ends. An error that would repeat ends it at once.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+from relayrun.control.rundir.records import AttemptOutcomeName
+from relayrun.control.rundir.restarts import FailedRestart
+from relayrun.control.trainers.base import ENDED_BY_ITSELF
+
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """The end of a rank, of the server that forks a node's ranks, with which they all die, or of a whole node."""
+
+    rank: int
+    """-1: the server; or nobody in particular, where nothing moved any more."""
+    node: str
+    code: int
+    """Its exit code; negative: the signal that ended it."""
+    error: str = ""
+    """Its own last words, if it left some."""
+    repeats: bool = False
+    """Every start of it would meet that error, says the rank."""
+    lost: bool = False
+    """Its node is given up."""
+    sick: bool = False
+    """For its health."""
+    unended: bool = False
+    """For its ranks, which did not end."""
+    late: int | None = None
+    """Nothing moved any more, and the others waited for this rank."""
+    noticed: float = 0.0
+    """When, by the coordinator's `time.monotonic`; of a lost node about when it was last heard."""
+
+    @property
+    def words(self) -> str:
+        """How it ended, in a few words."""
+        if self.error and (self.code >= 0 or self.rank < 0):
+            return self.error
+        return f"killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports it: 128 and the signal's number for a killed process."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartFacts:
+    """What is known of a round that has failed, when none of its ranks lives any more."""
+
+    death: Death
+    """Who failed first."""
+    iteration: int
+    """The newest one on record."""
+    next_iteration: int
+    """From which another round would start."""
+    base_iteration: int
+    """From which the round started."""
+    left: bool
+    """Rank 0 has said how it leaves."""
+    asked: str
+    """Why the ranks were asked to leave, in words; empty where they were not."""
+    lost: str
+    """What is gone and cannot be replaced, in words: a node, where no spare one is left; empty where nothing is."""
+    earlier: Sequence[FailedRestart]
+    """The failed rounds of this attempt before this one, oldest first."""
+    max_failed_rounds: int
+    complete: bool = False
+    """Nothing is left to train behind what is saved."""
+
+
+def why_no_restart(facts: RestartFacts) -> str | None:
+    """Why the attempt ends with this round, in words; None where the ranks are to be started again."""
+    if facts.left:
+        return "rank 0 had said how it leaves"
+    if facts.complete:
+        return f"iteration {facts.next_iteration} is the last one, and it is saved"
+    if facts.asked:
+        return f"the ranks had been asked to leave ({facts.asked})"
+    if facts.lost:
+        return facts.lost
+    if facts.death.repeats:
+        return "every start would meet this error"
+    words = failure_signature(facts.death)
+    if words and any(
+        (known.iteration, _without_numbers(known.words)) == (facts.iteration, words) for known in facts.earlier
+    ):
+        return f"the same failure as before, at the same iteration {facts.iteration}"
+    if facts.next_iteration > facts.base_iteration:
+        return None
+    failed = 1 + failed_restarts_in_a_row(facts.earlier)
+    if failed >= facts.max_failed_rounds:
+        return f"{failed} round{'s' if failed > 1 else ''} in a row without a later state to start from"
+    return None
+
+
+def failed_restarts_in_a_row(earlier: Sequence[FailedRestart]) -> int:
+    """How many of the newest rounds brought no later state to start from."""
+    return sum(1 for _ in takewhile(lambda known: known.next_iteration <= known.base_iteration, reversed(earlier)))
+
+
+def failure_signature(death: Death) -> str:
+    """Words by which the same failure is known again, without their numbers.
+
+    Empty for SIGKILL, which anybody sends, and for a node that is given up: it does not come back.
+    """
+    return "" if death.lost or death.code == -signal.SIGKILL else _without_numbers(death.words)
+
+
+def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:
+    """Who failed first, of ranks that ended by themselves, in the order in which their ends were noticed.
+
+    A rank that is killed closes its connections, and its neighbours fail in their collectives: so a killed one comes
+    first. Where none was, it is the one that wrote down its error first; `said_at`: when each rank did so. What is no
+    rank's own end, and was noticed first, is the cause of all others; a lost node is that of all behind it.
+    """
+    if deaths[0].rank < 0:
+        return deaths[0]
+    deaths = list(takewhile(lambda death: not death.lost, deaths))
+    killed = [death for death in deaths if death.code < 0]
+    if killed:
+        return killed[0]
+    said = sorted((death for death in deaths if death.rank in said_at), key=lambda death: said_at[death.rank])
+    return said[0] if said else deaths[0]
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; `signal 70` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _without_numbers(words: str) -> str:
+    """Words without process ids, ports and addresses, which differ each time."""
+    return _NUMBER.sub("#", words)
+
+
+Action = Literal["run", "stop", "continue", "retry", "end"]
+"""What the supervisor does next.
+
+run         start the ranks
+stop        end the chain, write STOP, leave nothing queued
+continue    the successor goes on
+retry       a successor goes on after a delay
+end         this job was the only one; nothing is queued
+"""
+
+UNKNOWN_EXIT_CODE = -1
+"""The exit code of an attempt whose end nobody saw."""
+
+BACKOFF_SECONDS = 30
+BACKOFF_CEILING_SECONDS = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do, why, and for `retry` after how many seconds."""
+
+    action: Action
+    reason: str
+    delay: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFacts:
+    """What is known before the ranks of a job start."""
+
+    stopped: str | None
+    """The reason in STOP, where the chain was stopped."""
+    durable_iteration: int
+    total_steps: int | None
+    stop_after: int | None = None
+    exit_trigger: str | None
+    """Who touched triggers/exit."""
+    predecessor_cancelled: bool
+    """The job of the newest attempt was cancelled and could not record it."""
+    verdict: str | None
+    """Why the newest attempt decided that the chain ends, where it could not write STOP any more."""
+    failed_attempts: int
+    """Attempts in a row, up to now, without durable progress."""
+    max_failed_attempts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndFacts:
+    """What is known after the ranks of a job have gone."""
+
+    outcome: AttemptOutcomeName | None
+    """What rank 0 left; None where it left nothing (crash, kill, node failure)."""
+    outcome_reason: str
+    exit_code: int
+    hang: str | None
+    """Where the supervisor ended the ranks because nothing moved any more."""
+    cancelled: bool
+    base_iteration: int
+    durable_iteration: int
+    total_steps: int | None
+    stop_after: int | None = None
+    failed_attempts: int
+    """Attempts in a row before this one without durable progress."""
+    max_failed_attempts: int
+    auto_requeue: bool
+    failure: str = ""
+    """Who failed first and how, in words, where that is known."""
+    reservation: str = ""
+    """That the reservation which the chain's jobs ask for has ended or is about to, in words; empty otherwise."""
+
+
+def decide_at_start(facts: StartFacts) -> Decision:
+    """Whether to start the ranks."""
+    if facts.stopped is not None:
+        return Decision(action="stop", reason=facts.stopped)
+    if (reason := _all_done_reason(facts)) is not None:
+        return Decision(action="stop", reason=reason)
+    if facts.exit_trigger is not None:
+        return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
+    if facts.predecessor_cancelled:
+        return Decision(action="stop", reason="the job before this one was cancelled")
+    if facts.verdict is not None:
+        return Decision(action="stop", reason=facts.verdict)
+    if facts.failed_attempts >= facts.max_failed_attempts:
+        return Decision(action="stop", reason=_too_many_failed(facts.failed_attempts))
+    return Decision(action="run", reason=f"from iteration {facts.durable_iteration}")
+
+
+def decide_at_end(facts: EndFacts) -> Decision:
+    """Whether the successor goes on, goes on later, or must not start."""
+    if facts.outcome == "done" and facts.total_steps is None:
+        return Decision(action="stop", reason=facts.outcome_reason)
+    if facts.outcome in ("done", "saved") and (all_done := _all_done_reason(facts)) is not None:
+        return Decision(action="stop", reason=all_done)
+    if facts.outcome == "exit":
+        return Decision(action="stop", reason=facts.outcome_reason)
+    if facts.outcome == "fatal":
+        return Decision(action="stop", reason=f"fatal: {facts.outcome_reason}")
+    if facts.cancelled:
+        return Decision(action="stop", reason="the job was cancelled")
+    reason = facts.reservation or facts.hang or facts.outcome_reason or _reason_without_outcome(facts)
+    if facts.reservation and facts.auto_requeue:
+        return Decision(action="stop", reason=reason)
+    if facts.durable_iteration > facts.base_iteration:
+        return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
+    failed = facts.failed_attempts + 1
+    reason = f"{reason}; no new durable iteration"
+    if not facts.auto_requeue:
+        return Decision(action="end", reason=reason)
+    if failed >= facts.max_failed_attempts:
+        return Decision(action="stop", reason=f"{_too_many_failed(failed)}; the last: {reason}")
+    delay = min(BACKOFF_SECONDS * 2 ** (failed - 1), BACKOFF_CEILING_SECONDS)
+    return Decision(action="retry", reason=reason, delay=delay)
+
+
+def end_cause(facts: EndFacts) -> str:
+    """The end of an attempt in one word: done, saved, exit, fatal, cancelled, hang, failed or unknown."""
+    if facts.cancelled and facts.outcome in (None, "saved"):
+        return "cancelled"
+    if facts.outcome is not None:
+        return facts.outcome
+    if facts.hang is not None:
+        return "hang"
+    return "unknown" if facts.exit_code == UNKNOWN_EXIT_CODE else "failed"
+
+
+def default_signal_seconds(lead: float) -> int:
+    """Seconds for `--signal`, the backstop of rank 0's own clock.
+
+    Slurm may send it up to 60 s early, so it is set 60 s later than the deadline inside, where there is room.
+    """
+    return max(1, round(max(lead - 60, lead / 2)))
+
+
+def done_reason(iteration: int) -> str:
+    """The reason of a chain that has done all it was asked for."""
+    return f"the last iteration, {iteration}, is durable"
+
+
+def stop_after_reason(iteration: int) -> str:
+    """The reason of a chain that went as far as `training.stop_after` asks."""
+    return f"iteration {iteration} is durable, and training.stop_after ends the run there"
+
+
+def is_done_reason(reason: str) -> bool:
+    """Whether a chain that ended for this reason has done all it was asked for."""
+    words = (done_reason(0), stop_after_reason(0))
+    return reason == ENDED_BY_ITSELF or any(re.fullmatch(text.replace("0", r"\d+"), reason) for text in words)
+
+
+def _all_done_reason(facts: StartFacts | EndFacts) -> str | None:
+    """Why nothing is left to do; None where something is."""
+    if facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
+        return done_reason(facts.durable_iteration)
+    if facts.stop_after is not None and facts.durable_iteration >= facts.stop_after:
+        return stop_after_reason(facts.durable_iteration)
+    return None
+
+
+def _reason_without_outcome(facts: EndFacts) -> str:
+    if facts.exit_code == UNKNOWN_EXIT_CODE:
+        return facts.failure or "the job ended without a word"
+    return f"{facts.failure or 'the ranks left no outcome'} (exit code {facts.exit_code})"
+
+
+def _too_many_failed(failed: int) -> str:
+    return f"{failed} attempt{'s' if failed > 1 else ''} in a row without a new durable iteration"

@@ -1,0 +1,324 @@
+"""Storage limits: when a file system or a quota is full, and when the site purges unused files.
+
+quota.json   the measurements of the last week, by jobs of the run and by the cron check
+
+Growth is everything that any program wrote in that time, less the checkpoints that the rules of the run remove again.
+A measurement may fall into a save, so the size of one checkpoint is left out of the growth.
+
+`cluster.purge_days` says after how many days without use a site removes a file, per folder. The last use is the later
+one of access time and modification time. A folder is as old as its oldest file. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from relayrun.control.rundir.records import Record
+from relayrun.control.rundir.run import Run
+from relayrun.files import read_json
+
+DAY_SECONDS = 86400.0
+PURGE_SOON_DAYS = 7.0
+"""Somebody is told so many days before."""
+MAX_FILES_CHECKED = 1000
+"""So many files are looked at; of more every n-th, so that a data set of many shards costs no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PurgeForecast:
+    """A file that a site would remove, and when."""
+
+    what: str
+    """`checkpoint` or `data`."""
+    name: str
+    """For people: `the checkpoint of iteration 500`."""
+    path: str
+    """The file that is the first to go."""
+    folder: str
+    """The setting's folder in which it lies."""
+    days: float
+    """After so many days without use."""
+    time: float
+    """When, in seconds since 1970; in the past: at any moment."""
+
+    def words(self, now: float) -> str:
+        """One line for people."""
+        left = (self.time - now) / DAY_SECONDS
+        day = time.strftime("%Y-%m-%d", time.localtime(self.time))
+        when = f"in {left:.1f} days, on {day}" if left > 0 else f"at any moment, since {day}"
+        rule = f"{self.folder}: {self.days:g} days without use"
+        return f"{self.name} may be purged {when} ({rule}; first {self.path})"
+
+    def is_soon(self, now: float) -> bool:
+        """Whether a person should do something now."""
+        return self.time - now < PURGE_SOON_DAYS * DAY_SECONDS
+
+
+def first_purge(name: str, what: str, paths: Sequence[str], purge_days: Mapping[str, float]) -> PurgeForecast | None:
+    """Return which of these files would be purged first; None where none would, or none is there.
+
+    `name` and `what`: as in `Purge`. `purge_days`: days by folder; of several that hold a file the innermost counts.
+    """
+    step = -(-len(paths) // MAX_FILES_CHECKED) or 1
+    found = []
+    for path in paths[::step]:
+        rule = _purge_rule(os.path.realpath(path), purge_days)
+        if rule is None:
+            continue
+        try:
+            used = os.stat(path)
+        except OSError:  # what is missing is told elsewhere
+            continue
+        folder, days = rule
+        when = max(used.st_atime, used.st_mtime) + days * DAY_SECONDS
+        found.append(PurgeForecast(what=what, name=name, path=path, folder=folder, days=days, time=when))
+    return min(found, key=lambda purge: purge.time, default=None)
+
+
+def _purge_rule(path: str, purge_days: Mapping[str, float]) -> tuple[str, float] | None:
+    """The innermost folder that holds a path, and its days."""
+    holding = [
+        (folder, days)
+        for folder, days in purge_days.items()
+        if Path(path).is_relative_to(folder) or Path(path).is_relative_to(os.path.realpath(folder))
+    ]
+    return max(holding, key=lambda rule: len(rule[0]), default=None)
+
+
+def checkpoint_purge(iteration: int, folder: str | None, purge_days: Mapping[str, float]) -> PurgeForecast | None:
+    """Return when a checkpoint would be purged."""
+    if not purge_days or folder is None:
+        return None
+    paths = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
+    return first_purge(f"the checkpoint of iteration {iteration}", "checkpoint", paths, purge_days)
+
+
+def data_purge(run: Run, purge_days: Mapping[str, float]) -> PurgeForecast | None:
+    """Return when data of a run would be purged, as far as its manifest names them; a damaged one names none."""
+    if not purge_days:
+        return None
+    try:
+        value = read_json(run.manifest)
+        sets = [*value["datasets"].values(), *value.get("validation", {}).values()]
+        paths = [path for each in sets for path in _data_set_paths(each)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return first_purge("training data", "data", paths, purge_days)
+
+
+def _data_set_paths(dataset: Mapping[str, Iterable[Mapping[str, str]]]) -> list[str]:
+    """The files of a data set; those behind URLs are no site's scratch."""
+    shards = [f"{shard['prefix']}.bin" for shard in dataset.get("shards", ())]
+    return shards + [file["path"] for file in dataset.get("files", ()) if "://" not in file["path"]]
+
+
+FULL_SOON_DAYS = 7.0
+"""Somebody is told so many days before."""
+FULL_SHOWN_DAYS = 30.0
+"""A file system that belongs to all is spoken of so many days before it is full."""
+USAGE_WINDOW_SECONDS = 7 * DAY_SECONDS
+"""Growth is measured over so long."""
+USAGE_MIN_SPAN_SECONDS = 6 * 3600.0
+"""And over so long at least."""
+MAX_SAMPLES = 60
+"""So many measures of one limit are kept."""
+FREED_SHARE = 0.01
+"""Where so much of a limit was freed (and more than a checkpoint), what was measured before says nothing any more."""
+FILE_SYSTEM = "file system"
+"""The source of what `df` would say, which belongs to all users."""
+
+QuotaKind = Literal["bytes", "files"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaLimit:
+    """What a user, a group or everybody may have on a file system, and has."""
+
+    source: str
+    """Who said it: `lfs quota`, `quota`, the site's command, or `file system`."""
+    kind: QuotaKind
+    used: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageSample(Record):
+    """One limit at one time. Numbers are bytes, or files."""
+
+    time: float
+    """In seconds since 1970."""
+    source: str
+    kind: QuotaKind
+    used: int
+    limit: int
+    own: int = 0
+    """What of it lies in checkpoints of this run."""
+    rolling: int = 0
+    """What of it lies in those that its rules remove again."""
+    to_come: int = 0
+    """What its rules keep and is not there yet."""
+    one: int = 0
+    """In its newest checkpoint."""
+    saves: int = 0
+    """How many checkpoints it has saved so far."""
+
+    @property
+    def lasting(self) -> int:
+        """What is used for good."""
+        return self.used - self.rolling
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageRecord(Record):
+    """`quota.json`."""
+
+    points: list[dict[str, object]] = field(default_factory=list)
+    """Oldest first, see `Point`."""
+    complaint: str | None = None
+    """Why the newest measure lacks something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaForecast:
+    """How full one limit is, and when it will be."""
+
+    source: str
+    kind: QuotaKind
+    used: int
+    limit: int
+    own: int
+    """What of it lies in checkpoints of this run."""
+    time: float
+    """When it was measured, in seconds since 1970."""
+    a_day: float | None
+    """Growth a day; None: not measured for long enough."""
+    a_checkpoint: float | None
+    """Growth between two checkpoints of this run."""
+    full: float | None
+    """When it will be full, in seconds since 1970; None: it does not grow, or nobody knows."""
+
+    def words(self, now: float) -> str:
+        """One line for people."""
+        text = f"{self.source}: {format_amount(self.used, self.kind)} of {format_amount(self.limit, self.kind)} used"
+        text += f", {format_amount(self.own, self.kind)} in checkpoints of this run" if self.own else ""
+        if self.a_day is not None and self.a_day > 0:
+            each = "" if self.a_checkpoint is None else f"{format_amount(self.a_checkpoint, self.kind)} a checkpoint, "
+            text += f"; grows by {each}{format_amount(self.a_day, self.kind)} a day"
+        if self.full is not None:
+            day = time.strftime("%Y-%m-%d", time.localtime(max(self.full, now)))
+            left = (self.full - now) / DAY_SECONDS
+            text += f": full in about {left:.1f} days, on {day}" if left > 0 else ": full at any moment"
+        return text
+
+    def is_soon(self, now: float) -> bool:
+        """Whether a person should do something now."""
+        return self.full is not None and self.full - now < FULL_SOON_DAYS * DAY_SECONDS
+
+    def is_told(self, now: float) -> bool:
+        """Whether `status` says it: a quota always, what belongs to all users and files only where they get scarce."""
+        if self.source != FILE_SYSTEM and self.kind == "bytes":
+            return True
+        return self.full is not None and self.full - now < FULL_SHOWN_DAYS * DAY_SECONDS
+
+    @property
+    def name(self) -> str:
+        """What tells it from others, for the name of a notice."""
+        return f"{re.sub(r'[^A-Za-z0-9_.]+', '-', self.source)}-{self.kind}"
+
+
+def usage_path(run: Run) -> Path:
+    """Return the record's name."""
+    return run.path / "quota.json"
+
+
+def read_usage(run: Run) -> UsageRecord:
+    """What was measured; nothing before the first measure. Raises RunDirError where the record is damaged."""
+    return UsageRecord.read(usage_path(run)) or UsageRecord()
+
+
+def record_usage(run: Run, found: Iterable[UsageSample], *, complaint: str | None, now: float) -> None:
+    """Put a measure down, and forget what is older than a week. Raises OSError, RunDirError."""
+    points = [each for each in _usage_samples(read_usage(run)) if now - USAGE_WINDOW_SECONDS <= each.time <= now]
+    kept = [each for row in _samples_by_limit([*points, *found]) for each in _thinned_samples(row)]
+    kept.sort(key=lambda point: point.time)
+    UsageRecord(points=[asdict(each) for each in kept], complaint=complaint).write(usage_path(run))
+
+
+def quota_forecasts(measures: UsageRecord, *, now: float) -> list[QuotaForecast]:
+    """Return each limit as it was measured last, and when it will be full."""
+    return [
+        _quota_forecast(row) for row in _samples_by_limit(each for each in _usage_samples(measures) if each.time <= now)
+    ]
+
+
+def format_amount(value: float, kind: QuotaKind) -> str:
+    """A number of bytes or files, for people: `1.2 TB`, `12,345 files`."""
+    if kind == "files":
+        return f"{value:,.0f} files"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if abs(value) >= size:
+            return f"{value / size:,.1f} {unit}"
+    return f"{value / 1e3:,.1f} kB"
+
+
+def _usage_samples(measures: UsageRecord) -> list[UsageSample]:
+    return [UsageSample.of(each) for each in measures.points]
+
+
+def _samples_by_limit(points: Iterable[UsageSample]) -> list[list[UsageSample]]:
+    """The points of each limit, oldest first."""
+    rows: dict[tuple[str, str], list[UsageSample]] = {}
+    for point in points:
+        rows.setdefault((point.source, point.kind), []).append(point)
+    return list(rows.values())
+
+
+def _thinned_samples(row: Sequence[UsageSample]) -> list[UsageSample]:
+    """At most so many of the points, the first and the last among them."""
+    kept = list(row)
+    while len(kept) > MAX_SAMPLES:
+        kept = [*kept[:-1:2], kept[-1]]
+    return kept
+
+
+def _quota_forecast(row: Sequence[UsageSample]) -> QuotaForecast:
+    newest = row[-1]
+    since = _oldest_sample_since_drop(row)
+    span = newest.time - since.time
+    a_day = a_checkpoint = full = None
+    left = newest.limit - newest.used - newest.to_come
+    if span >= USAGE_MIN_SPAN_SECONDS:
+        growth = max(0, newest.lasting - since.lasting - newest.one)
+        a_day = growth / span * DAY_SECONDS
+        saves = newest.saves - since.saves
+        a_checkpoint = growth / saves if saves > 0 else None
+        full = newest.time + left / growth * span if growth else None
+    if left <= 0:
+        full = newest.time
+    return QuotaForecast(
+        source=newest.source,
+        kind=newest.kind,
+        used=newest.used,
+        limit=newest.limit,
+        own=newest.own,
+        time=newest.time,
+        a_day=a_day,
+        a_checkpoint=a_checkpoint,
+        full=full,
+    )
+
+
+def _oldest_sample_since_drop(row: Sequence[UsageSample]) -> UsageSample:
+    """The oldest point behind which nobody has freed much, nor changed the limit."""
+    for number in range(len(row) - 1, 0, -1):
+        before, after = row[number - 1], row[number]
+        freed = before.lasting - after.lasting
+        if before.limit != after.limit or freed > max(FREED_SHARE * after.limit, before.one):
+            return after
+    return row[0]

@@ -1,0 +1,131 @@
+"""The time limit of a job: how long the start takes, and how long before the end an attempt must leave.
+
+The grace period covers the step under way, an evaluation that may have started after it, the rest of a save under way,
+and the last save. The supervisor (before an attempt) and rank 0 (while it runs) use the same formula.
+The start is measured from `started.json`. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.records import AttemptStart, StartTimes
+from relayrun.control.rundir.run import Run
+
+GRACE_STEPS = 200
+GRACE_SAVES = 10
+"""How many of the newest measurements count: a run changes its speed."""
+
+GRACE_MARGIN = 10.0
+"""Seconds for what is not measured: the end of the processes, the supervisor's last acts."""
+
+
+def first_grace_period(time_limit: float) -> float:
+    """Seconds for a first attempt, of which nothing is measured yet: a quarter of the limit, at most 600."""
+    return min(600.0, time_limit / 4)
+
+
+def measured_grace_period(
+    step_seconds: Sequence[float],
+    save_seconds: Sequence[float],
+    *,
+    floor: float,
+    ceiling: float,
+    under_way: float | None = None,
+    evaluation_seconds: Sequence[float] = (),
+) -> float | None:
+    """Two steps and 1.5 saves at their 95th percentile, and a margin; within floor and ceiling.
+
+    `evaluation_seconds`: of whole evaluations, which cannot be interrupted; one is added, at its 95th percentile.
+    `under_way`: seconds since the start of a save that is not over; the rest of it is added.
+
+    None where nothing is known of steps or of saves. `save_seconds` are from the start of a save to its
+    commit. Oldest measurements first.
+    """
+    steps, saves = step_seconds[-GRACE_STEPS:], save_seconds[-GRACE_SAVES:]
+    if not steps or not saves:
+        return None
+    save = percentile(saves, 0.95)
+    rest = 0.0 if under_way is None else max(save - under_way, 0.0)
+    evaluations = evaluation_seconds[-GRACE_SAVES:]
+    evaluation = percentile(evaluations, 0.95) if evaluations else 0.0
+    return min(max(2 * percentile(steps, 0.95) + evaluation + 1.5 * save + rest + GRACE_MARGIN, floor), ceiling)
+
+
+def current_grace_period(
+    begin: AttemptStart,
+    step_seconds: Iterable[float],
+    save_seconds: Iterable[float],
+    *,
+    under_way: float | None,
+    evaluation_seconds: Iterable[float] = (),
+    estimate: float = 0.0,
+) -> float:
+    """Seconds before the end of the job at which a running attempt leaves, by what it has measured up to now.
+
+    What it began with until steps and saves are measured, and for good where its bounds leave no choice. `estimate`:
+    of an evaluation where none is measured.
+    """
+    if begin.lead_floor == begin.lead_ceiling:
+        return begin.lead
+    measured = measured_grace_period(
+        list(step_seconds),
+        list(save_seconds),
+        floor=begin.lead_floor,
+        ceiling=begin.lead_ceiling,
+        under_way=under_way,
+        evaluation_seconds=list(evaluation_seconds) or [estimate],
+    )
+    return min(begin.lead + estimate, begin.lead_ceiling) if measured is None else measured
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed. Raises ValueError if there is none."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+MEASURED_STARTS = 10
+"""How many of the newest attempts count: a run changes its nodes and its size."""
+
+MIN_TRAINING_SHARE = 0.5
+"""Share of the time limit that is for training; where it is less, the end of the attempt says so."""
+
+
+def start_seconds(run: Run) -> list[float]:
+    """From the begin of an attempt to its first step, of the newest attempts that came so far."""
+    found = []
+    for number in run.attempt_numbers()[-MEASURED_STARTS:]:
+        attempt = run.attempt(number)
+        begin, started = attempt.read_begin(), StartTimes.read(attempt.started)
+        if begin is not None and started is not None:
+            found.append(started.loaded - begin.start_time)
+    return found
+
+
+def why_time_was_short(attempt: Attempt, *, now: float, asked: float = 0.0) -> str:
+    """That an attempt had little of its time limit to train in, in words; empty where it had enough, or no limit.
+
+    `now`: when it ended, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less.
+    """
+    begin, started = attempt.read_begin(), StartTimes.read(attempt.started)
+    if begin is None or begin.job_end_time is None:
+        return ""
+    limit = begin.job_end_time - begin.start_time
+    less = limit < 0.9 * asked  # of what was asked for the start of the job has taken a little
+    advice = f"job.time asks for {asked:.0f} s, and Slurm gave this job less" if less else "raise job.time"
+    if started is None:
+        over = now >= begin.job_end_time
+        return f"the time limit of {limit:.0f} s was over before the start was; {advice}" if over else ""
+    start = started.loaded - begin.start_time
+    left = limit - start - begin.lead
+    if left >= MIN_TRAINING_SHARE * limit:
+        return ""
+    rest = f"{left:.0f} s are" if left >= 1 else "nothing is"
+    return (
+        f"of the time limit of {limit:.0f} s the start took {start:.0f} s, and leaving is given {begin.lead:.0f} s: "
+        f"{rest} left to train in; {advice}"
+    )

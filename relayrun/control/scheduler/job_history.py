@@ -1,0 +1,313 @@
+"""The history of a chain's jobs, for people: how the last job ended, why jobs wait, and when the chain had nodes.
+
+Slurm's accounting (`sacct`) is asked first; it knows every job of a chain, also a job that was requeued under its id.
+Without it the controller is asked, which forgets a job after some minutes. The local queue keeps a file per job.
+Each command gets a few seconds, so that a reader does not wait; a missing answer is None.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import slurm_commands
+from relayrun.control.scheduler.base import is_live_state
+from relayrun.control.scheduler.local_queue import LocalJob, LocalQueue
+from relayrun.control.scheduler.slurm_commands import parse_timestamp
+from relayrun.errors import SchedulerError
+
+ANSWER_SECONDS = 10.0
+"""For one command."""
+
+RESIZING = "RESIZING"
+"""Slurm's word for a job in a row of its accounting that ended with the loss of a node: the job went on."""
+
+SILENT_COMMANDS: set[str] = set()
+"""Commands that did not answer in that time: this process does not wait for them again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How a job ended, as its scheduler has it on record."""
+
+    id: str
+    state: str
+    """Slurm's: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
+    exit_code: str = ""
+    """How the batch script ended: `1`, or `signal 9`; empty where that is 0 or not known."""
+    nodes: str = ""
+    reason: str = ""
+    end_time: float | None = None
+    """Seconds since 1970."""
+    source: str
+    """Who said so: sacct, scontrol or the local queue."""
+
+
+def last_job(plan: Plan, *, since: float) -> JobEnd | None:
+    """The newest job of the chain that ran and has ended, or else one that never ran; None where Slurm remembers none.
+
+    `since`: seconds since 1970, before which no job of interest was queued.
+    """
+    return _last_job_by_sacct(plan, since) or _last_job_by_controller(plan)
+
+
+def pending_reasons(plan: Plan) -> dict[str, str]:
+    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words."""
+    names = ",".join([plan.job_name, plan.fallback_job_name])
+    text = ask_slurm(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
+    rows = [line.partition("|") for line in (text or "").splitlines()]
+    return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
+
+
+def never_starts(reason: str | None) -> bool:
+    """Whether a job that waits for this reason, in Slurm's word, never starts unless a person changes something."""
+    return re.fullmatch(_NEVER_STARTS, reason or "") is not None
+
+
+def waits_for_budget(reason: str | None) -> bool:
+    """Whether a job waits for this reason, in Slurm's word, until its account has more time to spend."""
+    return re.fullmatch(_WAITS_FOR_BUDGET, reason or "") is not None
+
+
+_NEVER_STARTS = (
+    r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
+    r"|Reservation[ _].*[ _]was[ _]deleted"
+    r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit"  # what one job may have: it asks for more
+    r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
+)
+_WAITS_FOR_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
+
+
+def other_jobs_are_hidden() -> bool:
+    """Whether Slurm shows everybody their own jobs alone (PrivateData=jobs)."""
+    found = re.search(r"^PrivateData\s*=\s*(\S*)", ask_slurm(["scontrol", "show", "config"]) or "", re.M)
+    return found is not None and "jobs" in found[1].split(",")
+
+
+def abandoned_local_jobs(plan: Plan, run: Run) -> list[str]:
+    """Ids of jobs in the run's local queue that nobody will start: the terminal that ran the queue has gone."""
+    queue = LocalQueue(run.path / "local")
+    if plan.scheduler != "local" or queue.is_being_run():
+        return []
+    old = time.time() - ANSWER_SECONDS  # whoever has just submitted is about to run it
+    waiting = [job for job in queue.every_job() if job.state == "PENDING" and not job.auxiliary]
+    return [job.id for job in waiting if queue.path(job.id).stat().st_mtime < old]
+
+
+def last_local_job(every: Sequence[LocalJob]) -> JobEnd | None:
+    """The same as `last_job`, of the jobs of a local queue."""
+    jobs = [job for job in every if not job.auxiliary and job.end_time]
+    ended = [job for job in jobs if not is_live_state(job.state)]
+    ran = [job for job in ended if job.start_time is not None] or ended
+    if not ran:
+        return None
+    job, code = ran[-1], ran[-1].exit_code or 0
+    words = str(code) if code > 0 else f"signal {-code}" if code else ""
+    return JobEnd(id=job.id, state=job.state, exit_code=words, end_time=job.end_time, source="the local queue")
+
+
+def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
+    text = ask_slurm(
+        [
+            "sacct",
+            "--allocations",
+            "--allusers",
+            "--parsable2",
+            "--noheader",
+            f"--name={plan.job_name}",
+            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
+            "--format=JobID,State,ExitCode,NodeList,Start,End",  # its Reason is why the job waited, not why it ended
+        ]
+    )
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
+    ended = [row for row in rows if not is_live_state(row[1])]
+    if not ended:
+        return None
+    row = _newest_row([row for row in ended if parse_timestamp(row[4]) is not None] or ended)
+    return JobEnd(
+        id=row[0],
+        state=row[1],
+        exit_code=_exit_code(row[2]),
+        nodes=_known_text(row[3]),
+        end_time=parse_timestamp(row[5]),
+        source="sacct",
+    )
+
+
+def _last_job_by_controller(plan: Plan) -> JobEnd | None:
+    text = ask_slurm(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
+    ended = [row for row in rows if not is_live_state(row[1])]
+    if not ended:
+        return None
+    row = _newest_row([row for row in ended if row[2]] or ended)
+    shown = ask_slurm(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
+    fields = slurm_commands.job_fields(shown, name=plan.job_name)
+    return JobEnd(
+        id=row[0],
+        state=row[1],
+        exit_code=_exit_code(fields.get("ExitCode", "")),
+        nodes=row[2],
+        reason=_known_text(fields.get("Reason", "")),
+        end_time=parse_timestamp(fields.get("EndTime", "")),
+        source="scontrol",
+    )
+
+
+def _newest_row(rows: Sequence[list[str]]) -> list[str]:
+    return max(rows, key=lambda row: int(re.sub(r"\D.*", "", row[0]) or 0))
+
+
+def _exit_code(text: str) -> str:
+    """Slurm's `code:signal`."""
+    code, _, number = text.partition(":")
+    if number not in ("", "0"):
+        return f"signal {number}"
+    return "" if code == "0" else code
+
+
+def _known_text(text: str) -> str:
+    return "" if text in ("None", "None assigned", "(null)") else text
+
+
+def ask_slurm(command: Sequence[str]) -> str | None:
+    """What a command of Slurm's printed; None where it is missing, fails or takes too long."""
+    if command[0] in SILENT_COMMANDS:
+        return None
+    try:
+        return slurm_commands.run_slurm_command(command, seconds=ANSWER_SECONDS)
+    except slurm_commands.TimedOutError:
+        SILENT_COMMANDS.add(command[0])
+    except SchedulerError:
+        pass
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """One time that a job had nodes. Times are seconds since 1970, as the scheduler's clock has them."""
+
+    job_id: str
+    nodes: int
+    """At its start."""
+    submit: float | None
+    """When it was queued, or queued again; None where nobody says."""
+    eligible: float | None
+    """When nothing but a lack of nodes kept it from starting any more."""
+    start: float
+    end: float | None
+    """None while it has its nodes."""
+    source: str
+    """Who says so: sacct, squeue or the local queue."""
+    state: str = ""
+    """How the job was, or has ended, in the scheduler's word."""
+    resized: Sequence[tuple[float, int]] = ()
+    """When nodes were taken from it, and how many it had from then on, oldest first."""
+
+
+def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
+    """Every allocation of the chain that a scheduler remembers, oldest first; none where it does not answer.
+
+    `since`: seconds since 1970, before which no job of interest had nodes. `job_ids`: of the jobs that began an
+    attempt. A first job may have had another name than the chain's when it was queued.
+    """
+    if plan.scheduler == "local":
+        return _local_allocations(run)
+    accounted = _allocations_by_sacct([f"--name={plan.job_name}"], since)
+    if missing := set(job_ids) - {each.job_id for each in accounted}:
+        accounted += _allocations_by_sacct([f"--jobs={','.join(sorted(missing))}"], since)
+    known = {each.job_id for each in accounted}
+    remembered = [] if known >= set(job_ids) else _allocations_by_controller(plan)
+    return sorted([*accounted, *(each for each in remembered if each.job_id not in known)], key=lambda each: each.start)
+
+
+def _local_allocations(run: Run) -> list[Allocation]:
+    jobs = [job for job in LocalQueue(run.path / "local").every_job() if not job.auxiliary]
+    return [
+        Allocation(
+            job_id=job.id,
+            nodes=1,
+            submit=job.submit_time,
+            eligible=job.eligible_time,
+            start=job.start_time,
+            end=None if is_live_state(job.state) else job.end_time,
+            source="the local queue",
+            state=job.state,
+        )
+        for job in jobs
+        if job.start_time is not None and job.state != "PENDING"  # one that is queued again lost the times it had
+    ]
+
+
+def _allocations_by_sacct(which: Sequence[str], since: float) -> list[Allocation]:
+    text = ask_slurm(
+        [
+            "sacct",
+            "--allocations",
+            "--allusers",
+            "--duplicates",  # a job that was queued again has a row for each time
+            "--parsable2",
+            "--noheader",
+            *which,
+            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
+            "--format=JobID,State,NNodes,Submit,Eligible,Start,End",
+        ]
+    )
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 7]
+    found = [_allocation_of_row(row, source="sacct") for row in rows]
+    return join_resized([each for each in found if each is not None])
+
+
+def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
+    """Make one allocation of the rows of a job that lost nodes and went on: accounting begins another one each time.
+
+    To it such a job is RESIZING in all rows but the last, and queued anew when the one before it ended.
+    """
+    found: list[Allocation] = []
+    for each in sorted(rows, key=lambda row: row.start):
+        at = next((at for at, before in enumerate(found) if _continues(before, each)), None)
+        if at is None:
+            found.append(each)
+        else:
+            before = found[at]
+            resized = [*before.resized, (each.start, each.nodes)]
+            found[at] = replace(before, end=each.end, state=each.state, resized=resized)
+    return [replace(each, end=None) if each.state == RESIZING else each for each in found]
+
+
+def _continues(before: Allocation, row: Allocation) -> bool:
+    return before.state == RESIZING and before.job_id == row.job_id and before.end == row.start
+
+
+def _allocations_by_controller(plan: Plan) -> list[Allocation]:
+    command = ["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%D|%V||%S|%e"]
+    rows = [row for line in (ask_slurm(command) or "").splitlines() if len(row := line.split("|")) == 7]
+    found = [_allocation_of_row(row, source="squeue") for row in rows]
+    return [each for each in found if each is not None]
+
+
+def _allocation_of_row(row: Sequence[str], *, source: str) -> Allocation | None:
+    """An allocation from id, state, nodes, and the times of submission, eligibility, start and end; None: it had none.
+
+    What the controller says of the start of a queued job, and of the end of a running one, is a guess. To accounting a
+    job that was queued again is REQUEUED, with an end, in the row of each time before.
+    """
+    job_id, state, nodes, submit, eligible, start, end = row
+    began, ended = parse_timestamp(start), parse_timestamp(end)
+    if began is None or state == "PENDING" or not nodes.isdecimal():
+        return None
+    return Allocation(
+        job_id=job_id,
+        nodes=int(nodes),
+        submit=parse_timestamp(submit),
+        eligible=parse_timestamp(eligible),
+        start=began,
+        end=ended if source == "sacct" or not is_live_state(state) else None,
+        source=source,
+        state=state.partition(" ")[0],  # behind it may stand who cancelled it
+    )

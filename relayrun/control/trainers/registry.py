@@ -1,0 +1,62 @@
+"""The trainer that a plan names, and the native trainer.
+
+The native trainer is relayrun's own training program; its rank 0 writes the records itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from signal import Signals
+
+from relayrun.control.rundir.checkpoint_records import ResumePoint
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.base import AttemptObserver, Trainer
+from relayrun.control.trainers.command import CommandSettings, CommandTrainer
+from relayrun.control.trainers.megatron_lm import MegatronSettings, MegatronTrainer
+from relayrun.errors import RunDirError
+
+
+class NativeTrainer:
+    """`python -m relayrun.train`, as the plan has it."""
+
+    leave_signal = Signals.SIGUSR2
+    asked_by = (Signals.SIGUSR1, Signals.SIGUSR2)
+
+    def __init__(self, plan: Plan) -> None:
+        self._program = plan.program
+
+    def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
+        """Nothing: every rank reads begin.json."""
+        del base, attempt
+        return []
+
+    def command(self, begin: AttemptStart) -> list[str]:
+        """What a rank of this attempt executes."""
+        return [*self._program, f"--attempt={begin.attempt}"]
+
+    def environment(self, begin: AttemptStart) -> dict[str, str]:
+        """What keeps `python -m` from finding the checkout in its working directory before a snapshot."""
+        del begin
+        return {"PYTHONSAFEPATH": "1"}
+
+    def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
+        """Nobody: rank 0 writes the records."""
+        del begin, signal_ranks
+        return None
+
+
+def trainer_of(plan: Plan, run: Run) -> Trainer:
+    """Raises RunDirError for one that this version does not know."""
+    try:
+        match plan.trainer:
+            case "native":
+                return NativeTrainer(plan)
+            case "command":
+                return CommandTrainer(run, CommandSettings.of(plan.trainer_settings), total_steps=plan.total_steps)
+            case "megatron-lm":
+                return MegatronTrainer(run, MegatronSettings.of(plan.trainer_settings))
+    except (TypeError, ValueError) as error:
+        raise RunDirError(f"unreadable settings of the trainer {plan.trainer}: {error}", where=run.plan) from None
+    raise RunDirError(f"no trainer is called {plan.trainer!r}", where=run.plan, hint="update relayrun")

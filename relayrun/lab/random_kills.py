@@ -1,0 +1,300 @@
+"""Random kills of ranks and nodes: what training time they cost, and whether they changed the result.
+
+`living_ranks` and `signal_random_rank` reach the rank processes of this machine. `measure_timeline` computes the
+share of time that brought new steps. `loss_differences`, `sample_differences` and `compare_weights` compare two runs
+bit by bit. `report_kills` puts the figures together and names the claims that do not hold.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from relayrun.control.rundir import restarts
+from relayrun.control.rundir import restarts as rundir_restarts
+from relayrun.control.rundir.restarts import FailedRestart, resets_iteration
+from relayrun.control.rundir.run import Run
+from relayrun.files import read_lines
+from relayrun.lab import compare_runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """A rank that lives."""
+
+    rank: int
+    node: str
+    """Slurm's name of its node; empty where there is no Slurm."""
+    pid: int
+
+
+def living_ranks(run: Run) -> list[RankProcess]:
+    """Ranks that agents have forked and that live now; an agent's server has their command, not their name."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words, name = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "comm").read_text().strip()
+            if f"--run-dir={run.path}".encode() not in words or not name.startswith("rank-"):
+                continue
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has gone
+            continue
+        node = next(
+            (item.partition(b"=")[2].decode() for item in variables if item.startswith(b"SLURMD_NODENAME=")), ""
+        )
+        found.append(RankProcess(rank=int(name.removeprefix("rank-")), node=node, pid=int(entry.name)))
+    return sorted(found, key=lambda process: process.rank)
+
+
+def signal_random_rank(run: Run, generator: random.Random, number: signal.Signals) -> RankProcess | None:
+    """Send a signal to a random rank that lives; return it, None where none does."""
+    processes = living_ranks(run)
+    if not processes:
+        return None
+    chosen = generator.choice(processes)
+    try:
+        os.kill(chosen.pid, number)
+    except ProcessLookupError:
+        return None
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What the time of a run went to. Times are seconds."""
+
+    began: float
+    """Begin of the first step, since 1970."""
+    ended: float
+    """End of the last step, since 1970."""
+    effective: float
+    """In which steps were done that count."""
+    steps: int
+    """That count."""
+    steps_lost: int
+    """That were done again, as far as they were on record."""
+    step: float
+    """Median of a step that counts, with all that stands between it and the one before."""
+
+    @property
+    def seconds(self) -> float:
+        """From the begin of the first step to the end of the last one."""
+        return self.ended - self.began
+
+    @property
+    def share(self) -> float:
+        """The effective part of this time."""
+        return self.effective / self.seconds
+
+
+@dataclass(frozen=True)
+class _FinishedSteps:
+    iteration: int
+    seconds: float
+    """Since the step before it, where no start of the ranks lies between; else the step alone."""
+
+
+def measure_timeline(run: Run) -> Timeline:
+    """The timeline of a run that has done a step. Raises ValueError where it has done none."""
+    done: list[_FinishedSteps] = []
+    lost = 0
+    began: float | None = None
+    before = ended = 0.0
+    for number in run.attempt_numbers():
+        attempt = run.attempt(number)
+        if (begin := attempt.read_begin()) is None:
+            continue
+        lost += _drop_steps_after(done, begin.base_iteration)
+        failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in restarts.read_failed_restarts(attempt)]
+        first = True
+        for line in read_lines(attempt.metrics):
+            if resets_iteration(line):
+                lost += _drop_steps_after(done, int(line["iteration"]))
+            elif "loss" in line:
+                now, own = float(line["time"]), float(line["step_seconds"]) + float(line.get("hooks_seconds") or 0.0)
+                began = now - own if began is None else began
+                # a round may begin behind the newest iteration, and then no line of the metrics says so
+                alone = first or any(before < over and now > noticed for noticed, over in failed)
+                done.append(_FinishedSteps(int(line["iteration"]), own if alone else now - before))
+                before = ended = now
+                first = False
+    if began is None:
+        raise ValueError(f"{run.path} has done no step")
+    seconds = [step.seconds for step in done]
+    return Timeline(
+        began=began,
+        ended=ended,
+        effective=sum(seconds),
+        steps=len(done),
+        steps_lost=lost,
+        step=statistics.median(seconds),
+    )
+
+
+def _drop_steps_after(done: list[_FinishedSteps], iteration: int) -> int:
+    """Take away what lies beyond this iteration; return how many steps that were."""
+    many = sum(step.iteration > iteration for step in done)
+    if many:
+        del done[-many:]
+    return many
+
+
+_CLOCK_TOLERANCE_SECONDS = 0.05
+"""Between a fault and its noticing, as far as the drill's own time of it is late."""
+MIN_TRAINING_SHARE = 0.9
+"""The effective training time that is wanted."""
+MAX_INTERVALS_LOST = {"memory": 1, "neighbour": 2}
+"""So many intervals between copies a round may lose at most: the newest copy may be on its way to the neighbour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillEvent:
+    """Something that the drill did."""
+
+    time: float
+    """In seconds since 1970."""
+    kind: str
+    """`kill`, `stop` (SIGSTOP), `node`, or `host`: the batch host is lost."""
+    rank: int | None = None
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillReport:
+    """What a disturbed run shows beside an undisturbed one of the same config."""
+
+    line: Timeline
+    jobs: Sequence[str]
+    """Ids of its jobs, one an attempt."""
+    restarts: int
+    """How often Slurm began these jobs again."""
+    events: Sequence[KillEvent]
+    failed: Sequence[FailedRestart]
+    tensors: int
+    faults: Mapping[str, Sequence[str]]
+    """What differs from the undisturbed run, by `losses`, `weights` and `samples`; no line: nothing."""
+    memory_intervals: Sequence[int]
+    """Steps between copies in memory that the run has chosen, in order."""
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        kinds = Counter(event.kind for event in self.events)
+        names = [
+            name for name in rundir_restarts.RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)
+        ]
+        return {
+            "counted_share": self.line.share,
+            "seconds": self.line.seconds,
+            "step_seconds": self.line.step,
+            "steps": self.line.steps,
+            "steps_lost": self.line.steps_lost,
+            "kills": kinds["kill"],
+            "stops": kinds["stop"],
+            "nodes_lost": kinds["node"],
+            "hosts_lost": kinds["host"],
+            "rounds": len(self.failed) + len(self.jobs),
+            "rounds_from": dict(Counter(failed.source for failed in self.failed if failed.again)),
+            "most_steps_lost_in_a_round": max((failed.steps_lost for failed in self.failed), default=0),
+            "round_seconds": {
+                name: _spread([failed.seconds[name] for failed in self.failed if name in failed.seconds])
+                for name in names
+            },
+            "by_fault": self.by_fault(),
+            "steps_between_copies": list(self.memory_intervals),
+            "jobs": len(set(self.jobs)),
+            "job_restarts": self.restarts,
+            "tensors_compared": self.tensors,
+            "differences": {name: list(found)[:5] for name, found in self.faults.items()},
+            "events": [asdict(event) | {"time": round(event.time - self.line.began, 1)} for event in self.events],
+        }
+
+    def by_fault(self) -> dict[str, dict[str, Any]]:
+        """How long each kind of fault took until it was noticed, and from there to the next new step, in seconds.
+
+        A rank that is killed before its round has done a step counts apart (`kill in set-up`).
+        """
+        found: dict[str, list[tuple[float, FailedRestart]]] = {}
+        for event, following in zip(self.events, [*self.events[1:], None], strict=False):
+            until = float("inf") if following is None else following.time
+            hit = [one for one in self.failed if event.time - _CLOCK_TOLERANCE_SECONDS <= one.time < until]
+            if hit:
+                kind = event.kind + (" in set-up" if hit[0].iteration <= hit[0].base_iteration else "")
+                found.setdefault(kind, []).append((max(0.0, hit[0].time - event.time), hit[0]))
+        return {
+            kind: {
+                "rounds": len(hits),
+                "noticed": _spread([seconds for seconds, _ in hits]),
+                "next_step": _spread([one.seconds["all"] for _, one in hits if "all" in one.seconds]),
+                "most_steps_lost": max(one.steps_lost for _, one in hits),
+            }
+            for kind, hits in sorted(found.items())
+        }
+
+    def untrue(self, *, spares: int) -> list[str]:
+        """Claims of the drill that do not hold for this run; none: all do. `spares`: spare nodes that the job had."""
+        found = [f"{name}: {lines[0]}" for name, lines in self.faults.items() if lines]
+        if not self.tensors:
+            found.append("weights: no tensor was compared")
+        lost = sum(event.kind == "node" for event in self.events)
+        noticed = sum(len(failed.lost) for failed in self.failed)
+        hosts = sum(event.kind == "host" for event in self.events)
+        if spares >= lost and (len(set(self.jobs)), self.restarts) != (1, hosts):
+            found.append(f"one job: it took {len(set(self.jobs))}, restarted {self.restarts} times, {hosts} hosts lost")
+        if not self.events:
+            found.append("nothing was killed")
+        if noticed != lost + hosts:
+            found.append(f"{lost + hosts} nodes were lost, and {noticed} are on record")
+        if not lost + hosts <= len(self.failed) <= len(self.events):
+            found.append(f"{len(self.events)} faults, and {len(self.failed)} failed rounds")
+        interval = max(self.memory_intervals, default=0)
+        for failed in self.failed if interval else ():
+            most = interval * MAX_INTERVALS_LOST.get(failed.source, 0)
+            if failed.again and most and failed.steps_lost > most:
+                found.append(f"copies every {interval} steps at most: {failed.steps_lost} were lost ({failed.told})")
+        return found
+
+
+def report_kills(
+    run: Run, reference: Run, *, last: int, events: Sequence[KillEvent], restarts: Mapping[str, int]
+) -> KillReport:
+    """Compare a disturbed run with the undisturbed one. `restarts`: of each of its jobs, by Slurm's word."""
+    jobs, failed, intervals = [], [], []
+    for number in run.attempt_numbers():
+        attempt = run.attempt(number)
+        if (begin := attempt.read_begin()) is not None:
+            jobs.append(begin.job_id)
+            failed += rundir_restarts.read_failed_restarts(attempt)
+            intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
+    tensors, different = compare_runs.compare_weights(run.checkpoint(last), reference.checkpoint(last))
+    return KillReport(
+        line=measure_timeline(run),
+        jobs=jobs,
+        restarts=sum(restarts[job] for job in set(jobs)),
+        events=events,
+        failed=failed,
+        tensors=tensors,
+        faults={
+            "losses": compare_runs.loss_differences(run, reference, last),
+            "weights": different,
+            "samples": compare_runs.sample_differences(run, reference, last),
+        },
+        memory_intervals=intervals,
+    )
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "p95": ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))],
+        "max": ordered[-1],
+    }

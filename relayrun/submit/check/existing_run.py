@@ -1,0 +1,263 @@
+"""Check what an existing run allows: its live jobs, its end, its owner, its data, its checkpoint to start from.
+
+A run has one owner, the user who submitted it last: Slurm may hide the jobs of other users, so two owners could start
+attempts of one run at once. `claim_run` writes the plan, which makes its owner the owner of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.control import chain_state
+from relayrun.control.rundir.checkpoint_records import Lineage, resume_point
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
+from relayrun.control.scheduler import job_history
+from relayrun.control.scheduler.base import RESERVATION_GONE, Scheduler
+from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.errors import ConfigError, RunDirError, describe_owner, group_name, user_name
+from relayrun.errors import refuse_unwritable as refuse_unwritable_place
+from relayrun.files import append_line
+from relayrun.slurmtime import format_time
+from relayrun.submit import initial_checkpoint, policies
+from relayrun.submit.check.findings import Findings
+from relayrun.submit.run_plan import stop_after
+from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
+from relayrun.tokens.shards.manifest import Manifest
+
+
+def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
+    """Raise RunDirError where another user owns the run, unless this one takes it over and nothing of it runs."""
+    if not run.plan.exists():
+        return
+    plan = Plan.load(run)
+    if plan.owner is None or not chain_state.is_owned_by_another_user(plan):
+        return
+    name = user_name(plan.owner)
+    if not take_over:
+        raise RunDirError(
+            f"this run is {name}'s, who submitted it last",
+            where=run.path,
+            hint=f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended",
+        )
+    _refuse_live_attempt(run, plan, now=now)
+
+
+def claim_run(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
+    """Write the plan, which makes its owner the run's. Raises RunDirError as `refuse_another`.
+
+    A job of the former owner may begin at the same time. It writes begin.json first and then reads the plan, this
+    writes the plan first and then looks for begin.json: at least one of both sees the other. Who sees an attempt here
+    raises, and whoever undoes the submit puts the plan back; the attempt waits for that before it gives way.
+    """
+    refuse_other_owner(run, take_over=take_over, now=now)
+    former = Plan.load(run) if run.plan.exists() else None
+    record_owner(run, plan, now=now)
+    plan.write(run.plan)
+    if former is not None and former.owner not in (None, plan.owner):
+        _refuse_live_attempt(run, former, now=now)
+
+
+def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
+    """Raise RunDirError where an attempt of the plan's owner may live."""
+    sign = chain_state.newest_life_sign(run, plan, now=now)
+    if sign is not None:
+        name = user_name(plan.owner) if plan.owner is not None else "an unknown user"
+        raise RunDirError(
+            f"attempt {sign.attempt}, in a job of {name}, gave a sign of life {max(sign.age, 0.0):.0f} s ago",
+            where=run.path,
+            hint=f"end it after a checkpoint with `relayrun stop {run.path}`; without a sign for {sign.patience:.0f} s "
+            "it counts as gone",
+        )
+
+
+def refuse_unwritable_run(run: Run) -> None:
+    """Raise RunDirError where this user may not write what a chain writes: its jobs would die of it one by one."""
+    if not run.path.exists():
+        refuse_unwritable_place(run.path)
+    closed = next(_unwritable_paths(run), None)
+    if closed is None:
+        return
+    found = closed.stat()
+    name = user_name(found.st_uid)
+    if found.st_mode & stat.S_IWGRP:
+        who, hint = f"the user {name} and the group {group_name(found.st_gid)} may", "ask one of them"
+    else:
+        who = f"the user {name} may"
+        hint = f"to share the run with a group, let {name} run `chmod -R g+w {run.path}`, and submit under umask 002"
+    raise RunDirError(f"you may not write here: only {who}; {describe_owner(closed)}", where=closed, hint=hint)
+
+
+def _unwritable_paths(run: Run) -> Iterator[Path]:
+    """What is there and closed to this user: folders that a chain makes or moves files in, files it appends to."""
+    checkpoints = _subfolders(run.checkpoints)
+    newest = [run.attempt(number).path for number in run.attempt_numbers()[-1:]]
+    local = run.path / "local"
+    folders = [run.path, run.config, run.attempts, *newest, run.checkpoints, *checkpoints]
+    folders += [path for folder in checkpoints if folder.name.startswith(".") for path in _subfolders(folder)]
+    folders += [run.evaluations, *_subfolders(run.evaluations), run.triggers, run.code, run.debug, run.tensorboard]
+    folders += [run.path / "wandb", local]
+    files = [
+        run.metrics_view,
+        run.attempts_view,
+        run.progress,
+        run.strikes,
+        run.node_health,
+        run.owners,
+        run.path / ".submit.lock",
+    ]
+    files += [local / "queue.lock", local / "runner.lock"]
+    for path in [*folders, *files]:
+        mode = os.W_OK | os.X_OK if path in folders else os.W_OK
+        if path.exists() and not os.access(path, mode, effective_ids=True):
+            yield path
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, PermissionError):  # a closed one is named for itself
+        return []
+
+
+def record_owner(run: Run, plan: Plan, *, now: float) -> None:
+    """Put a new owner on record, in owners.jsonl."""
+    former = Plan.load(run).owner if run.plan.exists() else None
+    if former != plan.owner:
+        append_line(run.owners, {"owner": plan.owner, "name": user_name(os.geteuid()), "former": former, "time": now})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitIntent:
+    """What a submit is told beside its config."""
+
+    resume: bool = False
+    """Go on where the chain has ended, too."""
+    accept_data_change: bool = False
+    take_over: bool = False
+    """Go on with a run of another user's, whose jobs have ended, and with copies of a run whose directory is lost."""
+
+
+def check_existing_run(
+    config: CommonConfig, plan: Plan, run: Run, manifest: Manifest | None, intent: SubmitIntent, findings: Findings
+) -> None:
+    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's."""
+    with findings.catching("run.time_limit", ok="the time limit leaves time to train in"):
+        check_time_limit(config, plan, run)
+    with findings.catching("run.trainer"):
+        refuse_other_trainer(config, run)
+    with findings.catching("run.mirror"):
+        policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
+    with findings.catching("run.initial_checkpoint"):
+        initial_checkpoint.find_initial_checkpoint(
+            config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
+        )
+    if not run.plan.exists():
+        findings.ok("run.state", "this run has not been submitted yet")
+        return
+    with findings.catching("run.jobs", ok="the run has no job"):
+        former = Plan.load(run)
+        scheduler = scheduler_for_plan(former, run, patience=0)  # a person waits: once is enough
+        refuse_while_live(run, former, scheduler, without=job_history.abandoned_local_jobs(former, run))
+    with findings.catching("run.state", ok="the chain has not ended, or goes on with --resume"):
+        refuse_after_end(run, resume=intent.resume)
+    with findings.catching("run.stop_after"):
+        check_stop_after(config, run)
+    with findings.catching("run.owner"):
+        refuse_other_owner(run, take_over=intent.take_over, now=time.time())
+    if isinstance(config, RunConfig) and manifest is not None:
+        with findings.catching("run.data", ok="the data are those that the run began with, or changes that it takes"):
+            evolved_data(config, run, manifest, accept=intent.accept_data_change)
+
+
+def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
+    """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+    limit = f"job.time ({plan.time_limit} s)"
+    for name, seconds in (("lead", plan.lead), ("signal_lead", float(plan.signal_lead))):
+        if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
+            raise ConfigError(
+                f"chain.{name} {seconds:.0f} leaves nothing of {limit}",
+                hint=f"raise job.time, or leave chain.{name} to be measured (auto)",
+            )
+    starts, saves = start_seconds(run), Lineage(run).newest_saves(GRACE_SAVES)
+    if not starts:
+        return
+    start, save = min(starts), min(saves, default=0.0)
+    leaving = max(save, plan.lead_floor)
+    if start + leaving >= plan.time_limit:
+        raise ConfigError(
+            f"in earlier attempts the start took {start:.0f} s at best and a save {save:.0f} s (leaving is given "
+            f"{leaving:.0f} s): nothing of {limit} is left to train in",
+            hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more",
+        )
+
+
+def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Collection[str] = ()) -> None:
+    """Raise RunDirError where jobs of the run are queued or run, whoever's; those of `without` do not count."""
+    live = [job for job in scheduler.jobs(plan, anyone=True) if job.id not in without]
+    if live:
+        jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
+        raise RunDirError(
+            f"this run has jobs already: {jobs}",
+            where=run.path,
+            hint="they never start: `relayrun cancel` takes them away"
+            if all(job.state == RESERVATION_GONE for job in live)
+            else f"let them run, or touch {run.triggers / 'exit'} and submit again",
+        )
+
+
+def refuse_after_end(run: Run, *, resume: bool) -> None:
+    """Raise RunDirError where the chain has ended and nobody asked to go on."""
+    reason = stop_reason(run)
+    if reason is not None and not resume:
+        raise RunDirError(
+            f"the chain of this run has ended: {reason}",
+            where=run.stop,
+            hint="submit with --resume to go on all the same",
+        )
+
+
+def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
+    """Raise ConfigError where the run has checkpoints of another trainer, which this one cannot go on from."""
+    revisions = run.revisions()
+    if not revisions:
+        return
+    before = resolve.read_resolved_config(run.config_revision(revisions[-1])).trainer
+    if before != config.trainer and resume_point(run).path is not None:
+        raise ConfigError(
+            f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others",
+            where="trainer",
+            hint="give the run another name",
+        )
+
+
+def check_stop_after(config: CommonConfig, run: Run) -> None:
+    """Raise a ConfigError where the run has made the iteration durable at which it is to stop."""
+    stop, reached = stop_after(config), resume_point(run).iteration
+    if stop is not None and reached >= stop:
+        raise ConfigError(
+            f"the run stands at iteration {reached} already, and would stop after iteration {stop}",
+            where="training.stop_after",
+            hint="raise it, or set training.stop_after=null to go on to the last step",
+        )
+
+
+def evolved_data(config: RunConfig, run: Run, found: Manifest, *, accept: bool) -> AcceptedData | None:
+    """The run's data with what the config changes of them; None where the run has no data yet. Raises InputError."""
+    revisions = run.revisions()
+    if not run.manifest.exists() or not revisions:
+        return None
+    frozen = Manifest.read(run.manifest)
+    every = (resolve.read_resolved_config(run.config_revision(number)) for number in reversed(revisions))
+    past = [each for each in every if isinstance(each, RunConfig)]  # before its first checkpoint a run may change it
+    trained = resume_point(run).path is not None
+    return apply_data_change(frozen=frozen, history=past, found=found, config=config, accept=accept, trained=trained)

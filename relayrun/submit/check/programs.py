@@ -1,0 +1,489 @@
+"""Check the programs that a run starts on its nodes: Pythons and their packages, modules, and a user's own command.
+
+What a container holds, or what a program does, cannot be known before it runs; the findings say so.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relayrun import places
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
+from relayrun.control.trainers.command import PLACEHOLDERS
+from relayrun.errors import ConfigError
+from relayrun.submit.check import megatron_lm
+from relayrun.submit.check.findings import Findings
+from relayrun.submit.run_plan import command_words
+from relayrun.train import megatron_versions
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_PYTHON = re.compile(r"python[\d.]*")
+
+
+def python_and_script(config: CommandConfig) -> tuple[str, str] | None:
+    """Return the Python and the script that a command begins with, both as they are found here; else None."""
+    words = command_words(config, config.command.run)
+    found = shutil.which(words[0])
+    script = words[1] if len(words) > 1 else ""
+    if found is None or not _PYTHON.fullmatch(Path(found).name) or not script.endswith(".py"):
+        return None
+    return (found, script) if Path(script).is_file() else None
+
+
+def script_imports(script: str) -> tuple[str, ...]:
+    """Return the packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()  # the program itself says it better
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level]
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
+
+
+def check_command(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
+    """Look at the program, its placeholders, and how it is followed and asked. `contained`: it runs in a container."""
+    _check_program(config, findings, contained=contained)
+    _check_placeholders(config, findings)
+    _check_progress(config, findings)
+    _check_signals(config, findings)
+
+
+def _check_program(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
+    name, setting = "command.program", "command.run"
+    words = command_words(config, config.command.run)
+    program = words[0]
+    if contained:
+        findings.ok(name, f"{program} runs in a container: what it holds is not known from here")
+        return
+    if shutil.which(program) is None:
+        changed = config.cluster.modules or config.job.setup or "PATH" in config.cluster.environment
+        how = findings.warn if changed and "/" not in program else findings.refuse
+        missing = not Path(program).exists() if "/" in program else True
+        what = "there is no such program here" if missing else "this cannot be executed"
+        if missing and any(blank in program for blank in " \t"):
+            what += ", and no shell reads the command: every word is one of the list"
+        how(name, f"{program}: {what}", setting=setting, value=program, remedy="give the program by its path")
+        return
+    script = words[1] if len(words) > 1 else ""
+    if _PYTHON.fullmatch(Path(program).name) and script.endswith(".py") and not Path(script).is_file():
+        findings.refuse(
+            name,
+            f"there is no file {script}",
+            setting=setting,
+            value=script,
+            remedy="give its path, from the folder that holds `launchers/` or from /",
+        )
+        return
+    findings.ok(name, f"{program} is there; what it does is not known before it runs", setting=setting)
+
+
+def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
+    command, before = config.command, len(findings.all)
+    known = [*PLACEHOLDERS, "python"]
+    for setting, words in (("command.run", command.run), ("command.resume", command.resume)):
+        for found in (match[1] for word in words for match in _PLACEHOLDER.finditer(word)):
+            if setting == "command.run" and found == "checkpoint":
+                findings.refuse(
+                    "command.placeholders",
+                    "{checkpoint} is empty where the run begins",
+                    setting=setting,
+                    value=words,
+                    remedy="put the words that need it into command.resume",
+                )
+            elif found not in known:
+                near = difflib.get_close_matches(found, known, n=1, cutoff=0.7)
+                how = findings.refuse if near else findings.warn
+                how(
+                    "command.placeholders",
+                    f"{{{found}}} is none of {', '.join(f'{{{each}}}' for each in known)}: "
+                    "it is handed to the program as it stands",
+                    setting=setting,
+                    value=words,
+                    remedy=f"did you mean {{{near[0]}}}?" if near else "leave it if the program itself reads it",
+                )
+    if len(findings.all) == before:
+        findings.ok("command.placeholders", f"every placeholder is one of {', '.join(f'{{{n}}}' for n in known)}")
+
+
+def _check_progress(config: CommandConfig, findings: Findings) -> None:
+    """How its iterations and checkpoints are told."""
+    command, rule = config.command, config.command.checkpoint
+    if command.progress is None and command.progress_file is not None:
+        findings.ok(
+            "command.progress",
+            f"its iterations are read from {command.progress_file}; whether it writes that is not known before it runs",
+            setting="command.progress_file",
+        )
+    elif command.progress is None:
+        findings.ok(
+            "command.progress",
+            "it is to say its iterations by relayrun.client; whether it does is not known before it runs. Without, "
+            f"it is ended {config.chain.start_timeout} s after its start (chain.start_timeout)",
+        )
+    else:
+        groups = ", ".join(re.compile(command.progress).groupindex)
+        findings.ok(
+            "command.progress",
+            f"lines that match have {groups}; whether it prints such lines is not known before it runs",
+            setting="command.progress",
+        )
+    if rule.pattern is None:
+        words = "it is to say its checkpoints by relayrun.client"
+    elif rule.tracker is not None:
+        words = f"{rule.pattern} counts up to the one that {rule.tracker} names"
+    elif rule.whole_when is not None:
+        words = f"{rule.pattern} counts once {rule.whole_when} is in it; that it is written last is taken on trust"
+    else:
+        words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
+    findings.ok("command.checkpoint", words)
+    if rule.pattern is not None and not any("{checkpoints}" in word or "{run_dir}" in word for word in command.run):
+        findings.warn(
+            "command.checkpoint",
+            "nothing tells the program where its checkpoints are to lie",
+            setting="command.run",
+            remedy="hand {checkpoints} to it: what lies elsewhere does not count",
+        )
+    if not command.resume and not any("{iteration}" in word or "{checkpoints}" in word for word in command.run):
+        findings.warn(
+            "command.resume",
+            "nothing in the command tells the program which checkpoint to go on from",
+            setting="command.resume",
+            remedy="give the arguments for it, with {checkpoint}; or it asks relayrun.client.checkpoint()",
+        )
+
+
+def _check_signals(config: CommandConfig, findings: Findings) -> None:
+    """How it is asked to save and to leave, and when it is done."""
+    command = config.command
+    client = "relayrun.client"
+    leave = " and ".join(filter(None, (command.leave_signal, command.leave_file, client)))
+    save = " and ".join(filter(None, (command.save_signal, command.save_file, client)))
+    findings.ok("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
+    end = "ends by itself with exit code 0" if command.steps is None else f"has saved iteration {command.steps:,}"
+    findings.ok("command.steps", f"the run is done when it {end}", setting="command.steps")
+
+
+OLDEST_PYTHON = (3, 11)
+"""Python of the batch script and of the ranks, at least."""
+NATIVE_PACKAGES = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
+"""What the ranks import."""
+STREAM_PACKAGES = ("pyarrow", "tokenizers")
+"""What they import besides for data sets of text."""
+MEGATRON_LM_PACKAGES = ("torch", "numpy")
+"""What any checkout of Megatron-LM imports, at least."""
+CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
+"""Options of srun with which the ranks see another file system than this program does."""
+ANSWER_SECONDS = 60.0
+"""How long a Python may take to start: on a loaded file system, and where it is far away."""
+
+_PACKAGES_PROGRAM = """
+import importlib.util, json, sys
+def there(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+json.dump({"version": list(sys.version_info[:2]), "missing": [n for n in sys.argv[1:] if not there(n)]}, sys.stdout)
+"""
+
+
+def check_programs(config: CommonConfig, findings: Findings) -> None:
+    """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
+    if isinstance(config, CommandConfig):
+        check_command(config, findings, contained=runs_in_container(config))
+        _check_script(config, findings)
+    elif isinstance(config, MegatronConfig):
+        megatron_lm.check_megatron_lm(config, findings, contained=runs_in_container(config))
+        _check_rank_python(config, MEGATRON_LM_PACKAGES, findings)
+    elif isinstance(config, RunConfig):
+        _check_rank_python(config, _imported_names(config), findings)
+    if config.cluster.scheduler == "slurm":
+        _check_host_python(config, findings)
+    if config.cluster.modules:
+        _check_modules(config, findings)
+    if isinstance(config, RunConfig):
+        _check_packages(config, findings)
+    with findings.catching("node.evaluation"):
+        _check_evaluation(config)
+
+
+def _check_packages(config: RunConfig, findings: Findings) -> None:
+    own = (
+        config.cluster.python is None
+        and "PYTHONPATH" not in config.cluster.environment
+        and not runs_in_container(config)
+    )
+    if (
+        own and (found := megatron_versions.version_problem()) is not None
+    ):  # another Python says it when its ranks start
+        findings.refuse("node.megatron_core", found[0], setting="cluster.python", remedy=found[1])
+    if wanted := _of_transformer_engine(config):
+        with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
+            _check_transformer_engine(config, wanted)
+    if config.training.gradient_accumulation_fusion:
+        with findings.catching("node.apex"):
+            _check_apex(config)
+
+
+def runs_in_container(config: CommonConfig) -> bool:
+    """Whether the ranks see other files than this program does."""
+    return any(option.startswith(CONTAINER_OPTIONS) for option in config.cluster.srun_options)
+
+
+def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Findings) -> None:
+    cluster = config.cluster
+    setting = "cluster.python"
+    if runs_in_container(config):
+        findings.ok("node.python", "the ranks run in a container: what it holds is not known from here")
+        return
+    if cluster.python is None:
+        missing = [name for name in names if not _is_here(name)]
+        version = list(sys.version_info[:2])
+        python = sys.executable
+    else:
+        python = cluster.python
+        found = shutil.which(python)
+        if found is None:
+            how = findings.warn if cluster.modules or "/" not in python else findings.refuse
+            words = "there is no such program here" if not os.path.exists(python) else "this cannot be executed"
+            how("node.python", f"{python}: {words}", setting=setting, remedy="give the Python of the ranks")
+            return
+        answer = _ask_python(found, tuple(names), _search_path(config))
+        if answer is None:
+            findings.warn("node.python", f"{python} gave no answer within {ANSWER_SECONDS:.0f} s", setting=setting)
+            return
+        if isinstance(answer, str):
+            findings.refuse("node.python", f"{python} does not start: {answer}", setting=setting)
+            return
+        missing, version = answer["missing"], answer["version"]
+    if tuple(version) < OLDEST_PYTHON:
+        findings.refuse(
+            "node.python",
+            f"{python} is Python {version[0]}.{version[1]}, and relayrun needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}",
+            setting=setting,
+        )
+    elif missing:
+        how = findings.warn if cluster.modules else findings.refuse
+        how(
+            "node.packages",
+            f"{python} has no {', '.join(missing)}, which the ranks import",
+            setting=setting,
+            value=python,
+            remedy="install it there (pip install 'relayrun[train]'), set cluster.python to the Python that has it, or "
+            "PYTHONPATH in "
+            "cluster.environment" + ("; the modules may bring it" if cluster.modules else ""),
+        )
+    else:
+        findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
+
+
+def _check_script(config: CommandConfig, findings: Findings) -> None:
+    """Whether the Python of a command starts, and has what its script imports before anything else."""
+    found = python_and_script(config)
+    if found is None or runs_in_container(config):
+        return
+    python, script = found
+    setting, names = "command.run", script_imports(script)
+    answer = _ask_python(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
+    changed = config.cluster.modules or config.job.setup
+    how = findings.warn if changed else findings.refuse
+    if answer is None:
+        findings.warn("command.python", f"{python} gave no answer within {ANSWER_SECONDS:.0f} s", setting=setting)
+    elif isinstance(answer, str):
+        how("command.python", f"{python} does not start: {answer}", setting=setting, value=python)
+    elif answer["missing"]:
+        how(
+            "command.packages",
+            f"{python} has no {', '.join(answer['missing'])}, which {script} imports",
+            setting=setting,
+            value=python,
+            remedy="install it there, or name the Python that has it in command.run; {python} is cluster.python"
+            + ("; the modules or lines of job.setup may bring it" if changed else ""),
+        )
+    else:
+        findings.ok("command.packages", f"{python} has what {script} imports")
+
+
+def _imported_names(config: RunConfig) -> list[str]:
+    """What the ranks import: packages, and modules of a user's own."""
+    own = [entry.hook for entry in config.training.hooks]
+    own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
+    own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
+    own += [stream.map for stream in config.data.streams.values() if stream.map is not None]
+    text = STREAM_PACKAGES if config.data.streams else ()
+    return [*NATIVE_PACKAGES, *text, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
+
+
+def _search_path(config: CommonConfig) -> str:
+    given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return os.pathsep.join([str(places.CODE_ROOT), *filter(None, given.split(os.pathsep))])
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+@functools.lru_cache(maxsize=16)
+def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
+    """The version of a Python and what it lacks; in words why it does not say; None where it takes too long."""
+    done = _run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path})
+    if done is None or isinstance(done, str):
+        return done
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return answer
+
+
+def _run_python(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str | None:
+    """Run a program that answers at once; in words why it does not start; None where it takes too long."""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | environment,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _check_host_python(config: CommonConfig, findings: Findings) -> None:
+    """The batch script's Python runs on a node; the same name here is all that can be asked."""
+    setting, python = "cluster.host_python", config.cluster.host_python
+    found = shutil.which(python)
+    if found is None:
+        findings.warn("node.host_python", f"{python} is not on this machine; the nodes must have it", setting=setting)
+        return
+    answer = _ask_python(found, (), "")
+    if answer is None or isinstance(answer, str):
+        why = answer or f"no answer within {ANSWER_SECONDS:.0f} s"
+        findings.warn("node.host_python", f"{python} does not start here: {why}", setting=setting)
+    elif tuple(answer["version"]) < OLDEST_PYTHON:
+        version = ".".join(map(str, answer["version"]))
+        findings.refuse(
+            "node.host_python",
+            f"{python} is Python {version} here, and the batch script needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}",
+            setting=setting,
+            remedy="set cluster.host_python to a newer one; it needs no packages",
+        )
+    else:
+        findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
+
+
+def _check_modules(config: CommonConfig, findings: Findings) -> None:
+    names, setting = config.cluster.modules, "cluster.modules"
+    script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
+    done = _run_python(["bash", "-lc", script, "bash", *names], {})
+    if done is None or isinstance(done, str) or done.returncode == 99:
+        findings.warn(
+            "node.modules", "there is no `module` here: whether the nodes have them is not known", setting=setting
+        )
+    elif done.returncode:
+        findings.warn("node.modules", "`module is-avail` does not know all of them here", setting=setting)
+    else:
+        findings.ok("node.modules", f"`module is-avail` knows {', '.join(names)} here")
+
+
+def _check_evaluation(config: CommonConfig) -> None:
+    settings = config.evaluation
+    if settings is None:
+        return
+    scored = settings.tasks or settings.command
+    if isinstance(config, RunConfig) and not scored and not config.data.validation and not config.data.split:
+        raise ConfigError(
+            "there is nothing to evaluate on: neither tasks, nor a command, nor a validation set",
+            where="evaluation",
+            hint="name tasks of lm-evaluation-harness, or set evaluation.command or data.validation",
+        )
+    # another Python's packages are not known here
+    if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            "lm-evaluation-harness is not installed",
+            where="evaluation.tasks",
+            hint="pip install 'relayrun[evaluate]', or name no tasks",
+        )
+    for name, words in (("convert", settings.convert), ("command", settings.command)):
+        program = words[0] if words else "{python}"
+        # what a container holds, or modules and job.setup add, is not known here
+        known = not (runs_in_container(config) or config.cluster.modules or config.job.setup) and program != "{python}"
+        if known and shutil.which(program) is None:
+            raise ConfigError(
+                f"there is no program {program} here",
+                where=f"evaluation.{name}",
+                hint="give the program by its path; every word of the command is one of the list",
+            )
+    if settings.include_path is not None and not Path(settings.include_path).is_dir():
+        raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
+
+
+def _of_transformer_engine(config: RunConfig) -> list[tuple[str, str]]:
+    """The settings that need TransformerEngine, each with one that does not."""
+    training, optimizer = config.training, config.optimizer
+    found = {
+        "training.transformer_impl=transformer_engine": (training.transformer_impl == "transformer_engine", "local"),
+        "training.apply_rope_fusion=true": (training.apply_rope_fusion is True, "null"),
+        "optimizer.use_precision_aware_optimizer=true": (optimizer.use_precision_aware_optimizer, "false"),
+        "training.cross_entropy_fusion_impl=te": (
+            training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te",
+            "native",
+        ),
+    }
+    return [(name, f"{name.partition('=')[0]}={other}") for name, (asked, other) in found.items() if asked]
+
+
+def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) -> None:
+    cluster = config.cluster
+    names, others = ", ".join(name for name, _ in wanted), ", ".join(other for _, other in wanted)
+    if config.job.gpus_per_node == 0:
+        raise ConfigError(
+            f"{names} needs TransformerEngine, whose kernels run on GPUs alone, and this job has none",
+            where="job.gpus_per_node",
+            hint=f"set {others}",
+        )
+    here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
+    if not (cluster.transformer_engine or here):
+        raise ConfigError(
+            f"{names} needs TransformerEngine, which this Python does not have "
+            f"and cluster {cluster.name!r} does not declare",
+            where=f"configs/clusters/{cluster.name}.yaml",
+            hint=f"set transformer_engine: true there if the ranks' container has it, or set {others}",
+        )
+
+
+def _check_apex(config: RunConfig) -> None:
+    """Another Python's packages are not known here; without GPUs there is no such kernel."""
+    why = None
+    if not config.job.gpus_per_node:
+        why = "it is a kernel for GPUs, and the job has none"
+    elif config.cluster.python is None and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        why = "this Python has no Apex with fused_weight_gradient_mlp_cuda"
+    if why is not None:
+        raise ConfigError(
+            f"training.gradient_accumulation_fusion=true cannot be had: {why}",
+            where="training.gradient_accumulation_fusion",
+            hint="leave it out: then it is used where it can be",
+        )

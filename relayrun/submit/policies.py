@@ -1,0 +1,217 @@
+"""The policies beside the plan, which the jobs read instead of the config: mirror of checkpoints, notices, evaluations.
+
+Each `write_...` function writes the policy into the run directory, or removes it if the config has none any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.sections.checkpoint import MirrorSection
+from relayrun.config.sections.job_script import sbatch_script_options
+from relayrun.control.chain import job_script
+from relayrun.control.notify import notices
+from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
+from relayrun.control.rundir import mirror
+from relayrun.control.rundir.evaluations import EvaluationPolicy
+from relayrun.control.rundir.mirror import MirrorOwner, MirrorPolicy
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import slurm_commands
+from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.errors import ConfigError
+from relayrun.files import write_atomic
+from relayrun.slurmtime import format_time, parse_time
+from relayrun.train.mirror import object_store, sync
+from relayrun.train.mirror.destination import CopyRateLimit
+from relayrun.train.mirror.sync import destination_at
+
+
+def write_evaluation_policy(config: CommonConfig, plan: Plan, run: Run) -> None:
+    """Write the policy and the job of evaluations; none where the config has none any more."""
+    if config.evaluation is None:
+        run.evaluation_policy.unlink(missing_ok=True)
+        return
+    run.evaluations.mkdir(exist_ok=True)
+    settings = config.evaluation
+    policy = EvaluationPolicy(
+        interval=settings.interval,
+        total_steps=plan.total_steps or 0,
+        hold=settings.hold,
+        time_limit=parse_time(settings.job.time),
+    )
+    write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o777)
+    policy.write(run.evaluation_policy)
+
+
+def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
+    """Return the script of the job that evaluates one checkpoint; what its section leaves out is as in the run."""
+    assert config.evaluation is not None
+    own, job = config.evaluation.job, config.job
+    cpus = str(own.cpus_per_task or job.cpus_per_task)
+    options: dict[str, str | None] = {"time": format_time(parse_time(own.time)), "cpus-per-task": cpus}
+    # without the run's memory, which is meant for all its ranks of a node
+    options |= {name: value for name, value in job.placement.items() if name != "mem"} | own.placement
+    gpus = min(1, job.gpus_per_node) if own.gpus_per_node is None else own.gpus_per_node
+    further = sbatch_script_options(job.sbatch | own.sbatch)
+    if "gres" in job.sbatch and "gres" not in own.sbatch:  # meant for all ranks of a node
+        further["gres"] = slurm_commands.gres_with_gpus(str(job.sbatch["gres"]), str(gpus))
+    if gpus and not slurm_commands.asks_for_gpus(further):
+        options["gpus-per-node"] = str(gpus)
+    options |= {name: value for name, value in further.items() if value != ""}
+    program = [config.cluster.python or sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
+    starter = scheduler_for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
+    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
+    environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
+    command = [*starter, *plan.command_prefix, *program]
+    return job_script.program_script(
+        plan, "evaluation", options, environment=environment, command=command, fallback=run.path
+    )
+
+
+def mirror_settings(config: CommonConfig) -> MirrorSection | None:
+    """Return what the config says of a second place; None where it has none."""
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if checkpoint is None else checkpoint.mirror
+
+
+def mirror_location(config: CommonConfig, settings: MirrorSection) -> str:
+    """Return the folder of the run's copies, or its URL."""
+    return f"{settings.path.rstrip('/')}/{config.project}/{config.name}"
+
+
+def mirror_folder(settings: MirrorSection) -> Path | None:
+    """Return the folder below which copies lie; None where that is a URL."""
+    return None if "://" in settings.path else Path(settings.path)
+
+
+def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: bool) -> None:
+    """Raise ConfigError where another run's copies lie in the second place: nothing would be copied.
+
+    `take_over`: those of a run whose directory is lost become this run's; see `prepare`.
+    """
+    owner = _other_mirrored_run(config, run)
+    if owner is None:
+        return
+    settings = mirror_settings(config)
+    assert settings is not None
+    place = mirror_location(config, settings)
+    where = f"checkpoint.mirror.path: {place}"
+    if _is_copied(owner, run):
+        hint = "set checkpoint.mirror.path to another place"
+        raise ConfigError(f"it holds the copies of another run, {owner.run}", where=where, hint=hint)
+    if not take_over:
+        raise ConfigError(
+            f"it holds the copies of a run that is not there any more, {owner.run}; nothing would be copied",
+            where=where,
+            hint="submit with --take-over to go on with them, or set checkpoint.mirror.path to another place",
+        )
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    begins_anew = checkpoint is not None and checkpoint.load is None and run.newest_begun() is None
+    if begins_anew and destination_at(place, CopyRateLimit(None)).copies():
+        raise ConfigError(
+            f"the run would begin anew, and its checkpoints take the place of the copies of {owner.run}",
+            where=where,
+            hint=f"`relayrun checkpoint restore {place} --to FOLDER`, then submit with --load "
+            "FOLDER/iter_... --take-over; or set checkpoint.mirror.path to another place",
+        )
+
+
+def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
+    """The run whose copies lie in the second place, where it is another one. Raises RelayrunError, OSError."""
+    settings = mirror_settings(config)
+    owner = None if settings is None else destination_at(mirror_location(config, settings), CopyRateLimit(None)).owner()
+    path = mirror.mirror_folder(run) / "id"
+    if owner is None or (path.exists() and path.read_text(encoding="ascii") == owner.id and not _is_copied(owner, run)):
+        return None
+    return owner
+
+
+def _is_copied(owner: MirrorOwner, run: Run) -> bool:
+    """Whether the run is a copy of another directory that is still there and copies under the same id."""
+    return owner.run != str(run.path) and sync.is_still_mirrored(Run(Path(owner.run)), owner.id)
+
+
+def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = False) -> None:
+    """Write the policy; none where the config has no second place. The copies that there are stay.
+
+    `take_over`: the run is known by the id of the lost run whose copies lie there, so that they count as its own.
+    """
+    settings = mirror_settings(config)
+    if settings is None:
+        mirror.mirror_policy_path(run).unlink(missing_ok=True)
+        return
+    mirror.mirror_folder(run).mkdir(exist_ok=True)
+    if take_over and (owner := _other_mirrored_run(config, run)) is not None:
+        write_atomic(mirror.mirror_folder(run) / "id", owner.id)
+    MirrorPolicy(
+        folder=mirror_location(config, settings),
+        id=_mirror_id(run),
+        keep_last=settings.keep_last,
+        keep_every=settings.keep_every,
+        megabytes_per_second=settings.megabytes_per_second,
+        program=[config.cluster.python or sys.executable, "-m", "relayrun.train.mirror"],
+    ).write(mirror.mirror_policy_path(run))
+
+
+def _mirror_id(run: Run) -> str:
+    """The name under which the copies of this run are known; it stays."""
+    path = mirror.mirror_folder(run) / "id"
+    if not path.exists():
+        write_atomic(path, secrets.token_hex(8))
+    return path.read_text(encoding="ascii")
+
+
+def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
+    """Raise ConfigError where copies cannot lie in this place."""
+    path = mirror_folder(settings)
+    if path is None:
+        object_store.check_object_store(settings.path, "checkpoint.mirror.path")
+        return
+    where = f"checkpoint.mirror.path: {path}"
+    if not path.is_dir():
+        raise ConfigError("there is no such folder", where=where, hint="make it, or mount it")
+    if path.resolve().is_relative_to(run.path.resolve()):
+        raise ConfigError("it lies in the run directory, and is lost with it", where=where)
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"it cannot be written: {error.strerror}", where=where) from None
+
+
+def write_notice_policy(config: CommonConfig, run: Run) -> None:
+    """Write the policy; none where the config names nobody."""
+    if config.notify.targets:
+        notices.write_notice_policy(run, make_notice_policy(config))
+    else:
+        notices.notice_policy_path(run).unlink(missing_ok=True)
+
+
+def make_notice_policy(config: CommonConfig) -> NoticePolicy:
+    """The policy of a config, as of now. It holds the names of variables, never their values."""
+    settings = config.notify
+    targets = [
+        NoticeTarget(
+            name=name,
+            url=target.url,
+            command=list(target.command),
+            events=list(settings.events if target.events is None else target.events),
+        )
+        for name, target in settings.targets.items()
+    ]
+    return NoticePolicy(
+        run=f"{config.project}/{config.name}",
+        cluster=config.cluster.name,
+        since=time.time(),
+        targets=[vars(target) for target in targets],
+        failed_attempts=settings.failed_attempts,
+        no_progress=settings.no_progress,
+        disk_checkpoints=settings.disk_checkpoints,
+        program=[config.cluster.python or sys.executable, "-m", "relayrun.watch.send_notices"],
+    )

@@ -1,0 +1,365 @@
+"""Creates a mixture: a folder of links to token shards, so chosen that each data set has its weight in tokens.
+
+The `refuse_...` functions refuse a mixture that cannot be made, with the numbers that would help.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
+from relayrun.files import RealPathCache, fsync_directory, replaced_folder, write_atomic
+from relayrun.tokens.mixture import shard_selection
+from relayrun.tokens.mixture.shard_selection import (
+    CutShard,
+    MixtureDataset,
+    mixture_summary_json,
+    pass_folder,
+    summarise_mixture,
+)
+from relayrun.tokens.shards.prefixes import SUMMARY_JSON, SUMMARY_TEXT, find_prefixes, mixture_files
+from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
+
+log = logging.getLogger(__name__)
+
+MAX_REPEATS = 100
+"""How often a dataset may be read in a mixture unless somebody says otherwise."""
+
+
+def refuse_repeats(datasets: Sequence[MixtureDataset], targets: Sequence[int], *, most: int) -> None:
+    """Raise ConfigError if a dataset would be read more than `most` times to give its target of tokens."""
+    for dataset, target in zip(datasets, targets, strict=True):
+        if target > most * dataset.available:
+            times = math.ceil(target / dataset.available)
+            raise ConfigError(
+                f"this dataset has {dataset.available:,} tokens, and {target:,}, its share, would be all of them "
+                f"{times:,} times; {most:,} is the most",
+                where=dataset.folder,
+                hint=f"give it about {_percent(dataset.weight * most / times)} of the weights or less, leave it out, ask "
+                f"for fewer tokens, or, if it is meant, --most-repeats {times}",
+            )
+
+
+def refuse_empty_datasets(
+    datasets: Sequence[MixtureDataset], targets: Sequence[int], *, tokens: int | None, repeat: bool, most: int
+) -> None:
+    """Raise ConfigError if one of `datasets`, which have been taken from, gives nothing.
+
+    Its target is then less than half of its first document. Only what would help is advised.
+    """
+    found = next(((d, target) for d, target in zip(datasets, targets, strict=True) if not d.tokens), None)
+    if found is None:
+        return
+    starved, target = found
+    first = _first_document(starved)
+    need = _min_tokens(starved)
+    whole = round(sum(targets))
+    share = f"{100 * starved.weight:.2g} % of {whole:,} tokens"
+    what = f"{target:,} tokens, its share ({share}), are less than half of its first document, which has {first:,}"
+    ways = []
+    shortest = min(datasets, key=lambda d: d.available / d.weight)
+    if need <= whole:
+        ways.append(f"give it about {_percent(need / whole, up=True)} of the weights or more, or leave it out")
+    elif tokens is None and not repeat and shortest is not starved:
+        what += f"; the mixture ends there, where {shortest.name} with {shortest.available:,} tokens is used up"
+        ratio = need * (1 - shortest.weight) / (starved.weight * shortest.available)
+        ways.append(f"give {shortest.name} about {_percent(1 / (1 + ratio))} of the weights or less, or leave it out")
+    elif len(datasets) > 1:
+        ways.append("leave it out")
+    least = max(math.ceil(_min_tokens(dataset) / dataset.weight) for dataset in datasets)
+    if all(least * dataset.weight <= most * dataset.available for dataset in datasets):
+        times = least * shortest.weight / shortest.available
+        again = f", which read {shortest.name} {times:,.1f} times" if times > 1 else ""
+        ways.append(f"ask for --tokens {least} or more{again}")
+    raise ConfigError(what, where=starved.folder, hint="; or ".join(ways) or None)
+
+
+def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = False) -> None:
+    """Raise InputError if two shards were made with different tokenizers, as far as records tell; `allow`: warn."""
+    records = ShardRecords()
+    first: tuple[str, TokenizerRecord] | None = None
+    for dataset in datasets:
+        for shard, real in zip(dataset.shards, dataset.reals, strict=True):
+            record = records.of(real.removesuffix(".bin"))
+            if record is None or record.made is None:
+                continue
+            first = first or (shard.prefix, record.made)
+            if record.made.same(first[1]):
+                continue
+            error = InputError(
+                f"another tokenizer made this shard than {first[0]}: ids mean other text",
+                where=shard.prefix,
+                hint="tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer",
+            )
+            if not allow:
+                raise error
+            log.warning("taken, as --allow-other-tokenizer says: %s: %s", shard.prefix, error.message)
+            return
+
+
+def _min_tokens(dataset: MixtureDataset) -> int:
+    """Tokens of which the first document is the nearest end."""
+    return _first_document(dataset) // 2 + 1
+
+
+def _first_document(dataset: MixtureDataset) -> int:
+    """Tokens of the first document that is not empty, in the order in which the mixture takes them."""
+    for shard in dataset.shards:
+        if shard.tokens:
+            ends = np.zeros(shard.sequences + 1, np.int64)
+            np.cumsum(shard.lengths(), out=ends[1:])
+            at_ends = ends[np.asarray(shard.bounds())]
+            return int(at_ends[at_ends > 0][0])
+    return 0
+
+
+def _percent(value: float, *, up: bool = False) -> str:
+    """A share in percent with two digits, rounded to the safe side: down, or `up`."""
+    digits = 1 - math.floor(math.log10(100 * value))
+    scale = 10.0**digits
+    rounded = (math.ceil if up else math.floor)(100 * value * scale) / scale
+    return f"{rounded:.{max(digits, 0)}f} %"
+
+
+LINK_THREADS = 4  # more are slower on a local disk, where reading a header takes no longer than starting to
+MAX_LINKS = 10_000_000
+
+
+def create_mixture(
+    folders: Sequence[Path],
+    weights: Sequence[float],
+    output: Path,
+    *,
+    seed: int = 0,
+    tokens: int | None = None,
+    allow_repeats: bool = False,
+    most_repeats: int = MAX_REPEATS,
+    whole_shards: bool = False,
+    allow_other_tokenizer: bool = False,
+    dry_run: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Write the mixture of `folders` into the folder `output` and return its summary, a table and a forecast.
+
+    The folder appears at once and replaces a former mixture; anything else that stands there is refused. `tokens`: how
+    many in all, by default until a dataset is used up, or, with `allow_repeats`, until all are. `most_repeats`: how
+    often a dataset may be read. `whole_shards`: cut none. `allow_other_tokenizer`: warn where shards were made with
+    different tokenizers. `dry_run`: write nothing. `report` gets a line of progress now and then.
+    Raises ConfigError for wrong weights or options, InputError for wrong folders, torn shards, or two tokenizers.
+    """
+    if len(folders) != len(weights):
+        raise ConfigError(
+            f"{len(folders)} folders but {len(weights)} weights",
+            where="--weights",
+            hint="give one weight a folder, in the same order",
+        )
+    if whole_shards and (tokens is not None or allow_repeats):
+        raise ConfigError(
+            "a number of tokens and repeats are for shards that may be cut",
+            where="--whole-shards",
+            hint="leave out one of the options",
+        )
+    shares = shard_selection.normalise_weights(weights)
+    check_mixture_output(output, folders)
+    if not dry_run:
+        refuse_urls(output)
+        refuse_unwritable(Path(os.path.realpath(output)).parent)
+    datasets = _read_datasets(folders, shares, seed, report)
+    refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
+    if whole_shards:
+        taken = shard_selection.select_whole_shards(
+            [[shard.tokens for shard in dataset.shards] for dataset in datasets], shares
+        )
+        datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
+    else:
+        targets = shard_selection.tokens_per_dataset(
+            [d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats
+        )
+        refuse_repeats(datasets, targets, most=most_repeats)
+        datasets = [_take_tokens(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
+        refuse_empty_datasets(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
+    links = sum(dataset.prefixes for dataset in datasets)
+    if links > MAX_LINKS:
+        raise ConfigError(
+            f"{links:,} shards would be linked, because a small dataset is repeated often",
+            where="--weights",
+            hint="give it less weight, or merge its shards first",
+        )
+    summary = summarise_mixture(datasets, seed)
+    if dry_run:
+        return summary
+    report(f"linking {links:,} shards into {output}")
+    with replaced_folder(output) as building:
+        for dataset in datasets:
+            _link_shards(dataset, building / dataset.name)
+        write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
+        write_atomic(building / SUMMARY_JSON, mixture_summary_json(datasets, seed))
+        check_mixture_output(output, folders)  # again: the links may have taken minutes
+    return summary
+
+
+def distinct_names(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:
+    """File names, all different: a name that stands once is kept, the others get their fallback or a number."""
+    counts = Counter(names)
+    used = {name for name, count in counts.items() if count == 1} | set(reserved)
+    numbers: Counter[str] = Counter()
+    chosen = []
+    for name, fallback in zip(names, fallbacks, strict=True):
+        if counts[name] == 1 and name not in reserved:
+            chosen.append(name)
+            continue
+        unique = fallback if len(os.fsencode(fallback)) <= 240 else name
+        base = unique if len(os.fsencode(unique)) <= 240 else "shard"
+        while unique in used:
+            numbers[base] += 1
+            unique = f"{base}-{numbers[base]}"
+        used.add(unique)
+        chosen.append(unique)
+    return chosen
+
+
+def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
+    """Refuse an output that holds anything but a former mixture, or lies in an input, or holds one.
+
+    Raises InputError.
+    """
+    final = Path(os.path.realpath(output))
+    for folder in folders:
+        real = Path(os.path.realpath(folder))
+        if final == real or real in final.parents or final in real.parents:
+            raise InputError(
+                "output and input lie inside each other",
+                where=f"{output} and {folder}",
+                hint="give an output folder of its own",
+            )
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise InputError("the output exists and is not a folder", where=output)
+    hint = "move it away, or choose another output"
+    expected = mixture_files(final)
+    start, waiting = len(os.path.join(final, "")), [os.fspath(final)]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                name, link = entry.path[start:], entry.is_symlink()
+                if name not in expected or (expected[name] and not link):
+                    raise InputError(
+                        f"the output holds something that no former mixture left there: {entry.name}",
+                        where=output,
+                        hint=hint,
+                    )
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+
+
+def _read_datasets(
+    folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
+) -> list[MixtureDataset]:
+    """Open every shard, put each dataset's shards into their shuffled order, name the links."""
+    roots = [folder.absolute() for folder in folders]
+    bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
+    names = distinct_names(
+        bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON)
+    )
+    owners: dict[str, str] = {}
+    real_path = RealPathCache()
+    datasets = []
+    for i, (root, name) in enumerate(zip(roots, names, strict=True)):
+        prefixes = find_prefixes([root])
+        report(f"reading the sizes of {len(prefixes):,} shards below {root}")
+        start = len(os.path.join(root, ""))
+        relative = [prefix[start:] for prefix in prefixes]
+        parts = [prefixes[k : k + 64] for k in range(0, len(prefixes), 64)]
+        with ThreadPoolExecutor(LINK_THREADS) as pool:
+            shards = [shard for part in pool.map(lambda part: [Shard.open(p) for p in part], parts) for shard in part]
+        reals = [real_path(shard.prefix + ".bin") for shard in shards]
+        for shard, real in zip(shards, reals, strict=True):
+            if real in owners:
+                raise InputError(
+                    "this shard stands in the mixture twice",
+                    where=f"{shard.prefix} and {owners[real]}",
+                    hint="remove one of the links, or give folders that do not overlap",
+                )
+            owners[real] = shard.prefix
+        if not any(shard.tokens for shard in shards):
+            raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
+        links = distinct_names(
+            [os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative]
+        )
+        order = shard_selection.shuffled_order(relative, seed=seed, dataset=i)
+        datasets.append(
+            MixtureDataset(
+                name=name,
+                folder=str(root),
+                weight=shares[i],
+                shards=[shards[k] for k in order],
+                links=[links[k] for k in order],
+                reals=[reals[k] for k in order],
+            )
+        )
+    return datasets
+
+
+def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
+    """The dataset with what it gives for `target` tokens, its last shard cut at the end of the nearest document."""
+    take = shard_selection.select_shards([shard.tokens for shard in dataset.shards], target)
+    taken, cut = take.shards, None
+    if take.rest:
+        cut = _cut_shard(dataset.shards[taken], take.rest)
+        if cut.documents == dataset.shards[taken].documents:
+            taken, cut = taken + 1, None
+        elif not cut.tokens:
+            cut = None
+    passes = take.passes
+    if taken == len(dataset.shards):
+        passes, taken = passes + 1, 0
+    return replace(dataset, passes=passes, taken=taken, cut=cut)
+
+
+def _cut_shard(shard: Shard, tokens: int) -> CutShard:
+    """The first documents of `shard`, with about so many tokens."""
+    lengths = np.asarray(shard.lengths())
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    if not np.array_equal(shard.offsets(), ends[:-1] * shard.dtype.itemsize):
+        raise InputError(
+            "this shard cannot be cut: its sequences do not lie one behind the other",
+            where=shard.prefix + ".idx",
+            hint="write it again, or use --whole-shards",
+        )
+    bounds = np.asarray(shard.bounds())
+    documents = shard_selection.nearest_end(ends[bounds], tokens)
+    return CutShard(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
+
+
+def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
+    """Make the folder of one dataset's links."""
+    real_path = RealPathCache()
+    used = None if dataset.passes else dataset.taken + 1
+    indices = [real_path(shard.prefix + ".idx") for shard in dataset.shards[:used]]
+    for number, count in enumerate(dataset.counts):
+        place = folder / pass_folder(number)
+        place.mkdir()
+        start = os.path.join(place, "")
+        for shard, real, index, link in zip(
+            dataset.shards[:count], dataset.reals[:count], indices[:count], dataset.links[:count], strict=True
+        ):
+            os.symlink(real, start + link + ".bin")
+            if shard.cut:  # its .idx belongs to another mixture, which may be made anew
+                write_atomic(start + link + ".idx", Path(index).read_bytes())
+            else:
+                os.symlink(index, start + link + ".idx")
+        if dataset.cut is not None and number == dataset.passes:
+            os.symlink(dataset.reals[count], start + dataset.links[count] + ".bin")
+            write_atomic(start + dataset.links[count] + ".idx", dataset.cut.index())
+        fsync_directory(place)

@@ -1,0 +1,309 @@
+"""Data sets with numbered samples: the protocol `Dataset`, fixed windows, mock data and validation sets.
+
+    epoch, i = divmod(k, windows_per_epoch)
+    window   = Permutation(windows_per_epoch, key(seed, name, epoch))(i)
+
+`order: window` is `WindowOrder` over `WindowDataset`: all shards in manifest order are one sequence of tokens, and
+window i is the tokens [i * seq_length, (i + 1) * seq_length], both ends included. Neighbours share one token, as in
+Megatron's GPTDataset. Windows cross the borders of documents and shards. Files are read with `pread`: a truncated
+shard is an error that names it, where a memory map would end the process with SIGBUS.
+
+A callable of a user's own gets a `DatasetSpec` and returns a `Dataset`. Nothing depends on ranks, workers or batch
+sizes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.errors import ConfigError, InputError
+from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.remote_shards import BlockCache, open_shard_file
+from relayrun.tokens.order.sample_rows import SampleRow, read_row
+from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
+from relayrun.tokens.shards.shard import INDEX_HEADER, Shard
+from relayrun.tokens.stores.urls import is_url
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """What a callable that makes a data set is given."""
+
+    name: str
+    """Identity of the data set."""
+    seed: int
+    seq_length: int
+    manifest: DatasetManifest
+    """Shards of the data set; none if the mixture gives it no path."""
+    split: float = 0.0
+    """Share of the data set's windows, at its end, that is held out."""
+    cache_dir: str | None = None
+    opening: str | None = None
+    """Shared by the ranks of an attempt, which open the data set together; None for who opens it alone."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the data set's entry in the mixture."""
+
+
+MAX_OPEN_FILES = 128
+"""Shards of one data set that are held open; many systems allow a process 1,024 files in all."""
+
+
+class WindowDataset:
+    """Windows of `seq_length` + 1 tokens. Thread-safe; holds at most `open_files` files open."""
+
+    def __init__(
+        self,
+        manifest: DatasetManifest,
+        seq_length: int,
+        *,
+        open_files: int = MAX_OPEN_FILES,
+        blocks: BlockCache | None = None,
+    ) -> None:
+        """`blocks`: the cache for shards below URLs; without any there may be none of these."""
+        if seq_length < 1:
+            raise ValueError(f"seq_length must be positive, not {seq_length}")
+        self.manifest = manifest
+        self.seq_length = seq_length
+        self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
+        self._file = lru_cache(open_files)(partial(_open_bin_file, manifest.shards, blocks))
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        """Windows in one epoch."""
+        return max(0, self._starts[-1] - 1) // self.seq_length
+
+    def read(self, i: int) -> npt.NDArray[np.int64]:
+        """Token ids of window i, int64 [seq_length + 1].
+
+        Raises IndexError outside of 0..len-1, InputError if a shard has become shorter, OSError if it
+        cannot be read.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} is outside of range({len(self)})")
+        return self.tokens(i * self.seq_length, self.seq_length + 1)
+
+    def tokens(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """`count` tokens of the stream from token `start` on, int64. Errors as `read`; the range must exist."""
+        result = np.empty(count, dtype=np.int64)
+        shard = bisect_right(self._starts, start) - 1
+        filled = 0
+        while filled < count:
+            within = start + filled - self._starts[shard]
+            part = min(count - filled, self._starts[shard + 1] - self._starts[shard] - within)
+            if part:
+                result[filled : filled + part] = self._file(shard).read(within, part)
+            filled += part
+            shard += 1
+        return result
+
+    def origins(self, i: int) -> list[DocumentOrigin]:
+        """Where the tokens of window i come from, in order. Reads a few pages of an .idx for each shard."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} is outside of range({len(self)})")
+        found = []
+        at, end = i * self.seq_length, (i + 1) * self.seq_length + 1
+        while at < end:
+            number = bisect_right(self._starts, at) - 1
+            entry = self.manifest.shards[number]
+            itemsize = np.dtype(entry.dtype).itemsize
+            offsets = _sequence_offsets(entry, self._blocks)
+            within = at - self._starts[number]
+            document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
+            stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
+            count = min(end - at, stop - within)
+            found.append(
+                DocumentOrigin(
+                    prefix=entry.prefix,
+                    document=document,
+                    tokens=count,
+                    offset=within - int(offsets[document]) // itemsize,
+                )
+            )
+            at += count
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentOrigin:
+    """A piece of a sample: `tokens` tokens of one document of one shard, from token `offset` of it on."""
+
+    prefix: str
+    document: int
+    offset: int
+    tokens: int
+
+
+class _BinFile:
+    """An open .bin."""
+
+    def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
+        self._path = shard.prefix + ".bin"
+        self._dtype = np.dtype(shard.dtype).newbyteorder("<")
+        self._bytes = open_shard_file(self._path, shard.bin_bytes, shard.fingerprint, blocks)
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.generic]:
+        size = count * self._dtype.itemsize
+        data = self._bytes.pread(size, start * self._dtype.itemsize)
+        if len(data) != size:
+            raise InputError(
+                f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}",
+                where=self._path,
+                hint="put the shard back as it was",
+            )
+        return np.frombuffer(data, dtype=self._dtype)
+
+
+def _open_bin_file(shards: tuple[ShardEntry, ...], blocks: BlockCache | None, number: int) -> _BinFile:
+    return _BinFile(shards[number], blocks)
+
+
+def _sequence_offsets(shard: ShardEntry, blocks: BlockCache | None) -> npt.NDArray[np.int64]:
+    """Byte offset of each sequence of a shard in its .bin."""
+    if not is_url(shard.prefix):
+        return Shard.open(shard.prefix).offsets()
+    index = open_shard_file(shard.prefix + ".idx", shard.idx_bytes, shard.fingerprint, blocks)
+    sequences = INDEX_HEADER.unpack(index.pread(INDEX_HEADER.size, 0))[3]
+    return np.frombuffer(index.pread(8 * sequences, INDEX_HEADER.size + 4 * sequences), "<i8")
+
+
+MOCK_WINDOWS = 1 << 20
+"""Windows of an epoch."""
+
+
+class MockDataset:
+    """A `Dataset` without files: a pure function of (seed, epoch, i)."""
+
+    def __init__(self, source: DatasetSpec) -> None:
+        self._seed = source.seed
+        self._tokens = source.seq_length + 1
+        self._vocabulary_size = int(source.options["vocabulary_size"])
+
+    def __len__(self) -> int:
+        return MOCK_WINDOWS
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1]."""
+        first = int(np.random.SeedSequence((self._seed, epoch, i)).generate_state(1, np.uint64)[0])
+        return (first % self._vocabulary_size + np.arange(self._tokens, dtype=np.int64)) % self._vocabulary_size
+
+
+class Dataset(Protocol):
+    """A data set of a mixture. The order inside an epoch is its own; epochs follow each other for ever.
+
+    A method `row(epoch, i)` may stand beside `read`, see `relayrun.tokens.order.sample_rows`.
+
+    It must give the same sample for the same (epoch, i) in every process and at every start, and may be
+    read by several threads.
+    """
+
+    def __len__(self) -> int:
+        """Windows in one epoch, the same in every epoch."""
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1], of window i, 0 <= i < len, of epoch 0, 1, ..."""
+
+
+class WindowOrder:
+    """The samples of one data set in order; sample k is any k >= 0, epoch follows epoch.
+
+    `name` separates the shuffles of data sets that share a seed. `shuffle=False` reads every epoch in
+    the order of the stream. `split` is the share of windows, at the end of the stream, that is held out; the
+    order is over the rest, or with `held_out` over that share. Raises ConfigError if there is not one whole window.
+    """
+
+    def __init__(
+        self,
+        manifest: DatasetManifest,
+        *,
+        seq_length: int,
+        seed: int,
+        name: str = "train",
+        shuffle: bool = True,
+        split: float = 0.0,
+        held_out: bool = False,
+        blocks: BlockCache | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.seq_length = seq_length
+        self.seed = seed
+        self.name = name
+        self.shuffle = shuffle
+        self.windows = WindowDataset(manifest, seq_length, blocks=blocks)
+        training = len(self.windows) - held_out_window_count(len(self.windows), split)
+        self._first = training if held_out else 0
+        self.windows_per_epoch = len(self.windows) - training if held_out else training
+        if not self.windows_per_epoch:
+            share = f", of which data.split {split} is held out" if split else ""
+            raise ConfigError(
+                f"the data set {name!r} has {manifest.tokens} tokens{share}, fewer than one sample: "
+                f"seq_length {seq_length} needs {seq_length + 1}",
+                hint="give more data or a smaller seq_length",
+            )
+        # two epochs, since readers of one order may stand on both sides of an epoch's end
+        self._permutation = lru_cache(2)(partial(_window_permutation, self.windows_per_epoch, seed, name))
+
+    def __len__(self) -> int:
+        return self.windows_per_epoch
+
+    def window(self, epoch: int, i: int) -> int:
+        """Which window of the stream (`WindowDataset`) is number i of an epoch."""
+        if epoch < 0 or not 0 <= i < self.windows_per_epoch:
+            raise IndexError(f"epoch {epoch}, window {i}: outside of range({self.windows_per_epoch})")
+        return self._first + (self._permutation(epoch)(i) if self.shuffle else i)
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
+        return self.windows.read(self.window(epoch, i))
+
+    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
+        """Where the tokens of a sample come from: documents, and offsets in them."""
+        return self.windows.origins(self.window(epoch, i))
+
+    def locate(self, k: int) -> tuple[int, int, int]:
+        """(epoch, position in the epoch, window) of sample k. Raises IndexError if k < 0."""
+        if k < 0:
+            raise IndexError(f"sample {k}: samples are numbered from 0")
+        epoch, i = divmod(k, self.windows_per_epoch)
+        return epoch, i, self.window(epoch, i)
+
+    def sample(self, k: int) -> npt.NDArray[np.int64]:
+        """Token ids of sample k, int64 [seq_length + 1]."""
+        return self.windows.read(self.locate(k)[2])
+
+
+def held_out_window_count(windows: int, split: float) -> int:
+    """How many windows a share holds out: at least one, and never all."""
+    return min(max(1, round(windows * split)), windows - 1) if split and windows else 0
+
+
+def _window_permutation(windows: int, seed: int, name: str, epoch: int) -> Permutation:
+    return Permutation(windows, permutation_key(seed, name, epoch))
+
+
+@dataclass(kw_only=True)
+class ValidationSet:
+    """The samples of a data set in its order; sample k is any k >= 0, epoch follows epoch."""
+
+    name: str
+    dataset: Dataset
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self.dataset)
+
+    def row(self, k: int) -> SampleRow:
+        """Sample k, with what the data set knows of its tokens."""
+        epoch, i = divmod(k, len(self))
+        return read_row(self.dataset, epoch, i)
+
+    def sample(self, k: int) -> npt.NDArray[np.int64]:
+        """Token ids of sample k, int64 [seq_length + 1]."""
+        return self.row(k).tokens

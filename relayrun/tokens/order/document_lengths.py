@@ -1,0 +1,258 @@
+"""`relayrun data lengths`: how long documents are, how their lengths are ordered in the files, and a picture of both.
+
+`summarize_lengths` estimates windows and padding for each packing. `measure_length_order` tells sorted files from
+shuffled ones. `draw_length_picture` draws a panel for each folder and a line for each file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from relayrun.config.sections.data import Packing
+from relayrun.errors import ConfigError, InputError
+from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
+from relayrun.tokens.order.document_windows import DocumentCut
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.shards.prefixes import find_prefixes
+from relayrun.tokens.shards.shard import Shard
+from relayrun.tokens.stores import urls
+from relayrun.tokens.tokenize.dumps import find_data_files
+from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+
+CURVE_POINTS = 50
+"""Stretches of a file whose means make its curve, at most."""
+
+LengthArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthCurve:
+    """The lengths of one file's documents against their position."""
+
+    file: str
+    documents: int
+    positions: list[float]
+    """Middles of equal stretches, as shares of the file's documents."""
+    means: list[float]
+    """Mean length of the documents of each stretch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOrder:
+    """How lengths lie in the files of a folder."""
+
+    batch: int
+    """Documents of a batch."""
+    lag_1_correlation: float | None
+    """None where no file has two documents, or all are of one length."""
+    lag_1_noise: float | None
+    """Two standard deviations of the correlation of independent draws."""
+    batch_mean_variance_ratio: float | None
+    """None where there are fewer than two whole batches."""
+    curves: list[LengthCurve]
+
+    def record(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+
+def measure_length_order(files: Sequence[tuple[str, LengthArray]], *, batch: int) -> LengthOrder:
+    """Look at the lengths of the documents of each file, by its name. Files without documents have no curve."""
+    own = [lengths for _, lengths in files if len(lengths)]
+    everything = np.concatenate([np.zeros(0, np.int64), *own]).astype(np.float64)
+    mean = float(everything.mean()) if len(everything) else 0.0
+    variance = float(everything.var()) if len(everything) else 0.0
+    pairs = sum(len(lengths) - 1 for lengths in own)
+    products = sum(float(((lengths[:-1] - mean) * (lengths[1:] - mean)).sum()) for lengths in own)
+    whole = [lengths[: len(lengths) // batch * batch].reshape(-1, batch).mean(axis=1) for lengths in own]
+    means = np.concatenate([np.zeros(0), *whole])
+    return LengthOrder(
+        batch=batch,
+        lag_1_correlation=products / pairs / variance if pairs and variance else None,
+        lag_1_noise=2 / float(np.sqrt(pairs)) if pairs and variance else None,
+        batch_mean_variance_ratio=float(means.var() / (variance / batch)) if len(means) > 1 and variance else None,
+        curves=[_length_curve(name, lengths) for name, lengths in files if len(lengths)],
+    )
+
+
+def _length_curve(name: str, lengths: LengthArray) -> LengthCurve:
+    count = min(CURVE_POINTS, len(lengths))
+    edges = np.linspace(0, len(lengths), count + 1).round().astype(np.int64)
+    means = np.add.reduceat(lengths, edges[:-1]) / np.diff(edges)
+    middles = (edges[:-1] + edges[1:]) / (2 * len(lengths))
+    return LengthCurve(file=name, documents=len(lengths), positions=middles.tolist(), means=means.tolist())
+
+
+COMPARED_PACKINGS: tuple[Packing, ...] = ("pad", "split", "greedy", "first_fit", "best_fit")
+SAMPLED_BLOCKS = 512
+"""Blocks of windows that are packed for an estimate, spread evenly over the data, where there are more."""
+_BATCH_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSummary:
+    """The documents of a folder. Lengths are in tokens, or in bytes."""
+
+    documents: int
+    total: int
+    """Sum of all lengths."""
+    shortest: int
+    median: float
+    mean: float
+    p99: float
+    longest: int
+    over: float
+    """Share of the documents that need more than one window."""
+    in_long: float
+    """Share of the total that lies in these."""
+    windows: int
+    padding: dict[Packing, float]
+    """Share of the rows that would be no text, by packing."""
+    packed_windows: int
+    """Windows from which the shares of padding come: all, or those of blocks spread over the data."""
+
+
+def lengths_by_file(
+    folder: str | os.PathLike[str], *, column: str, tokenizer: str | None
+) -> tuple[list[tuple[str, npt.NDArray[np.int64]]], str]:
+    """Lengths of all documents of each file below a folder in their order, and the unit: `tokens` or `bytes`.
+
+    Files are named by their paths below the folder; a shard is one. Texts that are missing (null) are no documents.
+    Raises InputError for a folder with neither shards nor text, and for what cannot be read in it.
+    """
+    place = urls.absolute_path(folder)
+    if not urls.is_url(place) and any(Path(place).rglob("*.idx")):
+        prefixes = find_prefixes([Path(place)])
+        return [
+            (os.path.relpath(prefix, place), np.array(Shard.open(prefix).lengths(), np.int64)) for prefix in prefixes
+        ], "tokens"
+    files = find_data_files(place)
+    if not files:
+        raise InputError(f"no file below this folder ends in .idx, {', '.join(DATA_SUFFIXES)}", where=place)
+    engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
+    found = [
+        (file.path, join_lengths(_text_lengths(urls.join_path(place, file.path), column, engine))) for file in files
+    ]
+    return found, "tokens" if tokenizer else "bytes"
+
+
+def _text_lengths(path: str, column: str, engine: Tokenizer | None) -> Iterator[npt.NDArray[np.int64]]:
+    for array in read_column(path, column, batch_bytes=_BATCH_BYTES):
+        texts = Texts.from_arrow(array.drop_null())
+        if engine is None:
+            yield np.array(texts.sizes, np.int64)
+        else:
+            encoded = engine.encode_batch_fast(texts.strings(), add_special_tokens=False)
+            yield np.array([len(each.ids) for each in encoded], np.int64)
+
+
+def join_lengths(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Lengths one behind the other."""
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def summarize_lengths(lengths: npt.NDArray[np.int64], cut: DocumentCut, room: int) -> LengthSummary:
+    """What lengths look like, cut as `cut` says and packed into rows of `room`. Documents of length 0 give no window.
+
+    Raises InputError if there is no document with a token.
+    """
+    if not lengths.any():
+        raise InputError("there is no document with any text")
+    counts = cut.windows(lengths)
+    long = counts > 1
+    padding, packed = _padding(lengths, counts, cut, room)
+    return LengthSummary(
+        documents=len(lengths),
+        total=int(lengths.sum()),
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        mean=float(lengths.mean()),
+        p99=float(np.percentile(lengths, 99)),
+        longest=int(lengths.max()),
+        over=float(long.mean()),
+        in_long=float(lengths[long].sum() / lengths.sum()),
+        windows=int(counts.sum()),
+        padding=padding,
+        packed_windows=packed,
+    )
+
+
+def _padding(
+    lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], cut: DocumentCut, room: int
+) -> tuple[dict[Packing, float], int]:
+    """Shares of padding, and the number of windows that were packed for them."""
+    ends = np.cumsum(counts)
+    blocks = -(-int(ends[-1]) // WINDOWS_PER_BLOCK)
+    chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, SAMPLED_BLOCKS)).round().astype(np.int64))
+    rows, text, windows = dict.fromkeys(COMPARED_PACKINGS, 0), 0, 0
+    for block in chosen.tolist():
+        first, last = block * WINDOWS_PER_BLOCK, min((block + 1) * WINDOWS_PER_BLOCK, int(ends[-1]))
+        low, high = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="left") + 1
+        before = int(ends[low] - counts[low])
+        sizes = cut.sizes(lengths[low:high])[first - before : last - before]
+        text, windows = text + int(sizes.sum()), windows + len(sizes)
+        for packing in COMPARED_PACKINGS:
+            if packing == "split":
+                rows[packing] += -(-int(sizes.sum()) // room)
+            else:
+                rows[packing] += int(assign_rows(sizes, room, packing).max()) + 1
+    return {packing: 1 - text / (count * room) for packing, count in rows.items()}, windows
+
+
+PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
+MAX_CURVES = 100
+"""Files of a folder that are drawn, spread over all of them."""
+
+
+def check_picture_name(picture: Path) -> None:
+    """Raise ConfigError for a name that tells no kind of picture."""
+    if picture.suffix not in PICTURE_SUFFIXES:
+        raise ConfigError(
+            f"{picture.name!r} names no kind of picture",
+            where="--picture",
+            hint=f"end it in {', '.join(PICTURE_SUFFIXES)}",
+        )
+
+
+def draw_length_picture(orders: Mapping[str, LengthOrder], picture: Path, *, unit: str) -> None:
+    """Write the panels of some folders, by their titles. `unit`: of the lengths. All panels have the same scales."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "relayrun", "svg.fonttype": "none"}):  # the same picture has the same bytes
+        figure = Figure(figsize=(1 + 4.5 * len(orders), 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(1, len(orders), sharex=True, sharey=True, squeeze=False)[0]
+        for panel, (title, order) in zip(panels, orders.items(), strict=True):
+            number = min(MAX_CURVES, len(order.curves))
+            for index in np.linspace(0, max(0, len(order.curves) - 1), number).round().astype(int).tolist():
+                curve = order.curves[index]
+                panel.plot(curve.positions, curve.means, linewidth=0.8, alpha=max(0.15, 1 / number**0.5))
+            lines = [title, *_figures(order)]
+            panel.set(title="\n".join(lines), xlabel="position in the file", xlim=(0, 1), yscale="log")
+            panel.title.set_fontsize(9)
+            panel.grid(visible=True, linewidth=0.3)
+        panels[0].set_ylabel(f"mean length, {unit}")
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(picture.suffix)
+        figure.savefig(picture, metadata=metadata)
+
+
+def _figures(order: LengthOrder) -> list[str]:
+    found = []
+    if order.lag_1_correlation is not None:
+        found.append(f"lag-1 correlation {order.lag_1_correlation:.3f}")
+    if order.batch_mean_variance_ratio is not None:
+        found.append(f"variance of batch means / of independent draws {order.batch_mean_variance_ratio:.2f}")
+    return found

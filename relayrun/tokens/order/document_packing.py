@@ -1,0 +1,377 @@
+"""`order: document-window`: packs windows of documents into rows, and shuffles the rows.
+
+    epoch, i = divmod(position, rows)
+    row      = Permutation(rows, key(seed, name, epoch))(i)
+    row      → pieces of windows → tokens, lengths, loss mask
+
+Windows are taken `WINDOWS_PER_BLOCK` at a time, and each block is packed by itself: the rows before each block are
+kept (8 bytes), and a block is packed again when one of its rows is read. Rows are shuffled anew in every epoch; their
+content is the same in every epoch and does not depend on the seed. The last token of a window has no target.
+
+| packing | row of a window | cost of a window |
+|---|---|---|
+| none, pad | a row of its own | |
+| split | rows are cut from the windows in order; the last row of a block is not full | |
+| greedy | the row before, if it fits; else a new row | below 1 µs |
+| first_fit | the first row with room | about 3 µs |
+| best_fit | longest window first: the fullest row with room, of several the first | about 1 µs |
+
+Rejected: a packing over a whole epoch (a row would depend on all rows before it, so a resume would pack them again);
+shuffling windows before packing (every window of a block would be read from another position).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.config.sections.data import DocumentWindowSection, Packing
+from relayrun.errors import ConfigError
+from relayrun.tokens.order.datasets import DocumentOrigin
+from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
+from relayrun.tokens.order.index_cache import IndexCache
+from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.remote_shards import BlockCache
+from relayrun.tokens.order.sample_rows import SampleRow
+from relayrun.tokens.shards.manifest import DatasetManifest
+
+log = logging.getLogger(__name__)
+
+WINDOWS_PER_BLOCK = 512
+"""Windows that are packed together. Part of the order: another number is another order."""
+PACKING_VERSION = 1
+"""The way in which windows are packed: what another version of it has counted is not taken."""
+CACHED_BLOCKS = 256
+"""Blocks whose rows are kept in memory, the newest."""
+
+RowPieces = list[tuple[int, int, int]]
+"""Windows of a row in order: number, first token, and the token behind the last one."""
+
+
+def assign_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> npt.NDArray[np.int64]:
+    """The row of each window, int64 [windows], numbered from 0 without a gap; no window is longer than `room`.
+
+    Not for `split`, which may put a window into several rows.
+    """
+    if packing in ("none", "pad"):
+        return np.arange(len(sizes))
+    if packing == "greedy":
+        return _pack_greedy(sizes, room)
+    return _pack_first_fit(sizes, room) if packing == "first_fit" else _pack_best_fit(sizes, room)
+
+
+def _pack_greedy(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+    rows, row, left = [], -1, 0
+    for size in sizes.tolist():
+        if size > left:
+            row, left = row + 1, room
+        left -= size
+        rows.append(row)
+    return np.array(rows, np.int64)
+
+
+def _pack_first_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+    left = np.full(len(sizes), room)
+    rows, count = np.zeros(len(sizes), np.int64), 0
+    for window, size in enumerate(sizes.tolist()):
+        row = count if size == room else int((left[: count + 1] >= size).argmax())
+        left[row] -= size
+        rows[window] = row
+        count = max(count, row + 1)
+    return rows
+
+
+def _pack_best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
+    order = np.argsort(-sizes, kind="stable")
+    full = int(np.count_nonzero(sizes == room))  # each fills a row
+    found, count = [*range(full)], full
+    open_rows: list[tuple[int, int]] = []  # (room that is left, row), rising
+    for size in sizes[order[full:]].tolist():
+        at = bisect_left(open_rows, (size, -1))
+        if at < len(open_rows):
+            left, row = open_rows.pop(at)
+        else:
+            left, row = room, count
+            count += 1
+        if left > size:
+            insort(open_rows, (left - size, row))
+        found.append(row)
+    rows = np.empty(len(sizes), np.int64)
+    rows[order] = found
+    return rows
+
+
+def pack_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> list[RowPieces]:
+    """The rows that windows of these sizes give, int64 [windows], packed as one block."""
+    if packing != "split":
+        rows = assign_rows(sizes, room, packing)
+        found: list[RowPieces] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
+        for window, (row, size) in enumerate(zip(rows.tolist(), sizes.tolist(), strict=True)):
+            found[row].append((window, 0, size))
+        return found
+    found, left = [], 0
+    for window, size in enumerate(sizes.tolist()):
+        start = 0
+        while start < size:
+            if not left:
+                found.append([])
+                left = room
+            stop = min(size, start + left)
+            found[-1].append((window, start, stop))
+            left -= stop - start
+            start = stop
+    return found
+
+
+class PackedRows:
+    """The rows of a data set, by number. Thread-safe."""
+
+    def __init__(
+        self,
+        windows: DocumentWindows,
+        room: int,
+        packing: Packing,
+        *,
+        cache: Path | None = None,
+        opening: str | None = None,
+    ) -> None:
+        """Pack every block once, for the number of its rows; or take them from `cache`, where they are kept.
+
+        `room`: tokens of a row. `opening`: see `DatasetSpec`.
+        """
+        self.windows = windows
+        self.packing = packing
+        self._room = room
+        self._alone = packing in ("none", "pad")
+        self._starts = np.zeros(1, np.int64) if self._alone else self._kept(cache, opening)
+        self._block = lru_cache(CACHED_BLOCKS)(self._packed)
+
+    def __len__(self) -> int:
+        return len(self.windows) if self._alone else int(self._starts[-1])
+
+    def pieces(self, i: int) -> RowPieces:
+        """What row i holds. Raises IndexError outside of 0..len-1, and as `DocumentWindows.read`."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} is outside of range({len(self)})")
+        if self._alone:
+            return [(i, 0, int(self.windows.sizes(i, i + 1)[0]))]
+        block = int(np.searchsorted(self._starts, i, side="right")) - 1
+        row, first = i - int(self._starts[block]), block * WINDOWS_PER_BLOCK
+        sizes, order, bounds = self._block(block)
+        if self.packing != "split":
+            inside = order[bounds[row] : bounds[row + 1]].tolist()
+            return [(first + window, 0, int(sizes[window])) for window in inside]
+        found, at, end = [], row * self._room, min((row + 1) * self._room, int(bounds[-1]))
+        window = int(np.searchsorted(bounds, at, side="right")) - 1
+        while at < end:
+            start = at - int(bounds[window])
+            stop = min(int(sizes[window]), start + end - at)
+            found.append((first + window, start, stop))
+            at, window = at + stop - start, window + 1
+        return found
+
+    def _kept(self, cache: Path | None, opening: str | None) -> npt.NDArray[np.int64]:
+        """The rows before each block, and in all; int64 [blocks + 1]. What cannot be kept is counted."""
+        if cache is None:
+            return self._counted()
+        try:
+            kept = IndexCache(cache, self._identity(), opening=opening, parts=("rows",))
+            return kept.read_or_build(lambda: [self._counted()])[0]
+        except OSError as error:
+            log.warning("the rows of a data set are counted at every start, and not kept in %s: %s", cache, error)
+            return self._counted()
+
+    def _counted(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([0, *map(self._count, self.windows.all_sizes(WINDOWS_PER_BLOCK))], dtype=np.int64)
+
+    def _identity(self) -> str:
+        """The hash of all that the rows depend on."""
+        cut = self.windows.cut
+        sizes = [cut.window, cut.overlap, cut.specials, cut.drop_end is not None]
+        identity = [
+            PACKING_VERSION,
+            WINDOWS_PER_BLOCK,
+            self._room,
+            self.packing,
+            *sizes,
+            self.windows.manifest.fingerprint,
+        ]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+    def _count(self, sizes: npt.NDArray[np.int64]) -> int:
+        if self.packing == "split":
+            return -(-int(sizes.sum()) // self._room)
+        return int(assign_rows(sizes, self._room, self.packing).max()) + 1
+
+    def _packed(self, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Sizes of the block's windows; windows by row; where the windows of each row begin in that.
+
+        With `split` the last is where each window begins in the block, and the second is nothing.
+        """
+        first = block * WINDOWS_PER_BLOCK
+        sizes = self.windows.sizes(first, min(first + WINDOWS_PER_BLOCK, len(self.windows)))
+        if self.packing == "split":
+            return sizes, sizes[:0], np.cumsum([0, *sizes.tolist()], dtype=np.int64)
+        rows = assign_rows(sizes, self._room, self.packing)
+        return sizes, np.argsort(rows, kind="stable"), np.cumsum([0, *np.bincount(rows).tolist()], dtype=np.int64)
+
+
+def document_cut(
+    settings: DocumentWindowSection, *, seq_length: int, eod: int | None, vocabulary_size: int | None, where: str
+) -> DocumentCut:
+    """How documents are cut, with the ids of `eod`, the tokenizer's end of document.
+
+    Raises ConfigError if that is needed and missing, or if bos or eos is not below `vocabulary_size`.
+    """
+    if eod is None and (settings.eos is True or settings.drop_eod):
+        raise ConfigError(
+            "document_window.eos: true and drop_eod need an end-of-document token, and this tokenizer has none",
+            where=where,
+            hint="give eos as the id of a token",
+        )
+    cut = DocumentCut(
+        window=settings.window or seq_length,
+        overlap=settings.overlap,
+        bos=settings.bos,
+        eos=eod if settings.eos is True else None if settings.eos is False else settings.eos,
+        drop_end=eod if settings.drop_eod else None,
+    )
+    for what, token in (("bos", cut.bos), ("eos", cut.eos)):
+        if token is not None and vocabulary_size is not None and token >= vocabulary_size:
+            raise ConfigError(
+                f"document_window.{what} {token} is beyond the vocabulary of {vocabulary_size}",
+                where=where,
+                hint="give the id of a token of data.tokenizer",
+            )
+    return cut
+
+
+class DocumentWindowOrder:
+    """A data set (see `relayrun.tokens.order.datasets.Dataset`) whose samples are rows of windows."""
+
+    def __init__(
+        self,
+        manifest: DatasetManifest,
+        settings: DocumentWindowSection,
+        *,
+        seq_length: int,
+        seed: int,
+        name: str,
+        eod: int | None = None,
+        padding: int = 0,
+        vocabulary_size: int | None = None,
+        cache: Path | None = None,
+        opening: str | None = None,
+        blocks: BlockCache | None = None,
+    ) -> None:
+        """`padding`: id of the token that fills rows. `cache`, `opening`: see `PackedRows`; `blocks`: `WindowDataset`.
+
+        Raises ConfigError as `cut_of`, and if there is no window.
+        """
+        where = f"data set {name!r}"
+        self.cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
+        self.seq_length = seq_length
+        windows = DocumentWindows(manifest, self.cut, blocks=blocks)
+        self.rows = PackedRows(windows, seq_length, settings.packing, cache=cache, opening=opening)
+        if not len(self.rows):
+            raise ConfigError("there is no document, so no window", where=where, hint="give more data")
+        self._lengths = settings.packs
+        self._mask_end = settings.mask_special and self.cut.eos is not None
+        self._padding = padding
+        self._permutation = lru_cache(2)(partial(_row_permutation, len(self.rows), seed, name))
+
+    def __len__(self) -> int:
+        """Rows in one epoch."""
+        return len(self.rows)
+
+    def number(self, epoch: int, i: int) -> int:
+        """Which row (`PackedRows`) is number i of an epoch."""
+        if epoch < 0 or not 0 <= i < len(self):
+            raise IndexError(f"epoch {epoch}, row {i}: outside of range({len(self)})")
+        return self._permutation(epoch)(i)
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1], of number i of an epoch."""
+        return self.row(epoch, i).tokens
+
+    def row(self, epoch: int, i: int) -> SampleRow:
+        """Number i of an epoch. Errors as in `DocumentWindows.read`."""
+        pieces = self.rows.pieces(self.number(epoch, i))
+        return fill_row(
+            ((self.rows.windows.read(window), start, stop) for window, start, stop in pieces),
+            seq_length=self.seq_length,
+            padding=self._padding,
+            with_lengths=self._lengths,
+            mask_end=self._mask_end,
+        )
+
+    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
+        """Where the text of a row comes from: a piece of a document for each window, specials left out."""
+        found, before = [], int(self.cut.bos is not None)
+        for window, start, stop in self.rows.pieces(self.number(epoch, i)):
+            whole = self.rows.windows.origin(window)
+            first, end = max(start - before, 0), min(stop - before, whole.tokens)
+            if end > first:
+                found.append(
+                    DocumentOrigin(
+                        prefix=whole.prefix,
+                        document=whole.document,
+                        offset=whole.offset + first,
+                        tokens=end - first,
+                    )
+                )
+        return found
+
+
+def fill_row(
+    pieces: Iterable[tuple[npt.NDArray[np.integer[Any]], int, int]],
+    *,
+    seq_length: int,
+    padding: int,
+    with_lengths: bool,
+    mask_end: bool,
+) -> SampleRow:
+    """A row of pieces of windows.
+
+    `pieces`: the tokens of each window, the first that the row takes, and the one behind the last. `padding`:
+    id of the token that fills the row. `with_lengths`: a token sees its own piece alone. `mask_end`: the loss of a
+    window's last token does not count.
+    """
+    tokens = np.full(seq_length + 1, padding, np.int64)
+    mask = np.zeros(seq_length, np.float32)
+    at, lengths = 0, []
+    for text, start, stop in pieces:
+        end = at + stop - start
+        tokens[at:end] = text[start:stop]
+        # the target of a piece's last token: in the window's next piece, which begins the next row, or nowhere
+        targets = min(stop, len(text) - 1) - start
+        if stop < len(text) and end <= seq_length:
+            tokens[end] = text[stop]
+        mask[at : at + targets] = 1
+        if mask_end and stop >= len(text) - 1 and targets:
+            mask[at + targets - 1] = 0
+        lengths.append(stop - start)
+        at = end
+    windows = len(lengths)
+    if at < seq_length:
+        lengths.append(seq_length - at)
+    return SampleRow(
+        tokens=tokens,
+        lengths=lengths if with_lengths else None,
+        loss_mask=mask,
+        padding=seq_length - at,
+        windows=windows,
+    )
+
+
+def _row_permutation(rows: int, seed: int, name: str, epoch: int) -> Permutation:
+    return Permutation(rows, permutation_key(seed, name, epoch))

@@ -1,0 +1,158 @@
+"""A sample with its documents: token ids, lengths of documents, loss mask; and rows of a micro-batch.
+
+A data set whose samples are more than tokens has a method `row(epoch, i)` beside `read(epoch, i)` and returns a
+`SampleRow`; or its `read` returns tokens and loss mask. Document starts, positions and masks follow
+`_get_ltor_masks_and_position_ids` (megatron-core 0.16.1, datasets/gpt_dataset.py): a document ends with its
+end-of-document token, which belongs to it; the first token of a sample begins a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.errors import FatalTrainingError
+
+
+def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
+    """For each token the index of the first token of its document in this row; int64 [batch, sequence], as `inputs`.
+
+    A token's position in its document is its index minus this. It may see the tokens from this index up to
+    itself.
+    """
+    batch, length = inputs.shape
+    starts = np.zeros((batch, length), dtype=np.int64)
+    if length > 1:
+        begins = np.where(inputs[:, :-1] == eod, np.arange(1, length), 0)
+        np.maximum.accumulate(begins, axis=1, out=starts[:, 1:])
+    return starts
+
+
+DocumentLengths = Sequence[Sequence[int] | None] | None
+"""Tokens of each document of rows that know it themselves (`relayrun.tokens.order.sample_rows`); None: of those that do not."""
+
+
+def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> list[list[int]]:
+    """Tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence].
+
+    Rows that know their documents, `own`, have those.
+    """
+    rows = []
+    for number, row in enumerate(inputs):
+        if own is not None and (known := own[number]) is not None:
+            rows.append([*known])
+            continue
+        ends = np.flatnonzero(row[:-1] == eod) + 1
+        rows.append(np.diff(ends, prepend=0, append=len(row)).tolist())
+    return rows
+
+
+def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> npt.NDArray[np.int64]:
+    """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`.
+
+    `own`: as for `lengths`.
+    """
+    result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)
+    for number, known in enumerate(own or ()):
+        if known is not None:
+            result[number] = np.concatenate([np.arange(length) for length in known])
+    return result
+
+
+def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
+    """1, and 0 where the input is the end of a document; float32 [batch, sequence]: `eod_mask_loss`."""
+    result: npt.NDArray[np.float32] = (inputs != eod).astype(np.float32)
+    return result
+
+
+def target_loss_mask(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    """1 where the target is a token that counts, else 0; float32 [batch, sequence]: `mask_tokens_except`.
+
+    `counted`: for each token of the vocabulary whether its loss counts.
+    """
+    return counted[targets].astype(np.float32)
+
+
+@dataclass(slots=True, kw_only=True)  # not frozen: that would take four times as long to make, twice for each sample
+class SampleRow:
+    """One sample."""
+
+    tokens: npt.NDArray[np.signedinteger[Any]]
+    """Token ids, int64 or int32 [seq_length + 1]: inputs, and targets one place further."""
+    lengths: Sequence[int] | None = None
+    """Tokens of each document of the row, padding last; they sum to seq_length. A token sees its own document alone,
+    and positions start at 0 in each. None: as `data.reset_attention_mask` and `data.reset_position_ids` say."""
+    loss_mask: npt.NDArray[np.float32] | None = None
+    """1 where the loss of an input's target counts, float32 [seq_length]; None: everywhere."""
+    padding: int = 0
+    """Inputs that are no text."""
+    windows: int = 1
+    """Windows that the row holds, or parts of windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBatch:
+    """The samples of a micro-batch."""
+
+    tokens: npt.NDArray[np.int64]
+    """Token ids, int64 [rows, seq_length + 1]."""
+    lengths: Sequence[Sequence[int] | None] | None = None
+    """The same as in `Row`, for each row; None: no row has any."""
+    loss_mask: npt.NDArray[np.float32] | None = None
+    """The same as in `Row`, float32 [rows, seq_length]; None: no row has one."""
+    padding: int = 0
+    """Inputs that are no text, in all rows."""
+    windows: int = 0
+    """Windows in all rows."""
+
+    @classmethod
+    def of(cls, rows: Sequence[SampleRow]) -> Self:
+        """Put rows of one length below each other."""
+        masks = None
+        if any(row.loss_mask is not None for row in rows):
+            ones = np.ones(len(rows[0].tokens) - 1, np.float32)
+            masks = np.stack([ones if row.loss_mask is None else row.loss_mask for row in rows])
+        return cls(
+            tokens=np.stack([row.tokens for row in rows], dtype=np.int64),
+            lengths=[row.lengths for row in rows] if any(row.lengths is not None for row in rows) else None,
+            loss_mask=masks,
+            padding=sum(row.padding for row in rows),
+            windows=sum(row.windows for row in rows),
+        )
+
+
+def read_row(dataset: Any, epoch: int, i: int) -> SampleRow:
+    """Row i of an epoch of a data set (`relayrun.tokens.order.datasets.Dataset`), whether it gives rows or tokens.
+
+    Raises FatalTrainingError for a loss mask that does not fit the tokens.
+    """
+    if (row := getattr(dataset, "row", None)) is not None:
+        found: SampleRow = row(epoch, i)
+        return found
+    read = dataset.read(epoch, i)
+    if not isinstance(read, tuple):
+        return SampleRow(tokens=read)
+    tokens, mask = read[0], np.asarray(read[1], np.float32)
+    if mask.shape != (len(tokens) - 1,):
+        raise FatalTrainingError(
+            f"{type(dataset).__name__}.read({epoch}, {i}) gives a loss mask of shape {list(mask.shape)} with "
+            f"{len(tokens)} tokens",
+            hint=f"a mask has one number for each input: {len(tokens) - 1}",
+        )
+    return SampleRow(tokens=tokens, loss_mask=mask)
+
+
+def row_statistics(counts: Sequence[int], *, tokens: int, samples: int) -> dict[str, Any]:
+    """What a step says of an iteration's rows, from padding and windows in all of them; nothing where none is known."""
+    if not counts:
+        return {}
+    padding, windows = counts
+    return {
+        "useful_tokens": tokens - padding,
+        "padding_share": padding / tokens,
+        "windows_per_row": windows / samples,
+    }

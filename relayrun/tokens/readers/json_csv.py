@@ -1,0 +1,337 @@
+"""Lines of JSON, and rows of CSV, to texts. A long document costs little memory.
+
+orjson reads the lines. A Python string takes up to four bytes per character, so the long strings of a long line are
+taken out first, and decoded block by block into UTF-8, the longest into files. The rest of the line is short, and
+orjson decides about it, with a name in the place of each of those strings: duplicates, types and faults are as in any
+other line. A fault outside the text costs no document: Python's own json reads a line that orjson refuses (NaN, lone
+surrogates and, here, bytes that are not UTF-8); only a text that holds one of the last two is refused.
+
+CSV has a first row of names, commas, and quotes that may span lines (RFC 4180). Python's own reader takes fields of any
+length and knows on which line each row begins; Arrow's needs every row to fit into a block, and does not name a row
+that is not UTF-8.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, cast
+
+import orjson
+import pyarrow as pa
+
+from relayrun.errors import InputError
+from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.texts import LongText, large_strings, missing_column_error
+from relayrun.tokens.stores.urls import printable
+
+MAX_ROWS = 1024
+"""Rows of an array, at most."""
+
+_LONG_BYTES = 1 << 20
+"""Bytes of a line, or of a block of a string."""
+
+_PLACEHOLDER = uuid.uuid4().hex
+"""Stands, with a number behind it, for a string that was taken out: no text holds it by chance or by intent."""
+
+_CUT_PATTERN = re.compile(
+    rb"(?<=[^\\]{12})(?=[^\x80-\xbf])"  # no escape, nor a pair of them, is so long; and a character begins here
+    rb"|(?<=[^\\])(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?=\\)"  # an escape begins, and no second half of a pair
+)
+"""Where the inside of a JSON string may be cut into two."""
+
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def read_jsonl(
+    raw: BinaryIO,
+    path: str,
+    column: str,
+    compression: str | None,
+    batch_bytes: int,
+    scratch: str | None = None,
+    faults: LineFaults | None = None,
+) -> Iterator[pa.Array]:
+    """As `columns.read_column`. Raises InputError naming the line, or the file where it holds no lines of JSON."""
+    with open_decompressed(raw, compression) as lines:
+        yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
+
+
+def open_decompressed(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
+    """A buffered file of the bytes of `raw`, decompressed."""
+    stream: Any = raw
+    if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
+        stream = pa.CompressedInputStream(raw, compression)
+    own = isinstance(stream, (io.BufferedReader, io.BytesIO))
+    return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
+
+
+def _read_texts(
+    lines: Any, file: str, column: str, batch_bytes: int, scratch: str | None, faults: LineFaults
+) -> Iterator[pa.Array]:
+    most, readline = _LONG_BYTES, lines.readline
+    texts: list[str | None] = []
+    taken: dict[str, LongText | None] = {}
+    size = number = 0
+    begun = False
+    while line := readline(most):
+        number += 1
+        if not begun:
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if begun := bool(line) and not line.isspace():
+                _refuse_other_kinds(line, file)
+        if len(line) >= most - len(_BOM) and not line.endswith(b"\n"):
+            line, taken = _without_long_strings(line, lines, scratch)
+        if not line or line.isspace():
+            continue
+        spilled: LongText | None = None
+        reason = None
+        try:
+            text = _line_text(line, column, faults, taken)
+            if text is not None and text in taken and (spilled := taken[text]) is None:
+                raise BadLine("not UTF-8", f"{column!r} holds what cannot be written as UTF-8")
+        except BadLine as bad:
+            faults.add(bad, f"{file}:{number}")
+            if not faults.keep:
+                continue
+            text, reason = None, bad.reason
+        finally:
+            taken = {}
+        length = len(line)
+        if texts and (size + length > batch_bytes or len(texts) == MAX_ROWS or spilled is not None):
+            yield large_strings(texts)
+            texts, size = [], 0
+        if spilled is not None:
+            array = spilled.text()
+            del spilled
+            yield array
+            del array  # it is not kept while the next one is read
+            continue
+        if reason is not None:
+            faults.mark(len(texts), reason)
+        texts.append(text)
+        size += length
+    if texts:
+        yield large_strings(texts)
+
+
+def _refuse_other_kinds(first: bytes, file: str) -> None:
+    """Raise InputError where the first line tells that this is one array, one object over many lines, or UTF-16."""
+    begin = first.strip()
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(
+            "this file is UTF-16, not UTF-8", where=file, hint="convert it with `iconv -f UTF-16 -t UTF-8`"
+        )
+    of_json = file.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
+    if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
+        raise InputError(
+            "this file is one JSON array; it must hold a JSON object on every line",
+            where=file,
+            hint="convert it with `jq -c '.[]'`",
+        )
+    if begin == b"{":
+        raise InputError(
+            "this file holds JSON over several lines; it must hold a JSON object on every line",
+            where=file,
+            hint="convert it with `jq -c .`",
+        )
+
+
+def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, LongText | None]) -> str | None:
+    """The text of a line, or the name of a long one. Raises BadLine."""
+    exact = True
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        exact = False
+        try:
+            row = _parse_leniently(line.removeprefix(_BOM))
+        except (ValueError, RecursionError):
+            raise BadLine("not JSON", f"this line is not JSON: {error}") from None
+    if isinstance(row, dict):
+        faults.look(row, long)
+    text = _column_value(row, column)
+    if not exact and text is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            if _is_utf8(line):
+                found = f"\\u{ord(text[error.start]):04x}"
+                raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
+            raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+    return text
+
+
+def _parse_leniently(line: bytes) -> Any:
+    """JSON with NaN, integers of any length, lone surrogates, and bytes that are not UTF-8 as lone surrogates."""
+    return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=float)
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _column_value(row: Any, column: str) -> str | None:
+    if not isinstance(row, dict):
+        raise BadLine("no object", "this line is no JSON object")
+    value: Any = row
+    for name in (column,) if column in row else column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            error = missing_column_error("", column, list(row))
+            raise BadLine("no column", error.message, hint=error.hint)
+        value = value[name]
+    if value is not None and not isinstance(value, str):
+        raise BadLine("not text", f"{column!r} holds {type(value).__name__}, not text")
+    return value
+
+
+def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tuple[bytes, dict[str, LongText | None]]:
+    """A line that begins with `begin`, with names for its long strings; and these strings by name, in UTF-8.
+
+    None stands for one that cannot be written as UTF-8. A line that holds what is no string of JSON is read to its end,
+    and what is returned of it is no JSON.
+    """
+    short, taken = bytearray(), dict[str, LongText | None]()
+    left = bytearray(begin)
+    text: LongText | None = None  # of the string that `left` is inside of
+    long = ended = broken = encodable = False
+    while True:
+        if broken:
+            left.clear()
+        elif text is None:
+            quote = left.find(b'"')
+            short += left[:quote] if quote >= 0 else left
+            del left[: quote + 1 if quote >= 0 else len(left)]
+            if quote >= 0:
+                text, long, encodable = LongText(scratch), False, True
+                continue
+        else:
+            quote = _closing_quote(left)
+            cut = None if quote >= 0 or len(left) <= _LONG_BYTES else _CUT_PATTERN.search(left, len(left) - 4096)
+            end = quote if quote >= 0 else cut.start() if cut is not None else -1
+            if end >= 0:
+                string = left[:end]
+                del left[: end + (quote >= 0)]
+                long = long or cut is not None
+                if long:
+                    try:
+                        piece = _decode_string(string)
+                    except ValueError:
+                        broken = True
+                        continue
+                    encodable = encodable and piece is not None
+                    if encodable and piece is not None:
+                        text.add(piece)
+                    string = bytearray(f"{_PLACEHOLDER} {len(taken)}".encode())
+                if quote >= 0:
+                    if long:
+                        taken[string.decode()] = text if encodable else None
+                    short += b'"' + string + b'"'
+                    text = None
+                    continue
+        if ended:
+            return bytes(short if text is None else short + b'"'), taken  # an open string is an error
+        block = lines.readline(_LONG_BYTES)
+        ended = len(block) < _LONG_BYTES or block.endswith(b"\n")
+        left += block
+
+
+def _closing_quote(inside: bytearray) -> int:
+    """Where the quote is that ends a string, -1 if it does not end here."""
+    quote = inside.find(b'"')
+    while quote >= 0:
+        first = quote
+        while first > 0 and inside[first - 1] == 0x5C:  # backslashes
+            first -= 1
+        if (quote - first) % 2 == 0:
+            return quote
+        quote = inside.find(b'"', quote + 1)
+    return -1
+
+
+def _decode_string(inside: bytearray) -> bytes | None:
+    """The inside of a string in UTF-8; None where it cannot be written so. Raises ValueError for what is no string."""
+    string = b'"' + inside + b'"'
+    try:
+        return bytes(orjson.loads(string).encode())
+    except orjson.JSONDecodeError:
+        _parse_leniently(string)
+        return None
+
+
+_MAX_FIELD_CHARACTERS = (1 << 31) - 1
+"""Characters of a field, at most."""
+
+
+def read_csv(
+    raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int, faults: LineFaults
+) -> Iterator[pa.Array]:
+    """As `columns.read_column`. Raises InputError naming the line where the row begins."""
+    file = printable(path)
+    csv.field_size_limit(_MAX_FIELD_CHARACTERS)
+    with open_decompressed(raw, compression) as lines:
+        # a byte order mark is dropped; a byte that is not UTF-8 becomes a lone surrogate, which no UTF-8 gives
+        decoded = io.TextIOWrapper(lines, "utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(decoded, strict=True)
+        names: list[str] | None = None
+        texts: list[bytes] = []
+        size = 0
+        while True:
+            before = reader.line_num
+            try:
+                row = next(reader)
+                if not row:
+                    continue  # an empty line
+                if names is None:
+                    names = row
+                    place = _column_index(names, file, column)
+                    continue
+                text = _row_text(row, names, place, column)
+            except StopIteration:
+                break
+            except csv.Error as error:
+                if names is None:
+                    raise InputError(f"its first row is not CSV: {error}", where=f"{file}:{before + 1}") from None
+                faults.add(_bad_row(error, reader.line_num - before), f"{file}:{before + 1}")
+                continue
+            except BadLine as bad:
+                faults.add(bad, f"{file}:{before + 1}")
+                continue
+            if texts and (size + len(text) > batch_bytes or len(texts) == MAX_ROWS):
+                yield large_strings(texts)
+                texts, size = [], 0
+            texts.append(text)
+            size += len(text)
+        if texts:
+            yield large_strings(texts)
+
+
+def _column_index(names: list[str], file: str, column: str) -> int:
+    if names.count(column) > 1:
+        raise InputError(f"there are {names.count(column)} columns {column!r}", where=file)
+    if column not in names:
+        raise missing_column_error(file, column, names)
+    return names.index(column)
+
+
+def _row_text(row: list[str], names: list[str], place: int, column: str) -> bytes:
+    if len(row) != len(names):
+        raise BadLine("not CSV", f"this row has {len(row)} fields, the first row has {len(names)}")
+    try:
+        return row[place].encode()
+    except UnicodeEncodeError:
+        raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+
+
+def _bad_row(error: csv.Error, lines: int) -> BadLine:
+    whole = f"this row of {lines:,} lines is" if lines > 1 else "this row is"
+    return BadLine("not CSV", f"{whole} not CSV: {error}")

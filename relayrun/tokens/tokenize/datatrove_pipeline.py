@@ -1,0 +1,245 @@
+"""datatrove pipelines that end in token shards: the writer step, and an executor that notices a killed worker."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.io import DataFolder
+from datatrove.pipeline.base import PipelineStep
+from datatrove.utils.logging import setup_default_logger
+from datatrove.utils.stats import PipelineStats
+from fsspec.implementations.local import LocalFileSystem
+
+from relayrun.errors import InputError, refuse_urls
+from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.shards.shard import ShardWriter, TokenizerRecord
+from relayrun.tokens.tokenize.encode.engines import Engine, select_engine
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
+from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions, validate_options
+from relayrun.tokens.tokenize.processes import run_tasks
+from relayrun.tokens.tokenize.shard_folder import shard_name
+
+OnTaskDone = Callable[[int, dict[str, int]], None]
+"""Called in the starting process with the rank of a finished task and the totals of its statistics."""
+
+
+class KillAwareExecutor(LocalPipelineExecutor):  # type: ignore[misc]  # datatrove is untyped
+    """Runs datatrove tasks on `workers` processes, in this process if there is one worker.
+
+    `logging_dir` gets datatrove's logs and statistics. Its completion markers are written and never read:
+    they know the number of a task and not its input, so the caller decides what is still to do.
+    """
+
+    def __init__(self, pipeline: Sequence[PipelineStep], *, tasks: int, workers: int, logging_dir: str) -> None:
+        # a DataFolder of our own, because datatrove would give `::` and `~` in the path a meaning
+        folder = DataFolder(os.path.abspath(logging_dir), fs=LocalFileSystem())
+        super().__init__(list(pipeline), tasks=tasks, workers=workers, logging_dir=folder, skip_completed=False)
+
+    def run_ranks(self, ranks: Sequence[int], on_task_done: OnTaskDone = lambda rank, totals: None) -> None:
+        """Run the tasks of `ranks`, see `run_tasks`."""
+        run_tasks(functools.partial(_run_task, self), ranks, self.workers, on_task_done, where=self.logging_dir.path)
+
+
+def _run_task(executor: KillAwareExecutor, rank: int) -> dict[str, int]:
+    """Run one task; return the totals of its statistics by name. datatrove's log goes to its file alone."""
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            stats: PipelineStats = copy.deepcopy(executor)._run_for_rank(rank)
+    finally:
+        setup_default_logger()
+    return {name: int(metric.total) for step in stats.stats for name, metric in step.stats.items()}
+
+
+log = logging.getLogger(__name__)
+
+
+class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is untyped
+    """Writes the documents of task r to `output_folder/{r:05d}_tokens.bin` and `.idx`, each ended by the EOS.
+
+    Put it last in a datatrove pipeline, behind any readers and filters. Empty documents are dropped and
+    counted. Nothing stands under the final names before the shard is whole, and there is no shard where
+    there is no document. `{r:05d}_tokens.record.json` names the tokenizer and the checksums of both files.
+
+    Args:
+        output_folder: a local folder; made if missing.
+        tokenizer_name_or_path: the `tokenizer` of `TokenizeOptions`.
+        eos_token, append_eod, keep_empty, cache_dir, batch_bytes: as in `TokenizeOptions`; None: as by default there.
+        add_bos: its `bos`.
+        engine: its `engine`; proven on the first batch of every process.
+        on_error: "fail", or "skip-line": a document without a text, or with one that cannot be written as UTF-8, is
+            left out and counted in the statistics. Files are the reader's.
+        text_field: "text", or the name of a datatrove document's metadata that holds the text.
+        batch_size: its `batch_documents`.
+        path, model_identifier, tokenization_batch_size: other names of the first two and of batch_size.
+    """
+
+    name = "Megatron shards"
+    type = "Writer"
+
+    def __init__(
+        self,
+        output_folder: str | os.PathLike[str] | None = None,
+        tokenizer_name_or_path: str | os.PathLike[str] | None = None,
+        *,
+        eos_token: str | None = None,
+        append_eod: AppendEod | bool | None = None,
+        add_bos: bool | None = None,
+        keep_empty: bool | None = None,
+        engine: EngineName | None = None,
+        on_error: OnError | None = None,
+        text_field: str | None = None,
+        cache_dir: str | None = None,
+        batch_size: int | None = None,
+        batch_bytes: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        model_identifier: str | None = None,
+        tokenization_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size is not None or tokenization_batch_size is not None:
+            batch_size = _one_of_two_names("batch_size", batch_size, "tokenization_batch_size", tokenization_batch_size)
+        tokenizer = _one_of_two_names(
+            "tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier
+        )
+        given = {
+            "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
+            "eos_token": eos_token,
+            "append_eod": append_eod,
+            "bos": add_bos,
+            "keep_empty": keep_empty,
+            "engine": engine,
+            "on_error": on_error,
+            "column": text_field,
+            "cache_dir": cache_dir,
+            "batch_documents": batch_size,
+            "batch_bytes": batch_bytes,
+        }
+        self.output_folder = os.fspath(_one_of_two_names("output_folder", output_folder, "path", path))
+        refuse_urls(self.output_folder)
+        self.options = validate_options(
+            {name: value for name, value in given.items() if value is not None}, _ARGUMENT_NAMES
+        )
+        if self.options.skips_files and not self.options.skips_lines:
+            raise InputError("on_error is 'fail' or 'skip-line' here: the reader of a pipeline decides about files")
+
+    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
+        """Write the shard of task `rank`; datatrove calls this. Raises InputError where a document has no text."""
+        # workers are processes: without this each of them would start a thread per core
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        batches = self._batches(data or ())
+        first = next(batches, Texts.of([]))
+        engine, framing, made = _process_tokenizer(self.options, _file_stamp(self.options.tokenizer), _Sample(first))
+        routed = engine.routed
+        prefix = os.path.join(self.output_folder, shard_name(rank))
+        shard = ShardWriter(prefix, np.dtype(framing.dtype).type, own_record=made)
+        try:
+            texts: Texts | None = first
+            while texts is not None:
+                with self.track_time(unit="batch"):
+                    ids, lengths = framing.apply(*engine.encode(texts))
+                    shard.add(ids, lengths)
+                self.stat_update("documents", value=len(lengths), unit="batch")
+                self.stat_update("tokens", value=ids.size, unit="batch")
+                texts = next(batches, None)
+            shard.finish()
+        except BaseException:
+            shard.abort()
+            raise
+        self.stat_update("routed documents", value=engine.routed - routed, unit="task")
+
+    def _batches(self, data: Iterable[Document]) -> Iterator[Texts]:
+        options = self.options
+        texts: list[str] = []
+        size = 0
+        for document in data:
+            text: Any = document.text if options.column == "text" else document.metadata.get(options.column)
+            try:
+                length = _utf8_length(text, options.column)
+            except BadLine as bad:
+                faults = LineFaults(skip=options.skips_lines)
+                faults.add(bad, f"document {document.id}")
+                self.stat_update(*(f"left out: {reason}" for reason in faults.counts))
+                continue
+            if not text and not options.keep_empty:
+                self.stat_update("empty documents")
+                continue
+            if texts and (len(texts) >= options.batch_documents or size + length > options.batch_bytes):
+                yield Texts.of(texts)
+                texts, size = [], 0
+            texts.append(text)
+            size += length
+        if texts:
+            yield Texts.of(texts)
+
+
+def _utf8_length(text: Any, column: str) -> int:
+    if not isinstance(text, str):
+        raise BadLine("not text", f"it has no text in {column!r}")
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(text[error.start]):04x}"
+        raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
+
+
+_ARGUMENT_NAMES = {name: name for name in TokenizeOptions.model_fields} | {
+    "tokenizer": "tokenizer_name_or_path",
+    "bos": "add_bos",
+    "column": "text_field",
+    "batch_documents": "batch_size",
+}
+
+
+def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) -> Any:
+    """The one of two names for the same that is given."""
+    given = [each for each in (value, value_of_other) if each is not None]
+    if len(given) != 1:
+        raise TypeError(f"give {name}, or {other}, which is another name of it")
+    return given[0]
+
+
+class _Sample:
+    """Texts that do not count when arguments are compared."""
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = next(texts.split(1_000_000, len(texts) or 1), texts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sample)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=2)
+def _process_tokenizer(
+    options: TokenizeOptions, stamp: object, sample: _Sample
+) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
+    """Loaded and proven once per process, however many tasks it runs; `stamp` changes when the file does."""
+    loaded = load_tokenizer(options)
+    selection = select_engine(
+        options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
+    )
+    made = TokenizerRecord(
+        fingerprint=loaded.fingerprint, ids=loaded.ids_fingerprint, size=loaded.size, eos=loaded.eos_id
+    )
+    return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty), made
+
+
+def _file_stamp(name_or_path: str) -> object:
+    for file in (Path(name_or_path), Path(name_or_path) / "tokenizer.json"):
+        if file.is_file():
+            status = file.stat()
+            return status.st_ino, status.st_size, status.st_mtime_ns
+    return None

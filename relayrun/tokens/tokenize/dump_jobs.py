@@ -1,0 +1,290 @@
+"""Jobs that tokenize the dumps of a data set: processes of this machine or Slurm jobs, both through submitit.
+
+A job tokenizes one dump, adds a row to the CSV and moves the dump's paths file to `completed-dumps`. A job
+that was killed is submitted again; it goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import math
+import os
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from relayrun.config.sections.job_script import sbatch_script_options
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.errors import InputError, RelayrunError, SchedulerError, did_you_mean_path, refuse_unwritable
+from relayrun.files import write_atomic
+from relayrun.slurmtime import parse_time
+from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
+from relayrun.tokens.tokenize.dumps import MetadataFolder, replace_link
+from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
+from relayrun.tokens.tokenize.processes import (
+    JobRequeued,
+    file_lock,
+    requeue_before_time_limit,
+    slurm_job_id,
+    use_one_thread,
+)
+
+CSV_COLUMNS = (
+    "slurm_job_id",
+    "node",
+    "start",
+    "end",
+    "paths_file",
+    "output_folder",
+    "dataset_total_size",
+    "processed_total_size",
+    "number_of_workers_per_node",
+    "time",
+    "bw",
+    "total_tokens_processed",
+    "throughput",
+)
+"""Columns of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files;
+time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per
+second."""
+
+_LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minutes unless told otherwise
+_POLL_SECONDS = 0.2
+
+
+def prepare_submission(settings: TokenizationSettings) -> list[int]:
+    """Check what can be checked before any job starts, make the folders, and return the dumps to tokenize.
+
+    Folders for logs are made here because a Slurm job whose output folder is missing dies without a log.
+    Raises InputError where no dump is left, finished dumps of this metadata folder went elsewhere, a folder is closed
+    to this user, there is no such tokenizer, or the files have no such column.
+    """
+    from relayrun.tokens.tokenize.check_inputs import check_dump_inputs
+    from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+
+    metadata = MetadataFolder(settings.metadata_folder)
+    indices = metadata.pending()
+    if not indices:
+        raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
+    load_tokenizer(settings)
+    output = settings.dataset_output
+    refuse_unwritable(metadata.path, metadata.completed, output, settings.job_logs, settings.csv)
+    refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
+    check_dump_inputs(metadata, indices, settings)
+    link = metadata.tokenized_link
+    if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
+        raise InputError(
+            f"finished dumps of this folder went to {os.readlink(link)}, not to {output}",
+            where=link,
+            hint="use another metadata folder, or the same output folder and names",
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    settings.job_logs.mkdir(parents=True, exist_ok=True)
+    for index in indices:
+        settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
+        (settings.dump_output(index) / ERROR_FILE).unlink(missing_ok=True)
+    replace_link(link, str(output))
+    return indices
+
+
+def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones.
+
+    Returns the row. The message of a RelayrunError or OSError is left beside the dump's shards, too.
+    """
+    settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
+    output = settings.dump_output(index)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / ERROR_FILE).unlink(missing_ok=True)
+    try:
+        return _tokenize_dump(settings, index)
+    except JobRequeued:
+        raise
+    except (RelayrunError, OSError) as error:
+        with contextlib.suppress(OSError):
+            write_atomic(output / ERROR_FILE, f"{error}\n".encode("utf-8", "backslashreplace"))
+        raise
+
+
+def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    use_one_thread()
+    from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
+
+    metadata = MetadataFolder(settings.metadata_folder)
+    with metadata.in_use():
+        start = datetime.now()
+        paths_file, output = metadata.paths_file(index), settings.dump_output(index)
+        with requeue_before_time_limit(lambda: finished_shards(output)):
+            result = tokenize_paths_file(
+                settings,
+                output_folder=output,
+                dataset=metadata.dataset(),  # messages name files of the dataset, not of the link
+                paths_file=paths_file,
+                logging_dir=settings.dump_logs(index),
+            )
+        print(result.summary(), flush=True)
+        seconds = max(result.seconds, 1e-3)
+        row = {
+            "slurm_job_id": slurm_job_id() or "local",
+            "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "start": start.isoformat(timespec="seconds"),
+            "end": datetime.now().isoformat(timespec="seconds"),
+            "paths_file": str(metadata.completed / paths_file.name),
+            "output_folder": str(output),
+            "dataset_total_size": result.input_bytes,
+            "processed_total_size": result.output_bytes,
+            "number_of_workers_per_node": result.workers,
+            "time": round(seconds, 3),
+            "bw": round(result.input_bytes / 1e6 / seconds, 3),
+            "total_tokens_processed": result.tokens,
+            "throughput": round(result.tokens / seconds, 1),
+        }
+        append_csv_row(settings.csv, row)  # before the move: a kill between them adds a second row, but loses none
+        metadata.finish(index)
+    return row
+
+
+def append_csv_row(path: Path, row: dict[str, Any]) -> None:
+    """Append one row under a lock, with the header where the file is new, in one write; synced."""
+    with file_lock(path), open(path, "rb+") as file:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+        if file.seek(0, os.SEEK_END) == 0:
+            writer.writeheader()
+        else:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a killed writer's torn line stays alone
+                text.write("\n")
+        writer.writerow(row)
+        file.write(text.getvalue().encode("utf-8", "backslashreplace"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
+    """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers.
+
+    The executor `local` runs processes of this machine and waits for them; `slurm` submits job arrays, one node
+    per dump, and waits if `wait`. Raises RelayrunError naming the dumps that failed, with the first message;
+    SchedulerError where Slurm refuses.
+    """
+    settings = config.absolute(os.getcwd())
+    settings.check()
+    metadata = MetadataFolder(settings.metadata_folder)
+    if not metadata.path.is_dir():
+        hint = did_you_mean_path(metadata.path) or "prepare_dumps.py makes it"
+        raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
+    if config.executor == "local":
+        with metadata.in_use():
+            indices = prepare_submission(settings)
+            _run_local(settings, indices, config.max_parallel)
+    else:
+        with metadata.hold():
+            metadata.refuse_live_jobs()
+            indices = prepare_submission(settings)
+            _submit_slurm(settings, indices)
+        if not wait:
+            return indices
+        while metadata.live_jobs():
+            time.sleep(10 * _POLL_SECONDS)
+    _raise_failures(settings, sorted(set(indices) & set(metadata.pending())), len(indices))
+    return indices
+
+
+def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_parallel: int) -> None:
+    import submitit
+
+    executor = submitit.LocalExecutor(settings.job_logs / "submitit")
+    executor.update_parameters(timeout_min=_LOCAL_LIMIT_MINUTES)
+    running: dict[int, Any] = {}
+    waiting = list(indices)
+    try:
+        while waiting or running:
+            while waiting and len(running) < max_parallel:
+                index = waiting.pop(0)
+                running[index] = executor.submit(tokenize_dump, settings, index)
+            for index in [index for index, job in running.items() if job.done()]:
+                job = running.pop(index)
+                job._process.wait()  # reap it: submitit leaves that to the garbage collector
+                state = "failed" if index in MetadataFolder(settings.metadata_folder).pending() else "done"
+                print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for job in running.values():
+            job.cancel()
+
+
+def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
+    """Submit and record a job for every dump: one array, or several one behind the other, as large as Slurm takes."""
+    import submitit
+
+    # what a job reads holds no site: its worker need not know this version's settings of one
+    settings = TokenizationSettings.model_validate(config.model_dump(include=set(TokenizationSettings.model_fields)))
+    options = config.job
+    try:
+        executor = submitit.SlurmExecutor(settings.job_logs / "submitit", python=shlex.join(config.command))
+    except RuntimeError as error:
+        raise SchedulerError(
+            f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
+        ) from None
+    log = settings.job_logs / "R-%x-%j"
+    direct = {"account", "partition", "qos", "constraint", "exclude", "mem", "cpus_per_task"}
+    plain = options.model_dump(include=direct, exclude_none=True)
+    further: dict[str, Any] = {} if options.reservation is None else {"reservation": options.reservation}
+    for name, value in sbatch_script_options(options.sbatch).items():
+        further[name] = True if value is None else value  # as submitit writes an option without a value
+    executor.update_parameters(
+        **plain | {"exclusive": options.exclusive or None},
+        job_name=settings.name,
+        time=math.ceil(parse_time(options.time) / 60),
+        nodes=1,
+        ntasks_per_node=1,
+        setup=config.preparation,
+        array_parallelism=config.max_parallel,
+        use_srun=False,  # one task: without srun the job's own output files hold everything
+    )
+    metadata = MetadataFolder(settings.metadata_folder)
+    size = max(1, Slurm().max_array_size())
+    arrays: list[str] = []
+    for first in range(0, len(indices), size):
+        part = indices[first : first + size]
+        additional = {"output": f"{log}.out", "error": f"{log}.err", **further}
+        # or all arrays would run at once, `max_parallel` dumps each
+        wait = [options.dependency, f"afterany:{arrays[-1]}" if arrays else None]
+        if any(wait):
+            additional["dependency"] = ",".join(filter(None, wait))
+        executor.update_parameters(additional_parameters=additional)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what it raises
+                jobs = executor.map_array(tokenize_dump, [settings] * len(part), part)
+        except submitit.core.utils.UncompletedJobError as error:
+            lines = str(error).splitlines()
+            said = "; ".join(line.partition("error: ")[2] for line in lines if line.startswith("sbatch: error: "))
+            hint = f"{first} of {len(indices)} dumps are submitted; submit the others when these are done"
+            raise SchedulerError(f"sbatch refused: {said or error}", hint=hint if arrays else None) from None
+        for job, index in zip(jobs, part, strict=True):
+            metadata.record_job(str(job.job_id), index)
+        arrays.append(str(jobs[0].job_id).split("_")[0])
+    print(f"submitted {len(indices)} dumps as Slurm job {', '.join(arrays)}; logs: {settings.job_logs}", flush=True)
+
+
+def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total: int) -> None:
+    if not failed:
+        return
+    message = "its job was killed, or died before it began"
+    with contextlib.suppress(FileNotFoundError):
+        message = (settings.dump_output(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
+    numbers = ", ".join(map(str, failed))
+    raise RelayrunError(
+        f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
+        hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
+    )
+
+
+__all__ = ["tokenize_dump"]

@@ -1,0 +1,332 @@
+"""Route the texts of a tokenizer: a fast engine for most, the reference for the others, as the `EnginePlan` says.
+
+Sets of characters find the texts that go to the reference, without a Python object per text.
+
+Digits and added tokens that the engine would treat otherwise are cut out, the pieces between them are encoded as texts
+of their own, and the known ids are filled in. A step of a pre-tokenizer sees each piece of the step before alone, so a
+text may be cut where `Digits` cuts it. `tokenizers` looks for added tokens that are not to be normalized in the text as
+it is, the longest first; a special token that is found stays text, but covers its bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.tokenize.encode.families import EnginePlan, UnicodeForm
+from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
+
+Positions = npt.NDArray[np.int64]
+
+
+def encode_pieces(
+    engine: Engine,
+    texts: Texts,
+    begins: Positions,
+    ends: Positions,
+    ids: npt.NDArray[np.uint32],
+    cuts: Sequence[Positions],
+) -> Encoded:
+    """The ids of all texts, where the bytes from `begins[i]` to `ends[i]` have the one id `ids[i]`.
+
+    What stands between them, and between `cuts`, is encoded by `engine` as texts of their own. All places count from
+    the first byte used; those of the spans ascend, and none reaches over another or over the end of a text.
+    """
+    used, documents = texts.used, texts.offsets - texts.offsets[0]
+    borders = np.zeros(used.size + 1, np.int8)
+    borders[begins] += 1
+    borders[ends] -= 1
+    inside = np.cumsum(borders[:-1], dtype=np.int8).astype(np.bool_)
+    before = np.zeros(used.size + 1, np.int64)  # bytes that are taken out, before each byte
+    np.cumsum(inside, out=before[1:])
+    starts = np.unique(np.concatenate([cut - before[cut] for cut in (documents, begins, *cuts)]))
+    others, lengths = engine.encode(Texts(data=used[~inside], offsets=starts))
+    bounds = np.zeros(len(starts), np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+
+    def tokens_before(places: Positions) -> Positions:
+        return np.asarray(bounds[np.searchsorted(starts, places - before[places])])
+
+    out = np.empty(others.size + ids.size, np.uint32)
+    filled = np.zeros(out.size, np.bool_)
+    filled[tokens_before(begins) + np.arange(ids.size)] = True
+    out[filled], out[~filled] = ids, others
+    return out, np.diff(tokens_before(documents) + np.searchsorted(begins, documents))
+
+
+@dataclass(frozen=True, eq=False)
+class CharacterSet:
+    """A set of characters."""
+
+    points: npt.NDArray[np.bool_]
+    """By code point, shape [2**21]: padded to what four bytes of UTF-8 can hold."""
+
+    @functools.cached_property
+    def beginnings(self) -> npt.NDArray[np.bool_]:
+        """Whether a character of the set begins with these two bytes, the first times 256; shape [2**16]."""
+        found = np.zeros(1 << 16, np.bool_)
+        for lead, inside, bits in ((0xC0, 0, 5), (0xE0, 6, 4), (0xF0, 12, 3)):
+            block = np.flatnonzero(np.any(self.points.reshape(-1, 1 << inside), axis=1))
+            block = block[block < 64 << bits]
+            found[(lead | block >> 6) << 8 | 0x80 | block & 0x3F] = True
+        return found
+
+
+def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.int64]:
+    """Where the characters of `table` begin, ascending, in `texts.data`.
+
+    `first_lead`, not below 0xC2, is the lowest first byte of any of them: no other byte is looked at.
+    """
+    used = np.append(texts.used, np.zeros(3, np.uint8))  # what is behind the last character may be looked at
+    leads = np.flatnonzero(used >= first_lead)
+    pairs = used[leads].astype(np.int64)
+    pairs <<= 8
+    pairs |= used[leads + 1]
+    leads = leads[table.beginnings[pairs]]  # few are left: most blocks of Unicode are as a whole in or out
+    first, second, third, fourth = (used[leads + step].astype(np.int64) & 0x3F for step in range(4))
+    points = np.where(used[leads] < 0xE0, first << 6 | second, (first & 0x0F) << 12 | second << 6 | third)
+    long = used[leads] >= 0xF0
+    points[long] = ((first & 7) << 18 | second << 12 | third << 6 | fourth)[long]
+    places: npt.NDArray[np.int64] = leads[table.points[points]] + texts.offsets[0]
+    return places
+
+
+def texts_holding(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.bool_]:
+    """Which texts hold a character of `table`, shape [texts]; `first_lead`: see `places_of`."""
+    suspect = texts.highest() >= first_lead
+    if suspect.all():
+        return texts.any_in(find_characters(texts, table, first_lead))
+    if suspect.any():  # few of an English corpus; this pass costs a tenth of the next one
+        suspect[suspect] = texts_holding(texts.take(suspect), table, first_lead)
+    return suspect
+
+
+def texts_holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray[np.bool_]:
+    """Which texts hold one of these pieces of UTF-8, shape [texts]. None of them may be empty."""
+    found = np.zeros(len(texts), np.bool_)
+    highest = texts.used.max(initial=0)
+    needles = tuple(needle for needle in needles if max(needle) <= highest)  # the others are nowhere
+    data = texts.used.tobytes() if needles else b""
+    for needle in needles:
+        place = data.find(needle)
+        while place >= 0:
+            text = int(np.searchsorted(texts.offsets, place + texts.offsets[0], side="right")) - 1
+            end = int(texts.offsets[text + 1] - texts.offsets[0])
+            if place + len(needle) <= end:  # not over the border to the next text
+                found[text] = True
+                place = data.find(needle, end)
+            else:
+                place = data.find(needle, place + 1)
+    return found
+
+
+def not_ascii(texts: Texts) -> npt.NDArray[np.bool_]:
+    """Which texts hold anything but ASCII, shape [texts]."""
+    return texts.highest() >= 0x80
+
+
+FIRST_UNASSIGNED_LEAD = 0xCD
+"""Lead byte of U+0340: every code point below U+0378 is assigned."""
+
+
+def unassigned(texts: Texts) -> npt.NDArray[np.bool_]:
+    """Which texts hold a code point that this Python's Unicode tables do not know, shape [texts].
+
+    Only bytes from 0xCD are looked at, which are leads of code points from U+0340: English costs next to nothing.
+    """
+    return texts_holding(texts, unassigned_table(), FIRST_UNASSIGNED_LEAD)
+
+
+@functools.cache
+def unassigned_table(more: str = "") -> CharacterSet:
+    """The code points that this Python's Unicode tables do not know, and those of `more`."""
+    table = np.ones(1 << 21, np.bool_)
+    for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between hold nothing yet
+        table[begin:end] = unicode_categories(begin, end) == b"Cn"
+    table[0xF0000:0x110000] = False  # private use
+    table[[*map(ord, more)]] = True
+    return CharacterSet(table)
+
+
+@functools.cache
+def numeric_table() -> CharacterSet:
+    """The characters of the categories Nd, Nl and No: what the pre-tokenizer `Digits` calls a digit."""
+    table = np.zeros(1 << 21, np.bool_)
+    table[:0x34000] = np.isin(unicode_categories(0, 0x34000), (b"Nd", b"Nl", b"No"))
+    return CharacterSet(table)
+
+
+@functools.cache
+def unicode_categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
+    """The two letters of the Unicode category of these code points, by this Python's tables."""
+    return np.frombuffer("".join(map(unicodedata.category, map(chr, range(begin, end)))).encode(), "S2")
+
+
+class AddedTokenEngine:
+    """Encodes what stands between added tokens by `engine`.
+
+    `tokens` are the text and the id of each, `special` the texts of special ones.
+    """
+
+    def __init__(self, engine: Engine, tokens: Iterable[tuple[str, int]], special: Iterable[str]) -> None:
+        self.routed = 0
+        self._engine = engine
+        self._ids = {content.encode(): id_ for content, id_ in tokens}
+        self._pattern = re.compile(longest_match_pattern({*self._ids, *(content.encode() for content in special)}))
+
+    def encode(self, texts: Texts) -> Encoded:
+        data, documents = texts.used.tobytes(), (texts.offsets - texts.offsets[0]).tolist()
+        found: list[tuple[int, int, int]] = []
+        for begin, end in itertools.pairwise(documents):
+            found += [
+                (match.start(), match.end(), self._ids[match[0]])
+                for match in self._pattern.finditer(data, begin, end)
+                if match[0] in self._ids
+            ]
+        begins, ends, ids = np.array(found, np.int64).reshape(-1, 3).T
+        return encode_pieces(self._engine, texts, begins, ends, ids.astype(np.uint32), ())
+
+
+def longest_match_pattern(words: Iterable[bytes]) -> bytes:
+    """A pattern that matches the longest of `words`, none empty: it decides byte by byte, however many there are."""
+    tree: dict[int, set[bytes]] = {}
+    for word in words:
+        tree.setdefault(word[0], set()).add(word[1:])
+    parts = []
+    for first, rests in sorted(tree.items()):
+        tails = {tail for tail in rests if tail}
+        inside = longest_match_pattern(tails) if tails else b""
+        parts.append(re.escape(bytes([first])) + (inside + b"?" if tails and b"" in rests else inside))
+    return b"(?:" + b"|".join(parts) + b")"
+
+
+_FIRST_NUMERIC_LEAD = 0xC2
+"""Lead byte of U+00B2, the first numeric character that is not ASCII."""
+_NO_POSITIONS = np.empty(0, np.int64)
+
+
+class DigitEngine:
+    """Encodes what stands between digits by `engine`, and the digits one by one, or by runs."""
+
+    def __init__(self, engine: Engine, *, each: bool) -> None:
+        self.routed = 0
+        self._engine, self._each = engine, each
+        self._ids = engine.encode(Texts.of([*"0123456789"]))[0]
+        assert self._ids.size == 10
+
+    def encode(self, texts: Texts) -> Encoded:
+        ascii_digits = (texts.used - np.uint8(0x30)) < 10
+        others, ends = _other_digits(texts)
+        if self._each:
+            taken = np.flatnonzero(ascii_digits)
+            ids = self._ids[texts.used[taken] - 0x30]
+            return encode_pieces(self._engine, texts, taken, taken + 1, ids, (others, ends))
+        for step in range(4):  # the bytes of a character
+            ascii_digits[(others + step)[others + step < ends]] = True
+        borders = np.flatnonzero(ascii_digits[1:] != ascii_digits[:-1]) + 1
+        return encode_pieces(self._engine, texts, _NO_POSITIONS, _NO_POSITIONS, np.empty(0, np.uint32), (borders,))
+
+
+def _other_digits(texts: Texts) -> tuple[Positions, Positions]:
+    """Where numeric characters that are not ASCII begin and end, in the bytes used."""
+    begins = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
+    lead = texts.used[begins]
+    return begins, begins + 2 + (lead >= 0xE0) + (lead >= 0xF0)
+
+
+_FIRST_CHANGED_LEAD: dict[UnicodeForm, int] = {"NFC": 0xCC, "NFD": 0xC3, "NFKC": 0xC2, "NFKD": 0xC2}
+"""Lead byte of the first character that the form changes, alone or behind another."""
+
+
+class RoutingRules:
+    """Which texts an engine may not have."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
+        self._table = unassigned_table(late)
+        self._early = tuple(point.encode() for point in plan.doubtful if point not in late)
+        forms = {form for form in (plan.normalize,) if form}
+        plain = {*plan.plain, *(unicodedata.normalize(form, token) for form in forms for token in plan.plain)}
+        self._plain = tuple(sorted(token.encode() for token in plain if token))
+
+    def elsewhere(self, texts: Texts) -> npt.NDArray[np.bool_]:
+        """Which texts the engine may not have, shape [texts]."""
+        routed = texts_holding(texts, self._table, FIRST_UNASSIGNED_LEAD)
+        return routed | texts_holding_bytes(texts, (*self._early, *self._plain))
+
+
+class RoutedEngine:
+    """A fast engine for most texts, and the reference for those that it is not trusted with."""
+
+    def __init__(
+        self,
+        fast: Engine,
+        plan: EnginePlan,
+        normalizer: Callable[[], Callable[[str], str]],
+        other: Callable[[], Engine],
+    ) -> None:
+        """`normalizer`, which makes the tokenizer's own, and `other` are called when the first text needs them."""
+        self.routed = 0
+        self._fast = fast
+        if plan.digits:
+            self._fast = DigitEngine(fast, each=plan.digits == "each")
+        elif plan.cut:
+            self._fast = AddedTokenEngine(fast, plan.cut, plan.special)
+        self._plan, self._route = plan, RoutingRules(plan)
+        self._make_normalizer, self._make_other = normalizer, other
+        self._normalizer: Callable[[str], str] | None = None
+        self._other: Engine | None = None
+
+    def encode(self, texts: Texts) -> Encoded:
+        elsewhere = self._route.elsewhere(texts)
+        kept = texts.take(~elsewhere) if elsewhere.any() else texts
+        if self._plan.normalize is not None:
+            kept, unsure = self._normalized(kept, self._plan.normalize)
+            if unsure.any():
+                elsewhere[np.flatnonzero(~elsewhere)[unsure]] = True
+                kept = kept.take(~unsure)
+        if not elsewhere.any():
+            return self._fast.encode(kept)
+        self._other = self._other or self._make_other()
+        self.routed += int(elsewhere.sum())
+        fast_ids, fast_lengths = self._fast.encode(kept)
+        other_ids, other_lengths = self._other.encode(texts.take(elsewhere))
+        lengths = np.empty(len(texts), np.int64)
+        lengths[~elsewhere], lengths[elsewhere] = fast_lengths, other_lengths
+        ids = np.empty(int(lengths.sum()), np.uint32)
+        from_other = np.repeat(elsewhere, lengths)
+        ids[~from_other], ids[from_other] = fast_ids, other_ids
+        return ids, lengths
+
+    def _normalized(self, texts: Texts, form: UnicodeForm) -> tuple[Texts, npt.NDArray[np.bool_]]:
+        """The texts as the tokenizer's own normalizer makes them, and which of them the engine may not have then.
+
+        Where Python says that a text is in the form, the normalizer leaves it: both know all its characters, and
+        what Unicode says of an assigned character's normal form never changes.
+        """
+        suspect = np.flatnonzero(texts.highest() >= _FIRST_CHANGED_LEAD[form])
+        new: dict[int, bytes] = {}
+        for index in suspect.tolist():
+            begin, end = texts.offsets[index : index + 2]
+            text = str(texts.data[begin:end].data, "utf-8")
+            if not unicodedata.is_normalized(form, text):
+                self._normalizer = self._normalizer or self._make_normalizer()
+                new[index] = self._normalizer(text).encode()
+        unsure = np.zeros(len(texts), np.bool_)
+        if not new:
+            return texts, unsure
+        pieces = [new.get(index, view) for index, view in enumerate(texts.views())]
+        offsets = np.zeros(len(pieces) + 1, np.int64)
+        np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+        made = Texts(data=np.frombuffer(b"".join(pieces), np.uint8), offsets=offsets)
+        unsure[[*new]] = True
+        unsure[unsure] = self._route.elsewhere(made.take(unsure))
+        return made, unsure

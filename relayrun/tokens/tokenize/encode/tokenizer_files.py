@@ -1,0 +1,281 @@
+"""Files of tokenizers: found on the hub, converted, written for bytes, and cached on this machine.
+
+The hub is asked once and with a short limit, before transformers is imported: transformers tries again for a minute if
+the hub does not answer, also for a name that is a typo of a path.
+
+The cache keeps what was found out about a tokenizer. The name of a value is the hash of all that it depends on: its
+input, this package's code, the installed libraries, Python's tables of Unicode, and the processor. The file begins with
+the hash of the rest: a damaged file is ignored. `RELAYRUN_CACHE` names the folder (default: `relayrun` in the user's
+cache folder); if it is empty, or not writable, nothing is kept. Values that were not used for a month are removed.
+
+The tokenizer of bytes needs no training: every byte of a text is a token, whose id is the byte. Its ids are those of
+genome models (ASCII, with EOS 0, PAD 1, BOS 2 and UNK 3). Bytes 0 to 3 become UNK; no text of letters holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import http.client
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import ssl
+import time
+import unicodedata
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from relayrun.errors import InputError, did_you_mean_path, refuse_urls
+from relayrun.files import exclusive_maker, write_atomic, write_json
+
+BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
+"""Special tokens by what transformers calls them, in the order of their ids."""
+
+
+def write_byte_tokenizer(output: Path) -> Path:
+    """Write the tokenizer as a folder that `transformers.AutoTokenizer.from_pretrained` opens; return `output`.
+
+    It puts nothing around a text. Raises InputError if `output` holds a tokenizer.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    ids = {token: number for number, token in enumerate(BYTE_SPECIAL_TOKENS.values())}
+    known = {letter: byte for byte, letter in enumerate(byte_letters()) if byte >= len(ids)}
+    tokenizer = Tokenizer(models.BPE(ids | known, [], unk_token=BYTE_SPECIAL_TOKENS["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*ids])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    with hold_tokenizer_folder(output):
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / "special_tokens_map.json", BYTE_SPECIAL_TOKENS)
+        write_json(output / "tokenizer_config.json", settings | BYTE_SPECIAL_TOKENS)
+        write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
+    return output
+
+
+@contextlib.contextmanager
+def hold_tokenizer_folder(output: Path) -> Iterator[None]:
+    """Keep other processes from making a tokenizer in this folder. Raises InputError where it holds or gets one."""
+    refuse_urls(output)
+    with exclusive_maker(Path(os.path.realpath(output))) as held:
+        if not held:
+            raise InputError("another process makes a tokenizer here", where=output, hint="choose another folder")
+        if (output / "tokenizer.json").exists():
+            raise InputError("there is a tokenizer", where=output, hint="move it away, or choose another folder")
+        yield
+
+
+def byte_letters() -> list[str]:
+    """The letter that stands for each byte in a byte-level vocabulary: itself where it can be seen (GPT-2's table)."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+
+
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
+"""The first line of a tiktoken file: a token in base64, and its rank."""
+
+_CONVERTIBLE_FILES = (
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
+"""Files that a tokenizer of transformers is made from."""
+
+_SAVE_COMMAND = (
+    'python -c \'from transformers import AutoTokenizer as A; A.from_pretrained("IN").save_pretrained("OUT")\''
+)
+
+
+def check_convertible(folder: Path) -> None:
+    """Raise InputError, saying what to do, unless transformers can make a tokenizer.json from what `folder` holds."""
+    if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
+        found = [name for name in _CONVERTIBLE_FILES if (folder / name).is_file()]
+        raise InputError(
+            "there is no tokenizer.json here"
+            + (f"; {', '.join(found)} alone do not say how to split" if found else ""),
+            where=folder,
+            hint="give the folder with tokenizer_config.json, too: from it transformers converts the tokenizer",
+        )
+    for file in sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")]):
+        refuse_unconvertible(file, in_folder=True)
+
+
+def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
+    """Raise InputError, saying what to do, for a tiktoken or SentencePiece file that cannot be converted exactly here.
+
+    In a folder with its configuration a SentencePiece model can be, where its package is installed.
+    """
+    with open(file, "rb") as opened:
+        first = opened.readline(1000)
+    if _TIKTOKEN.fullmatch(first):
+        # transformers would take the pattern of Llama 3 for every such file
+        raise InputError(
+            "this is a tiktoken file, which does not say how text is split into words; there is no tokenizer.json",
+            where=file,
+            hint="convert it with the pattern of its model, transformers.convert_slow_tokenizer.TikTokenConverter("
+            "vocab_file=..., pattern=...).converted().save(...), or take a tokenizer.json of the same model",
+        )
+    if file.suffix == ".model" and not in_folder:
+        raise InputError(
+            "this is a model of SentencePiece, not a tokenizer.json",
+            where=file,
+            hint="give the folder that holds it and tokenizer_config.json",
+        )
+    if file.suffix == ".model" and importlib.util.find_spec("sentencepiece") is None:
+        raise InputError(
+            "there is no tokenizer.json, and to convert this model takes the package sentencepiece",
+            where=file,
+            hint=f"`pip install sentencepiece`, or convert it where it is installed: {_SAVE_COMMAND}",
+        )
+
+
+HUB_TIMEOUT_SECONDS = 5.0
+"""How long the hub may take for its answer."""
+
+_HUB_NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_HUB_NAME = re.compile(rf"(?:{_HUB_NAME_PART}/)?{_HUB_NAME_PART}")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "config.json",
+)
+"""What a copy of a tokenizer on this machine has at least one of."""
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether something on the hub may be called so: `gpt2`, `org/name`."""
+    return _HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text and len(text) <= 96
+
+
+def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
+    """The error for a tokenizer that can only be a file or folder, and is not there."""
+    hint = (
+        did_you_mean_path(path) or "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
+    )
+    return InputError("there is no such tokenizer file", where=path, hint=hint)
+
+
+def check_hub(name: str, cache_dir: str | None) -> bool:
+    """Return whether only the copy on this machine may be read, since the hub is away.
+
+    Raises InputError where neither the hub nor this machine has such a tokenizer.
+    """
+    from huggingface_hub import constants, get_token, try_to_load_from_cache
+
+    copied = any(isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str) for file in _TOKENIZER_FILES)
+    copies = cache_dir or constants.HF_HUB_CACHE
+    if constants.HF_HUB_OFFLINE:
+        if not copied:
+            raise _not_on_hub_error(name, f"the hub is switched off (HF_HUB_OFFLINE), and {copies} has no copy")
+        return True
+    token = get_token()
+    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{name}")
+    if token is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_SECONDS):
+            return False
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code not in (401, 403, 404):
+            return False  # it is there, and busy: transformers tries again
+        if not copied:
+            shown = "" if token is not None else ", or shows it to nobody without a token (HF_TOKEN)"
+            raise _not_on_hub_error(name, f"{constants.ENDPOINT} has none of this name{shown}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):
+            return False  # transformers may have certificates of its own
+        if not copied:
+            what = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+            raise _not_on_hub_error(
+                name, f"{constants.ENDPOINT} does not answer ({what}), and {copies} has no copy"
+            ) from None
+    return True
+
+
+def _not_on_hub_error(name: str, why: str) -> InputError:
+    usual = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
+    hint = "; ".join(filter(None, [did_you_mean_path(name), usual]))
+    return InputError(f"no such tokenizer: there is no such file or folder, and {why}", where=name, hint=hint)
+
+
+_MAX_AGE_SECONDS = 30 * 24 * 3600
+_CODE_FOLDER = Path(__file__).resolve().parents[1]
+
+
+def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str:
+    """The name of a value that depends on `parts`, and on the packages of these names, besides this code."""
+    known = hashlib.sha256()
+    for part in (what.encode(), _code_and_machine(), *map(_package_record, sorted(packages)), *parts):
+        known.update(len(part).to_bytes(8, "little") + part)
+    return known.hexdigest()
+
+
+def read_cache(name: str) -> bytes | None:
+    """The value that was kept under this name; None where there is none, or a damaged one."""
+    with contextlib.suppress(OSError, RuntimeError):
+        if (folder := _cache_folder()) is not None:
+            file = folder / name
+            known, _, value = file.read_bytes().partition(b"\n")
+            if hashlib.sha256(value).hexdigest().encode() == known:
+                os.utime(file)
+                return value
+    return None
+
+
+def write_cache(name: str, value: bytes) -> None:
+    """Keep a value, if that can be done."""
+    with contextlib.suppress(OSError, RuntimeError):
+        if (folder := _cache_folder()) is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            head = hashlib.sha256(value).hexdigest().encode() + b"\n"
+            write_atomic(folder / name, head + value, mode=0o600, durable=False)
+            for file in folder.iterdir():
+                if file.stat().st_mtime < time.time() - _MAX_AGE_SECONDS:
+                    file.unlink()
+
+
+def _cache_folder() -> Path | None:
+    named = os.environ.get("RELAYRUN_CACHE")
+    if named is None:
+        named = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relayrun")
+    return Path(named, "tokenizers") if named else None
+
+
+@functools.cache
+def _code_and_machine() -> bytes:
+    """The code of tokenization, Python's tables and the processor."""
+    known = hashlib.sha256()
+    for file in sorted(_CODE_FOLDER.rglob("*.py")):
+        known.update(file.relative_to(_CODE_FOLDER).as_posix().encode() + b"\0" + file.read_bytes())
+    processor = f"{unicodedata.unidata_version} {platform.machine()} {platform.python_version()}"
+    with contextlib.suppress(OSError):  # other systems have no such file
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
+        processor += "".join(line for line in lines if line.split("\t")[0] in ("model name", "flags", "Features"))
+    return known.digest() + processor.encode()
+
+
+@functools.cache
+def _package_record(package: str) -> bytes:
+    """What is installed: the hashes of its files, as its record lists them, and its version."""
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return b"none"
+    return f"{found.version} {found.read_text('RECORD')}".encode()

@@ -1,0 +1,256 @@
+"""Processes of a tokenization: a pool of workers that may die, file locks, and the time limit of a Slurm job.
+
+Python's `multiprocessing` pool, and datatrove's, wait for ever when a worker is killed (out of memory, for example).
+This pool notices: the run ends with one error, and results of finished tasks are kept. Workers leave at once when
+their parent dies: each watches a pipe whose other end closes with it. Workers are forks of this process, and so share
+its tokenizer, if it has one thread (see `use_one_thread`): locks of other threads would stay locked in a fork for ever.
+Otherwise they are spawned. So this module imports neither numpy nor Arrow.
+
+A file lock is `flock` on a file that is never replaced: the kernel releases it when the holder dies.
+
+A job leaves before its time limit and is requeued under the same id. The deadline is inside the process, because Slurm
+signals only the steps of a job or its batch shell, and submitit's jobs have neither; `--signal=B:USR2@...` of the Bash
+launcher comes on top. Open shards are dropped: the next start makes them again. Two starts in a row that finish no
+shard end the job: its shards do not fit into its time.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from types import FrameType
+from typing import TypeVar
+
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.errors import RelayrunError, SchedulerError, combined_error, split_error
+
+EXIT_MARGIN_SECONDS = 120.0
+"""How long before the limit the work stops; a tenth of the time that is left at the start where that is less."""
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception: no task may take it for its own failure."""
+
+
+def slurm_job_id() -> str | None:
+    """Id of the Slurm job that this process runs in; None outside.
+
+    An element of an array by its number (`12_3`): the plain id of its last element is that of the whole array,
+    and to queue that again would end all the others.
+    """
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+class JobRequeued(RelayrunError):
+    """The time limit is near, and the job is queued again: no failure."""
+
+
+@contextlib.contextmanager
+def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
+    """Within a Slurm job: at SIGUSR2, or shortly before the time limit, stop the work and queue the job again.
+
+    `progress` counts the finished shards. Raises RelayrunError at the limit. Elsewhere this does nothing. For the
+    main thread.
+    """
+    job = slurm_job_id()
+    if job is None:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # once: what follows must not be interrupted
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise _TimeIsUp
+
+    before, began = progress(), time.time()
+    left = _job_end_time(job) - began
+    former, former_alarm = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGALRM)
+    try:
+        signal.signal(signal.SIGUSR2, stop)
+        signal.signal(signal.SIGALRM, stop)
+        if 0 < left < threading.TIMEOUT_MAX:  # a timer of the kernel: with a thread, workers could not be forks
+            signal.setitimer(signal.ITIMER_REAL, left - min(EXIT_MARGIN_SECONDS, left / 10))
+        yield
+    except _TimeIsUp:
+        whole = time.time() - began > left / 2  # else it was asked to leave early, for a preemption perhaps
+        if whole and progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+            raise RelayrunError(
+                "no shard was finished before the time limit, for the second time",
+                where=f"Slurm job {job}",
+                hint="give the jobs more time, or more tasks (smaller shards)",
+            ) from None
+        Slurm().requeue(job)  # although tokenize.sh asks for --no-requeue: nothing else is to start it again
+        raise JobRequeued(
+            "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former_alarm)
+        signal.signal(signal.SIGUSR2, former)
+
+
+def _job_end_time(job: str) -> float:
+    """When the time limit is reached, in seconds since 1970. Slurm 22.05 does not say so in the environment."""
+    if given := os.environ.get("SLURM_JOB_END_TIME"):
+        return float(given)
+    with contextlib.suppress(SchedulerError):
+        found = Slurm(patience=60).query(job)
+        if found is not None and found.end_time is not None:
+            return found.end_time
+    return float("inf")
+
+
+_held_locks: set[int] = set()
+
+
+def _close_locks_in_child() -> None:
+    for fd in _held_locks:
+        os.close(fd)
+    _held_locks.clear()
+
+
+os.register_at_fork(
+    after_in_child=_close_locks_in_child
+)  # a worker that outlives its parent by a moment must not keep the lock
+
+_NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+@contextlib.contextmanager
+def file_lock(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = False) -> Iterator[bool]:
+    """Hold the lock on `path` (made if missing), alone or with other `shared` holders.
+
+    Yields False if `wait` is False and somebody else holds it.
+
+    On a file system without locks (some Lustre mounts) it yields True: our appends are single writes,
+    and the other guards (job ids, records) hold there too.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    _held_locks.add(fd)
+    try:
+        held = True
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            held = False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+        yield held
+    finally:
+        _held_locks.discard(fd)
+        os.close(fd)
+
+
+ONE_THREAD_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment that keeps numpy, Arrow and the tokenizers from starting threads: the workers share the cores already."""
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+def use_one_thread() -> None:
+    """Keep libraries from starting threads in this process and its workers; to be called before they are imported."""
+    os.environ.update(ONE_THREAD_ENVIRONMENT)
+
+
+def run_tasks(
+    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], *, where: object
+) -> None:
+    """Call `task` for every item on `workers` processes (here if there is one); `on_done` gets each result here.
+
+    A task that fails does not stop the others. At the end a defect is raised, or else the errors of all tasks as one,
+    in the order of `items`. `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was
+    killed: then the tasks that still ran are lost, not those done.
+    """
+    workers = min(workers, len(items))
+    errors = (_run_here if workers <= 1 else _run_on_processes)(task, items, workers, on_done, where)
+    if errors:
+        in_order = [errors[item] for item in items if item in errors]
+        defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
+        if known := [error for each in in_order if isinstance(each, RelayrunError) for error in split_error(each)]:
+            raise (defects or [combined_error(known, "files or tasks failed")])[0]
+        raise (defects or in_order)[0]
+
+
+def _run_here(
+    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
+) -> dict[K, Exception]:
+    errors: dict[K, Exception] = {}
+    for item in items:
+        try:
+            result = task(item)
+        except Exception as error:
+            errors[item] = error
+        else:
+            on_done(item, result)
+    return errors
+
+
+def _run_on_processes(
+    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
+) -> dict[K, Exception]:
+    forked = len(os.listdir("/proc/self/task")) == 1
+    context: BaseContext = multiprocessing.get_context("fork" if forked else "spawn")
+    lifeline, our_end = context.Pipe(duplex=False)
+    errors: dict[K, Exception] = {}
+    for stream in (sys.stdout, sys.stderr):  # or a fork would print what waits there once more
+        stream.flush()
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_initialize_worker, initargs=(lifeline, our_end if forked else None)
+    )
+    try:
+        futures = {pool.submit(task, item): item for item in items}
+        for future in concurrent.futures.as_completed(futures):
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                raise RelayrunError(
+                    "a tokenization worker was killed; most often the memory is used up",
+                    where=where,
+                    hint="run again: finished tasks are kept, and fewer workers need less memory",
+                ) from None
+            except Exception as error:
+                errors[futures[future]] = error
+            else:
+                on_done(futures[future], result)
+    except BaseException:
+        our_end.close()  # workers that still run (Ctrl-C, a killed sibling) leave now
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        our_end.close()
+        lifeline.close()
+    return errors
+
+
+def _initialize_worker(lifeline: Connection, other_end: Connection | None) -> None:
+    if other_end is not None:
+        other_end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then lets go of the lifeline
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    threading.Thread(target=_leave_with_parent, args=(lifeline,), daemon=True).start()
+
+
+def _leave_with_parent(lifeline: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv()
+    os._exit(1)

@@ -1,0 +1,347 @@
+"""One task of a tokenization: some files to one shard, from Arrow's buffers to the .bin without a row in between.
+
+A long document is encoded in pieces. BPE looks at one pre-token at a time, so a cut is exact if no pre-token reaches
+over it and none ends elsewhere because of it. With the pre-tokenizers listed here that holds between a newline and a
+letter if a letter also stands before the newline: no alternative of theirs matches a newline and a letter behind it,
+and the white space run is the newline alone, whatever follows (`\\s+(?!\\S)` looks no further than that). A Unicode
+normalizer never joins a newline to anything. Letters are taken from blocks that every version of Unicode's tables
+agrees about. A tokenizer without merges gives every character ids of its own: it may be cut between any two. So a
+document needs the memory of a piece, however long it is; other tokenizers get it whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from relayrun.errors import InputError, RelayrunError, combined_error
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.inputs import InputFile, LineFaults, stat_inputs
+from relayrun.tokens.readers.texts import Texts, release_pages
+from relayrun.tokens.shards.shard import ShardWriter
+from relayrun.tokens.stores.urls import MissingInput, is_url, join_path, printable
+from relayrun.tokens.tokenize.encode.engines import Engine, EngineSelection, parse_without_vocabulary
+from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_fingerprint
+
+CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
+"""The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is known as ByteLevel with `use_regex`."""
+
+_LETTERS = (
+    "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0233\u0391-\u03a1\u03a3-\u03ce\u0410-\u044f\u05d0-\u05ea\u0621-\u063a"
+    "\u0905-\u0939\u0e01-\u0e30\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
+_LINE_CUT = re.compile(f"[{_LETTERS}]\n(?=[{_LETTERS}])")
+_WINDOW = 1 << 16
+
+
+CutUnit = Literal["lines", "characters"]
+
+
+def cut_unit(known: dict[str, Any], *, merges: bool) -> CutUnit | None:
+    """What documents of this tokenizer may be cut between; None: nothing.
+
+    `known` is its tokenizer.json, without the vocabulary perhaps; `merges`: whether its BPE has any.
+    """
+    model, normalizer, before = known["model"], known.get("normalizer"), known.get("pre_tokenizer") or {}
+    *splits, last = before.get("pretokenizers") or [before]
+    added = [token for token in known.get("added_tokens", []) if not token["special"]]
+    if (
+        model.get("type") != "BPE"
+        or last.get("type") != "ByteLevel"
+        or last.get("add_prefix_space")
+        or any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in added)
+    ):
+        return None
+    odd = any(model.get(name) for name in (*PLAIN_BPE, "ignore_merges"))
+    if not (merges or odd or splits or normalizer or added):
+        return "characters"
+    if normalizer and normalizer.get("type") not in ("NFC", "NFD", "NFKC", "NFKD"):
+        return None
+    exact = bool(last.get("use_regex", True)) if not splits else len(splits) == 1 and _is_cuttable(splits[0])
+    return "lines" if exact else None
+
+
+def _is_cuttable(split: dict[str, Any]) -> bool:
+    return (
+        split.get("type") == "Split"
+        and split["pattern"].get("Regex") in CUTTABLE_PATTERNS
+        and split.get("behavior") == "Isolated"
+        and not split.get("invert")
+    )
+
+
+def split_points(text: npt.NDArray[np.uint8], size: int, where: CutUnit = "lines") -> Iterator[int]:
+    """Where pieces of the UTF-8 `text` end: each begins at least `size` bytes before; the last end is the text's."""
+    find, end = {"lines": _next_line_cut, "characters": _next_character_cut}[where], 0
+    while text.size - end > size and (after := find(text, end + size)) is not None:
+        end = after
+        yield end
+    if end != text.size:
+        yield text.size
+
+
+def _next_character_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
+    """The first place from `begin` where a character begins, behind the first one."""
+    window = text[max(begin, 1) : begin + 5]
+    heads = np.flatnonzero(window & 0xC0 != 0x80)
+    return max(begin, 1) + int(heads[0]) if heads.size else None
+
+
+def _next_line_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
+    """The first place behind `begin` where `text` may be cut."""
+    for start in range(begin, text.size, _WINDOW - 16):  # windows overlap by the longest place
+        window = text[start : start + _WINDOW].tobytes()
+        inside = next((byte for byte in range(min(4, len(window))) if window[byte] & 0xC0 != 0x80), 0)
+        string = window[inside:].decode("utf-8", "ignore")
+        if found := _LINE_CUT.search(string):
+            return start + inside + len(string[: found.end()].encode())
+    return None
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+PIECE_BYTES = 500_000
+"""The least bytes of a piece of a long document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTask:
+    """A task: the files of one shard."""
+
+    name: str
+    """The name of the shard, without suffix."""
+    inputs: tuple[InputFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeContext:
+    """What all tasks share; sent to every worker."""
+
+    dataset: str
+    """Folder that the paths start at."""
+    output: str
+    definition: str
+    """Path of the serialized tokenizer."""
+    fingerprint: str
+    """The tokenizer's: another one may have been under this path in the life of a process."""
+    selection: EngineSelection
+    framing: DocumentFraming
+    options: TokenizeOptions
+
+
+def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
+    """Write the shard of `part`; nothing stands under its name before it is whole.
+
+    Raises InputError for bad files: all of them, since behind the first one the others are read all the same.
+    """
+    started = time.time()
+    engine = process_engine(job.definition, job.fingerprint, job.selection)
+    routed = engine.routed
+    record = TaskRecord(
+        inputs=list(part.inputs),
+        started=started,
+        engine=job.selection.engine,
+        engine_version=job.selection.version,
+        on_error=job.options.on_error,
+    )
+    shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
+    progress = TaskProgress(job.output, part.name)
+    bad: list[RelayrunError] = []
+    try:
+        for file in part.inputs:
+            if bad:
+                bad += _file_faults(job, file)
+                continue
+            mark, before = shard.mark(), record.counts()
+            faults = LineFaults(skip=job.options.skips_lines)
+            try:
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults)
+                record.add_faults(faults)
+            except InputError as error:
+                if not job.options.skips_files:
+                    bad.append(error)
+                    continue
+                shard.rollback(mark)
+                record.restore(before)
+                reason = "missing" if isinstance(error, MissingInput) else "unreadable"
+                record.skipped.append(SkippedFile(file=file[0], error=str(error), reason=reason))
+                known = ""
+            record.fingerprints.append(known)
+            record.file_documents.append(record.documents - before[0])
+        if bad:
+            raise combined_error(bad, "files failed")
+        shard.finish()
+    except BaseException:
+        shard.abort()
+        raise
+    finally:
+        progress.end()
+    record.tokens, record.xxh3_128, record.routed_documents = shard.tokens, shard.xxh3_128, engine.routed - routed
+    record.largest_id = shard.largest_id if shard.tokens else None
+    record.seconds = time.time() - started
+    return record
+
+
+def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
+    """What is wrong with a file, read to its end or its first fault; nothing becomes of its texts."""
+    path, options, faults = join_path(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
+    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    try:
+        for array in arrays:
+            del array
+    except InputError as error:
+        return [error]
+    return []
+
+
+def _tokenize_file(
+    job: TokenizeContext,
+    file: InputFile,
+    engine: Engine,
+    shard: ShardWriter,
+    record: TaskRecord,
+    progress: TaskProgress,
+    faults: LineFaults,
+) -> str:
+    """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
+    path = join_path(job.dataset, file[0])
+    options = job.options
+    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    for texts in _text_batches(_gather_arrays(arrays, job), job, record):
+        where = (
+            _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
+        )
+        if where is not None:  # one text alone
+            if _tokenize_long(texts, where, job.framing, engine, shard):
+                record.documents += 1
+            else:
+                record.empty_documents += 1
+        else:
+            ids, lengths = job.framing.apply(*engine.encode(texts), shard.reserve)
+            record.documents += len(lengths)
+            record.empty_documents += len(texts) - len(lengths)
+            shard.add(ids, lengths)
+        progress.say(documents=record.documents, tokens=shard.tokens)
+        del texts  # a long one is not kept while the next is read
+    progress.bytes_read += file[1]
+    known = file_fingerprint(path)  # when it is read, so that its bytes are still in memory
+    if stat_inputs(job.dataset, [file[0]]) != [file]:
+        raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
+    return known
+
+
+def _tokenize_long(text: Texts, where: CutUnit, framing: DocumentFraming, engine: Engine, shard: ShardWriter) -> bool:
+    """One text, in pieces; what becomes of it is as in `Framing`. Returns whether the shard got a document."""
+    routed, begin, before = engine.routed, 0, shard.tokens
+    for end in split_points(text.used, PIECE_BYTES, where):
+        piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
+        ids = engine.encode(piece)[0]
+        if ids.size and shard.tokens == before and framing.bos_id is not None:
+            shard.append([framing.bos_id])
+        shard.append(ids)
+        release_pages(piece.used)
+        begin = end
+    engine.routed = min(engine.routed, routed + 1)
+    full = shard.tokens > before
+    if full and framing.eod_id is not None:
+        shard.append([framing.eod_id])
+    if full or framing.keep_empty:
+        shard.end_document()
+    return full or framing.keep_empty
+
+
+def _gather_arrays(arrays: Iterator[pa.Array], job: TokenizeContext) -> Iterator[pa.Array]:
+    """Small arrays together, up to a batch."""
+    waiting: list[pa.Array] = []
+    size = rows = 0
+    for array in arrays:
+        if waiting and (
+            size + array.nbytes > job.options.batch_bytes or rows + len(array) > job.options.batch_documents
+        ):
+            yield _take_arrays(waiting)
+            size = rows = 0
+        waiting.append(array)
+        size, rows = size + array.nbytes, rows + len(array)
+        del array  # or a long document would still be here when the next one is read
+        if size > job.options.batch_bytes:
+            yield _take_arrays(waiting)
+            size = rows = 0
+    if waiting:
+        yield _take_arrays(waiting)
+
+
+def _take_arrays(arrays: list[pa.Array]) -> pa.Array:
+    """All of them as one, out of the list."""
+    array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+    arrays.clear()
+    return array
+
+
+def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord) -> Iterator[Texts]:
+    for array in arrays:
+        if array.null_count:
+            record.null_documents += array.null_count
+            array = array.drop_null()
+        batches = Texts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
+        del array
+        yield from batches
+        del batches
+
+
+def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
+    """The first texts of at most eight of the files, spread over them all; what cannot be read is left out.
+
+    `scratch`: see `read_column`.
+    """
+    paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read once alone
+    chosen = paths[:: max(1, len(paths) // 8)][:8]
+    texts: list[str] = []
+    for path in chosen:
+        left = most_bytes // len(chosen)
+        try:
+            for array in read_column(path, job_column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
+                for piece in Texts.from_arrow(array.drop_null()).views():
+                    if left > 0 and piece:
+                        texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
+                        left -= len(piece)
+                if left <= 0:
+                    break
+        except InputError:  # its own task will tell
+            continue
+    return Texts.of(texts)
+
+
+@functools.lru_cache(maxsize=1)
+def _cut_unit_of_file(definition: str, fingerprint: str) -> CutUnit | None:
+    text = Path(definition).read_text(encoding="utf-8")
+    return cut_unit(parse_without_vocabulary(text), merges=not text.endswith('"merges":[]}}'))
+
+
+@functools.lru_cache(maxsize=1)
+def process_engine(definition: str, fingerprint: str, selection: EngineSelection) -> Engine:
+    """Loaded once per worker, however many tasks it runs."""
+    engine = selection.build(Path(definition).read_text(encoding="utf-8"))
+    # loading, and reading the sample, need several times what they leave: a worker would keep that for its whole life
+    pa.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError):  # other C libraries have no such functions
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        # what one batch frees is for the next: the kernel would have to clear it again (mallopt(3))
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+    return engine

@@ -1,0 +1,479 @@
+"""A checkpoint in megatron-core's torch_dist format: weights, optimizer, schedule, generators, data position.
+
+All ranks write in parallel, each into files of its own; what data-parallel replicas hold in common is divided
+among them. The format is that of `megatron.core.dist_checkpointing` (0.16.1), with its reader for loading and
+torch's writer (`torch.distributed.checkpoint`), which runs in a thread while training goes on; see `save_and_restore`.
+megatron-core's own writer is not used: it forks processes and keeps a server process for their results, which a
+signal to the whole job kills, and a failure on one rank alone leaves the others waiting.
+
+| key | what | split over ranks |
+|---|---|---|
+| model keys (`decoder...`, `embedding...`) | weights | as the model is |
+| `optimizer...` | Adam's moments and step, fp32 weights | `fully_reshardable`: by parameter |
+| `optimizer.state...` of another optimizer | what it keeps by name, fp32 weights | by parameter, see `user_optimizer` |
+| `random` | generators, see `distributed` | one object per rank |
+| `data`, `progress`, `layout`, `fixed`, `optimizer_groups` | plain values, in common.pt | the same on all |
+| `guard`, and the import path of each of a user's hooks with a state | plain values, in common.pt | rank 0's, for all |
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from torch.distributed.checkpoint.api import CheckpointException
+
+from relayrun.config.compose.schema import CheckpointSection
+from relayrun.config.sections.training import BatchSizes, IterationRange
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.run import Run, stream_positions_path
+from relayrun.errors import FatalTrainingError
+from relayrun.files import file_sizes, write_atomic, write_json
+from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.tokens.order.sampler import Cursor, LaneReader, MixtureSampler
+from relayrun.train import distributed
+from relayrun.train.checkpoint import checksums, megatron_strategy, publish
+from relayrun.train.checkpoint.async_writer import (
+    BackgroundSave,
+    HostAllocation,
+    HostCopy,
+    WrittenFiles,
+    check_complete,
+)
+from relayrun.train.checkpoint.checksums import FileChecksum
+from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy, Shards
+from relayrun.train.checkpoint.parallel_load import BlockExchange
+from relayrun.train.checkpoint.reader import COMMON_FILE, CheckedReader, reported_damage, reported_refusal
+from relayrun.train.distributed import Ranks
+from relayrun.train.hook_list import Hooks
+from relayrun.train.model.gpt import ModelStage
+from relayrun.train.optimizer import parameter_groups, user_optimizer
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
+
+CONTENT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, CheckpointingException)
+"""What megatron-core and torch raise over keys that are missing, or values of another kind or shape."""
+
+_STATE_ERROR_TEXT = re.compile(r"loading state_dict|(?:missing|unexpected) key|size mismatch|not in state dict", re.I)
+"""What they say in a RuntimeError, which may be a device's, too."""
+
+ERROR_TEXT_LIMIT = 300
+
+
+def why_not_loadable(error: BaseException) -> str | None:
+    """What is wrong with the content of a checkpoint; None where a file system, a device or another rank may be.
+
+    torch gathers what all ranks met in one exception: then every rank must have found fault with the content.
+    """
+    if isinstance(error, CheckpointException):
+        causes = [why_not_loadable(cause) for cause, _ in error.failures.values()]
+        return causes[0] if causes and all(causes) else None
+    if isinstance(error, OSError):
+        return None
+    if isinstance(error, CONTENT_ERRORS) or (isinstance(error, RuntimeError) and _STATE_ERROR_TEXT.search(str(error))):
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return text if len(text) <= ERROR_TEXT_LIMIT else text[: ERROR_TEXT_LIMIT - 3] + "..."
+    return None
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OPTIMIZER_GROUPS = "optimizer_groups"
+"""The key of `optimizer.groups`, where a run has some."""
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,  # one name for a tensor, also where experts have an optimizer of their own
+}
+
+
+class SaveFailed(Exception):
+    """A save did not work, on all ranks alike. Training can go on."""
+
+
+class Checkpointer:
+    """Saves and loads the state of one run, for one attempt. Every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: int,
+        *,
+        ranks: Ranks,
+        model: ModelStage,
+        optimizer: ScheduledOptimizer,
+        order: MixtureSampler,
+        hooks: Hooks,
+        settings: CheckpointSection,
+        fixed: dict[str, object],
+        groups: list[dict[str, Any]],
+    ) -> None:
+        """`fixed`: settings by name that a resume must find as they were. `groups`: those of `optimizer.groups`."""
+        self._run = run
+        self._attempt = attempt
+        self._ranks = ranks
+        self._writers = ranks.in_save_thread()
+        self._model = model
+        self._optimizer = optimizer
+        self._order = order
+        self.reading: LaneReader | None = None
+        """What this rank reads of streams, set by who trains; None: there are none."""
+        self._hooks = hooks
+        self._settings = settings
+        self._fixed = fixed
+        self._groups = groups
+        self._common = {"layout": ranks.layout, "fixed": fixed, **({OPTIMIZER_GROUPS: groups} if groups else {})}
+        self._host = HostCopy(ranks.device)
+        assert self._writers.messages is not None
+        self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
+        self._own_seconds: list[float] = []
+        """What `take_own_seconds` gives, a number for each copy and each writing."""
+        self._division = FullyParallelSaveStrategyWrapper(
+            self._strategy,
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            do_cache_distribution=True,  # the same shards at every save: only the first one is negotiated
+        )
+        self._first = True
+
+    def reserve(self) -> HostAllocation | None:
+        """Allocate host memory for the copies of all saves; return what that took.
+
+        Where there is not so much, a warning says so and the result is None; the next save tries again, and fails.
+        """
+        sharded, _ = self._divided(self._sharded_state())
+        try:
+            return self._host.reserve(_tensors(self._strategy.by_key(sharded)))
+        except (RuntimeError, MemoryError) as error:
+            log.warning("rank %s: no host memory for the copies of saves: %s", self._ranks.rank, error)
+            return None
+
+    def state(self, position: TrainingProgress) -> ShardedStateDict:
+        """All that a checkpoint holds, as this rank has it now."""
+        return {
+            **self._sharded_state(),
+            **self._common,
+            "data": self._order.state(position.consumed_samples, self._cursors(position.consumed_samples)),
+            "progress": position.state(),
+            **self._hooks.state_dict(),
+        }
+
+    def take_own_seconds(self) -> float:
+        """What training has waited for in saves since the last call, and this rank did alone: its copy, or its writing.
+
+        Of a save beside training the copy counts.
+        """
+        taken, self._own_seconds = self._own_seconds, []
+        return sum(taken)
+
+    def wanted(self) -> ShardedStateDict:
+        """What this rank would load of a state of its own layout."""
+        return self._sharded_state(found={})
+
+    def put(
+        self,
+        plain: dict[str, Any],
+        sizes: BatchSizes,
+        fill: Callable[[ShardedStateDict, dict[str, Any]], dict[str, Any]],
+    ) -> TrainingProgress:
+        """Put a state of this rank's own layout in place; return where it stands.
+
+        `plain`: its plain values. `fill` gives the parts that are wanted, merged with them.
+        """
+        position, hooks = self._position(plain, sizes, foreign=False), dict(plain)
+        state = fill(self.wanted(), plain)
+        self._model.load(state["model"])
+        self._optimizer.load(state["optimizer"], position)
+        self._hooks.load_state_dict(hooks)
+        distributed.restore_random_state(state["random"])
+        return position
+
+    def begin(self, position: TrainingProgress, *, copy: bool, beside: bool) -> BackgroundSave:
+        """Start to write, publish and record a checkpoint.
+
+        With `copy` the state may change as soon as `BackgroundSave.wait_for_copy` returns, without it when the
+        save is over. `beside`: training goes on meanwhile. The save's result raises SaveFailed on every rank if it
+        did not work on one of them, and FatalTrainingError if a newer attempt owns the run.
+        """
+        started = time.monotonic()
+        iteration, consumed_samples = position.iteration, position.consumed_samples
+        sharded, common = self._divided(self.state(position))
+        shards = self._strategy.by_key(sharded)
+        plain = _serialised(common) if self._ranks.rank == 0 else b""
+        readable = {**common["data"], "progress": common["progress"]}
+        stream = self._host.follow()
+
+        def copy_timed() -> None:
+            began = time.perf_counter()
+            self._copy(shards, stream, iteration)
+            self._own_seconds.append(time.perf_counter() - began)
+
+        def write(copied: Callable[[], None]) -> CheckpointCommit:
+            if self._ranks.device.type == "cuda":
+                torch.cuda.set_device(self._ranks.device)  # a new thread begins with the first one
+            if copy:
+                self._agree(copy_timed)
+            copied()
+            digests = self._host.digests() if copy else {}
+            folder = Path(
+                self._on_first_rank(lambda: str(publish.prepare_staging(self._run, self._attempt, iteration)))
+            )
+            self._on_first_rank(lambda: write_atomic(folder / COMMON_FILE, plain))
+            if self._order.lanes is not None:  # for people: a load reads what stands in COMMON
+                self._on_first_rank(lambda: write_json(stream_positions_path(folder), readable))
+            try:
+                written = self._strategy.write(shards, folder, digests)
+            except CheckpointException as error:
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
+            if not beside:
+                self._own_seconds.append(self._strategy.write_seconds)
+            files = {COMMON_FILE: checksums.checksum_of_bytes(plain)}
+            for part in self._agree(lambda: self._record(folder, iteration, written)):
+                files |= part
+            return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started, files))
+
+        return BackgroundSave(iteration, write, beside=beside)
+
+    def _cursors(self, consumed_samples: int) -> list[dict[str, dict[int, Cursor]]]:
+        """Where the lanes of streams stand, of every rank."""
+        if self.reading is None:
+            return []
+        return self._ranks.gather(self.reading.cursors(consumed_samples))
+
+    def _copy(self, shards: Shards, stream: torch.cuda.Stream | None, iteration: int) -> None:
+        late = self._host.fill(_tensors(shards), stream)
+        if late.size:
+            rank, size = self._ranks.rank, late.size / (1 << 30)
+            log.info("rank %s: the save of iteration %s allocated %.1f GiB of host memory", rank, iteration, size)
+
+    def _record(self, folder: Path, iteration: int, written: WrittenFiles) -> dict[str, FileChecksum]:
+        """Write down the hashes of what this rank wrote; return its files."""
+        rank = self._ranks.rank
+        return checksums.write_block_checksums(folder, rank, iteration, written.blocks, written.sizes) | written.files
+
+    def _publish(
+        self, folder: Path, iteration: int, consumed_samples: int, started: float, files: dict[str, FileChecksum]
+    ) -> CheckpointCommit:
+        backends = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+        write_atomic(folder / CONFIG_FNAME, backends)
+        check_complete(folder)
+        self._hooks.before_publish(iteration, folder)
+        root = checksums.write_checksum_index(
+            folder, iteration, files | {CONFIG_FNAME: checksums.checksum_of_bytes(backends)}
+        )
+        commit = CheckpointCommit(
+            iteration=iteration,
+            path=str(self._run.checkpoint(iteration)),
+            consumed_samples=consumed_samples,
+            time=time.time(),
+            seconds=time.monotonic() - started,
+            files=file_sizes(folder),
+            checksum=root,
+        )
+        publish.publish_checkpoint(self._run, self._attempt, commit, folder)
+        publish.prune_checkpoints(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
+        return commit
+
+    def load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool = False) -> TrainingProgress:
+        """Put the state at `path` in place; return where it stands, to go on with these batch sizes.
+
+        `root`: the checksum of its commit, None where there is none. `foreign`: it is not of this run; what settings
+        leave out of it begins anew. Generators are left as they are seeded if the layout of the ranks has changed.
+
+        Raises Damaged, on every rank, if a rank read other bytes than were saved; the state is then neither the old
+        one nor that of the checkpoint, until another load works. Raises FatalTrainingError if the model, the data or
+        the kind of optimizer are not those of the checkpoint, or if what it should hold is not in it.
+        """
+        try:
+            return self._load(path, sizes, root=root, foreign=foreign)
+        except BaseException as error:  # torch's own is no Exception
+            if (damaged := reported_damage(error)) is not None:
+                raise damaged from None
+            if (refused := reported_refusal(error)) is not None:
+                raise FatalTrainingError(refused.message, where=refused.where, hint=refused.hint) from error
+            if (words := why_not_loadable(error)) is None:
+                raise
+            raise FatalTrainingError(
+                f"this checkpoint cannot be loaded: {words}",
+                where=path,
+                hint="write the iteration of an older one into latest_checkpointed_iteration.txt, submit with --resume",
+            ) from error
+
+    def _open(self, path: Path, root: str | None) -> CheckedReader:
+        """Open a checkpoint on every rank, or raise on all what the first of them met that could not."""
+        reader, met = None, None
+        try:
+            reader = CheckedReader(path, root)
+            reader.common()
+        except Exception as error:
+            met = error
+        first = next((error for error in self._ranks.gather(met) if error is not None), None)
+        if first is not None:
+            raise first
+        assert reader is not None
+        if not reader.checked and self._ranks.rank == 0:
+            log.warning("%s was saved without checksums: its bytes are taken as they are", path)
+        return reader
+
+    def _load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool) -> TrainingProgress:
+        reader = self._open(path, root)
+        common = reader.common()
+        anew = foreign and self._settings.finetune
+        with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
+        position = TrainingProgress(sizes) if anew else self._position(common, sizes, foreign=foreign)
+        if with_optimizer:
+            self._check_fixed(common["fixed"], path)
+        wanted = self._sharded_state(found=reader.metadata.state_dict_metadata, optimizer=with_optimizer)
+        same_layout = not anew and common["layout"] == self._ranks.layout
+        if not same_layout:
+            del wanted["random"]
+            if self._ranks.rank == 0 and not anew:
+                print(
+                    f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
+                )
+        self._check_shapes(wanted, reader)
+        plain = reader.common()
+        if with_optimizer and "optimizer" in plain:
+            fitted = (
+                user_optimizer.fit_plain_state if self._fixed["optimizer"] == "adam" else user_optimizer.fit_user_state
+            )
+            plain["optimizer"] = fitted(plain["optimizer"], wanted["optimizer"])
+            parameter_groups.fit_groups(plain["optimizer"], wanted["optimizer"])
+            self._say_groups(common.get(OPTIMIZER_GROUPS, []))
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if self._settings.fully_parallel_load and replicas.size() > 1:
+            reader.exchange = BlockExchange(replicas, self._ranks.device)
+        state = megatron_strategy.load_state(wanted, reader, self._ranks.cpu_group, common=plain)
+        self._say_how_much(reader)
+        self._model.load(state["model"])
+        if with_optimizer:
+            self._optimizer.load(state["optimizer"], position)
+        else:
+            self._optimizer.begin(position)
+        if not anew:
+            self._hooks.load_state_dict(common)
+        if same_layout:
+            distributed.restore_random_state(state["random"])
+        return position
+
+    def _say_how_much(self, reader: CheckedReader) -> None:
+        counted = self._ranks.gather((reader.bytes_read, reader.bytes_wanted))
+        if self._ranks.rank == 0:
+            read, needed = (max(column) for column in zip(*counted, strict=True))
+            words = f"a rank read at most {read:,} bytes of tensors, and needs at most {needed:,}"
+            log.info("%s: %s", reader.folder, words)
+
+    def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> TrainingProgress:
+        """Where a checkpoint stands in training and in the data."""
+        if foreign and self._settings.no_load_data:
+            iteration = common["progress"]["iteration"]
+            return TrainingProgress(sizes, iteration=iteration, legs=[IterationRange(iteration, 0, sizes)])
+        try:
+            if common["data"] is not None:  # Megatron-LM's say no more than how many samples were read
+                self._order.resume(common["data"])
+        except FatalTrainingError as error:
+            if not foreign:
+                raise
+            hint = "set checkpoint.no_load_data=true to begin anew with these data"
+            raise FatalTrainingError(error.message, where=error.where, hint=hint) from None
+        return TrainingProgress.resume(common["progress"], sizes)
+
+    def _check_fixed(self, found: Mapping[str, object], path: Path) -> None:
+        for name, value in self._fixed.items():
+            if (before := found.get(name, "adam")) != value:  # that of before other optimizers were there
+                raise FatalTrainingError(
+                    f"{name} was {before} when this checkpoint was saved, and is {value}; "
+                    "one kind of optimizer cannot read the state of the other",
+                    where=path,
+                    hint=f"set {name} back, or start a new run with --load and checkpoint.no_load_optim=true",
+                )
+
+    def _say_groups(self, before: list[dict[str, Any]]) -> None:
+        if before != self._groups and self._ranks.rank == 0:
+            print(f"optimizer.groups is now {self._groups}, was {before}: it holds from here on", flush=True)
+
+    def _check_shapes(self, wanted: ShardedStateDict, reader: CheckedReader) -> None:
+        found = reader.metadata.state_dict_metadata
+        differences = [
+            f"{shard.key} is {list(size) if size else 'not'} there and {list(shard.global_shape)} here"
+            for whole in nested_values(wanted["model"])
+            for shard in nested_values([whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole])
+            if isinstance(shard, ShardedTensor)
+            and (size := getattr(found.get(shard.key), "size", None)) != torch.Size(shard.global_shape)
+        ]
+        for rank, texts in enumerate(self._ranks.gather(differences[:3])):
+            if texts:
+                raise FatalTrainingError(
+                    f"this checkpoint is of another model (rank {rank}): {'; '.join(texts)}",
+                    where=reader.folder,
+                    hint="take the model section of the run that made it",
+                )
+
+    def _divided(self, state: ShardedStateDict) -> tuple[ShardedStateDict, dict[str, Any]]:
+        """What this rank saves of a state, and the plain values of it."""
+        sharded, common = save_preprocess(state, validate_access_integrity=self._first)
+        self._division.apply_saving_parallelization(sharded)
+        self._first = False
+        return sharded, common
+
+    def _sharded_state(self, *, found: Mapping[str, Any] | None = None, optimizer: bool = True) -> ShardedStateDict:
+        """What is saved; what is loaded, where `found` is what the checkpoint holds, by key."""
+        model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner
+        part = {}
+        if optimizer:  # asked for a state to load into, torch's Adam would be left with half of one
+            metadata = _METADATA | {user_optimizer.FOUND_KEY: found}
+            part = {"optimizer": inner.sharded_state_dict(model, is_loading=found is not None, metadata=metadata)}
+        return {
+            "model": model,
+            **part,
+            "random": ShardedObject(
+                "random", distributed.capture_random_state(), (self._ranks.world_size,), (self._ranks.rank,)
+            ),
+        }
+
+    def _on_first_rank(self, action: Callable[[], T]) -> T:
+        """In the thread of a save: do it on rank 0; return its result, or raise what it met, on every rank."""
+        return self._writers.on_first_rank(action, SaveFailed)
+
+    def _agree(self, action: Callable[[], T]) -> list[T]:
+        """In the thread of a save: do it on every rank, return what each one made; SaveFailed on all if one could not.
+
+        For rare use: it pickles.
+        """
+        made, failure = None, None
+        try:
+            made = action()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        answers = self._writers.gather((failure, made))
+        for rank, (text, _) in enumerate(answers):
+            if text is not None:
+                raise SaveFailed(f"rank {rank}: {text}")
+        return [value for _, value in answers]
+
+
+def _tensors(shards: Shards) -> Iterator[ShardedTensor]:
+    return (shard for parts in shards.values() for shard in parts if isinstance(shard, ShardedTensor))
+
+
+def _serialised(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

@@ -1,0 +1,335 @@
+"""When an attempt saves its state, and which state it starts from: copies in memory, or the newest whole checkpoint.
+
+A damaged checkpoint goes into quarantine, and the attempt starts from the checkpoint before it.
+
+With `checkpoint.async_save` a save holds training only while its parts are listed; they are copied beside the
+next forward and backward pass and written beside the steps that follow. Weights and optimizer change in the
+update alone, so the update waits for the copy.
+
+| due while a save is under way | then |
+|---|---|
+| `checkpoint.interval` | training waits for the end of that save, so that every multiple is saved; a line says so |
+| `triggers/save` | begins at the first step after its end; nothing waits |
+| leaving | waits for its end; then what was trained since is saved |
+
+A save counts when it is published; only then are triggers answered. Its failure is said on rank 0 and known to
+all ranks at the same step; training goes on, and the next save is another chance.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir import restarts
+from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.checkpoint_records import (
+    ResumePoint,
+    is_checkpoint_of,
+    newest_commit_at,
+    quarantine_checkpoint,
+    resume_point,
+)
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.triggers import Trigger
+from relayrun.errors import FatalTrainingError, InputError, RelayrunError, RunDirError
+from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.train.checkpoint.async_writer import BackgroundSave
+from relayrun.train.checkpoint.checkpointer import Checkpointer, SaveFailed
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint
+from relayrun.train.checkpoint.memory_tier import MemoryTier
+from relayrun.train.distributed import Ranks
+from relayrun.train.hook_list import Hooks
+from relayrun.train.loss_guard import LossGuard
+from relayrun.train.reporting import liveness
+from relayrun.train.reporting.liveness import HeartbeatWriter, Timings
+from relayrun.train.requests import AgreedRequests, RequestPoller
+
+log = logging.getLogger(__name__)
+
+
+def committed_checksum(path: str) -> str | None:
+    """The checksum that the commit of a checkpoint gives; None where there is none. Raises RunDirError."""
+    commit = newest_commit_at(path)
+    return None if commit is None else commit.checksum
+
+
+def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, error: DamagedCheckpoint) -> ResumePoint:
+    """Leave a checkpoint behind and return the newest whole one before it.
+
+    begin.json follows, if the attempt is to go on from a checkpoint before its own base. Raises FatalTrainingError
+    where no checkpoint is left, and for a checkpoint of another run, which stays where it is.
+    """
+    if not is_checkpoint_of(run, base):
+        raise FatalTrainingError(
+            error.message, where=error.where, hint="take another checkpoint to begin with, or a whole copy of this one"
+        )
+    target = quarantine_checkpoint(run, base, attempt=attempt.number, why=error.message)
+    log.warning("%s: %s; moved to %s", base.path, error.message, target)
+    try:
+        before = resume_point(run)
+    except RunDirError as none:
+        raise FatalTrainingError(none.message, where=none.where, hint=none.hint) from None
+    begin = attempt.read_begin()
+    if begin is not None and before.iteration < begin.base_iteration:
+        attempt.fall_back(before.iteration, before.path)
+    return before
+
+
+FINAL_SAVE_TRIES = 3
+"""How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
+
+
+class Saver:
+    """Called by all ranks together, at the same steps."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        *,
+        control: RequestPoller,
+        hooks: Hooks,
+        say: Callable[[str], None],
+        timings: Timings,
+        pulse: HeartbeatWriter,
+        asynchronous: bool,
+        saved_iteration: int,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._control = control
+        self._hooks = hooks
+        self._say = say
+        self._timings = timings
+        self._pulse = pulse
+        self._asynchronous = asynchronous
+        self._under_way: BackgroundSave | None = None
+        self._asked: Sequence[Trigger] = ()
+        """The triggers that the save under way answers."""
+        self._lead = control.lead
+        """Without a save under way, as it was last said."""
+        self.saved_iteration = saved_iteration
+        """The newest durable one."""
+        self.stall_seconds = 0.0
+        """How long saves have held training; whoever reports it sets it to 0."""
+        self._reserved = not asynchronous
+
+    def reserve(self, iteration: int) -> None:
+        """Once, when the optimizer has its state: allocate host memory for the copies of saves beside training.
+
+        It holds training for as long as that takes, and counts as time of saves.
+        """
+        if self._reserved:
+            return
+        self._reserved = True
+        started = time.perf_counter()
+        self._pulse.enter("save", iteration)
+        reserved = self._checkpointer.reserve()
+        seconds = time.perf_counter() - started
+        self.stall_seconds += seconds
+        if reserved is not None:
+            size, pieces = reserved.size / (1 << 30), reserved.pieces
+            self._say(f"host memory for saves: {size:.1f} GiB on this rank, {pieces} pieces, in {seconds:.1f} s")
+
+    def look(self) -> AgreedRequests:
+        """See what is asked for; a save that is over on every rank is concluded."""
+        if self._under_way is not None:
+            self._control.lead = self._timings.lead(under_way=self._under_way.seconds)
+        agreed = self._control.look(saving=self._under_way is not None and not self._under_way.over)
+        if not agreed.saving:
+            self._conclude()
+        return agreed
+
+    def asked(self, position: TrainingProgress) -> None:
+        """Somebody wants a checkpoint: begin it now, or after the one under way."""
+        if self._under_way is not None:
+            return
+        at, taken = position.iteration, self._control.take()
+        if at == self.saved_iteration:
+            self._control.acknowledge(taken, at, f"nothing trained since iteration {at}")
+        else:
+            self._begin(position, taken)
+
+    def due(self, position: TrainingProgress) -> None:
+        """This iteration is one of those that are saved."""
+        iteration = position.iteration
+        if iteration not in (self.saved_iteration, self._iteration_under_way):
+            if self._under_way is not None:
+                self._say(
+                    f"iteration {iteration} is to be saved, and the save of iteration {self._iteration_under_way} is "
+                    "still under way: waiting for it; saves are slower than checkpoint.interval"
+                )
+            self.settle(iteration)
+            self._begin(position, ())
+
+    def before_update(self) -> float:
+        """Wait until the state may change; return the seconds it took."""
+        if self._under_way is None or self._under_way.copied:
+            return 0.0
+        started = time.perf_counter()
+        self._under_way.wait_for_copy()
+        seconds = time.perf_counter() - started
+        self.stall_seconds += seconds
+        return seconds
+
+    def settle(self, iteration: int) -> None:
+        """Wait for the end of the save under way, if there is one. `iteration`: where training stands."""
+        if self._under_way is not None:
+            started = time.perf_counter()
+            self._pulse.enter("save", iteration)
+            self._conclude()
+            self.stall_seconds += time.perf_counter() - started
+
+    def last(self, position: TrainingProgress) -> str | None:
+        """Before leaving: make the state durable. Returns what went wrong, in words; None: it is durable."""
+        self.settle(position.iteration)
+        result = None
+        for _ in range(FINAL_SAVE_TRIES):
+            if position.iteration == self.saved_iteration:
+                return None
+            result = self._begin(position, (), leaving=True)
+        return None if position.iteration == self.saved_iteration else result
+
+    @property
+    def _iteration_under_way(self) -> int | None:
+        return None if self._under_way is None else self._under_way.iteration
+
+    def _begin(self, position: TrainingProgress, asked: Sequence[Trigger], *, leaving: bool = False) -> str:
+        started = time.perf_counter()
+        self._pulse.enter("save", position.iteration)
+        beside = self._asynchronous and not leaving
+        self._under_way = self._checkpointer.begin(position, copy=self._asynchronous, beside=beside)
+        self._asked = asked
+        result = "" if beside else self._conclude()
+        self.stall_seconds += time.perf_counter() - started
+        return result
+
+    def _conclude(self) -> str:
+        """Wait for the save under way and say what came of it, in words."""
+        save, asked = self._under_way, self._asked
+        if save is None:
+            return ""
+        try:
+            commit = save.result()
+        except SaveFailed as error:
+            result = f"failed: {error}"
+            self._hooks.after_failed_save(save.iteration, str(error))
+        else:
+            result = "saved"
+            self.saved_iteration = save.iteration
+            self._hooks.after_save(commit)
+        self._under_way, self._asked = None, ()
+        self.move_deadline()
+        self._control.acknowledge(asked, save.iteration, result)
+        return result
+
+    def move_deadline(self) -> None:
+        """The lead follows what was measured."""
+        before, self._control.lead = self._lead, self._timings.lead()
+        if abs(self._control.lead - before) > 1:
+            self._say(
+                f"lead {before:.0f} s -> {self._control.lead:.0f} s before the end of the job "
+                f"(95 % of steps within {self._timings.step_p95 or 0:.2f} s, of saves within "
+                f"{self._timings.save_p95 or 0:.1f} s)"
+            )
+        self._lead = self._control.lead
+
+
+MOST_FALL_BACKS = 2
+"""How many damaged checkpoints an attempt leaves behind: where one after the other is damaged, it may be the node."""
+
+
+class QuarantineFailed(RelayrunError):
+    """A damaged checkpoint could not be put into quarantine; the attempt has failed."""
+
+
+class TooManyDamagedCheckpoints(RelayrunError):
+    """One checkpoint after the other was read as damaged; the attempt has failed, and another node may read better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredState:
+    """What was put in place."""
+
+    position: TrainingProgress
+    source: str
+    """Which memory it came from, the path of a checkpoint, or nothing at the beginning of a run."""
+    durable: int
+    """The iteration of the newest checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRestorer:
+    """Puts states in place on this rank; every method is called by all ranks.
+
+    `guard` learns of rewinds before the state; `memory` is None where no copies are kept; `say` writes for people.
+    """
+
+    run: Run
+    attempt: Attempt
+    config: RunConfig
+    ranks: Ranks
+    checkpointer: Checkpointer
+    guard: LossGuard
+    memory: MemoryTier | None
+    say: Callable[[str], None]
+
+    def first(self, base: ResumePoint) -> RestoredState:
+        """Put the state in place from which this start goes on: from memory where the agents say so, or `base`."""
+        iteration = liveness.memory_iteration()
+        if self.memory is not None and iteration is not None:
+            position = self.memory.load(iteration, self.config.training.batch_sizes)
+            if position is not None:
+                return RestoredState(position=position, source=self.memory.source, durable=base.iteration)
+            self.say(f"the copies of iteration {iteration} in memory are not whole; from the disk")
+        if self.memory is not None:
+            self.memory.void()
+        position, taken = self.newest_whole(base)
+        if self.ranks.rank == 0 and liveness.restart_number() > 1:  # it may be further back than was meant
+            restarts.mark_restart_in_metrics(self.attempt, taken.iteration, number=liveness.restart_number())
+        return RestoredState(position=position, source=taken.path or "", durable=position.iteration)
+
+    def newest_whole(self, base: ResumePoint) -> tuple[TrainingProgress, ResumePoint]:
+        """Put `base` in place, or the newest before it that holds the bytes that were saved; return which.
+
+        Raises TooManyDamaged behind three that do not, and FallBackFailed where one cannot be put into quarantine.
+        """
+        for left in reversed(range(MOST_FALL_BACKS + 1)):
+            if base.path is None:
+                break
+            try:
+                return self._checkpoint(base.iteration, base.path), base
+            except DamagedCheckpoint as error:
+                if not left:
+                    raise TooManyDamagedCheckpoints(
+                        f"{MOST_FALL_BACKS + 1} checkpoints in a row were read as damaged; the last, {error}",
+                        hint="more likely it is this node's memory, network or file system",
+                    ) from None
+                self.say(f"iteration {base.iteration} is left behind: {error.message}")
+                base = self.ranks.on_first_rank(
+                    partial(quarantine_and_fall_back, self.run, self.attempt, base, error), QuarantineFailed
+                )
+        return TrainingProgress(self.config.training.batch_sizes), base
+
+    def _checkpoint(self, iteration: int, path: str) -> TrainingProgress:
+        """Put a checkpoint in place, and pass over what led to trouble after it before. Raises Damaged on all ranks."""
+        own = is_checkpoint_of(self.run, ResumePoint(iteration=iteration, path=path))
+        root = self.ranks.on_first_rank(partial(committed_checksum, path), InputError)
+        position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, root=root, foreign=not own)
+        if position.iteration != iteration:
+            raise FatalTrainingError(
+                f"holds iteration {position.iteration}, but this attempt begins at {iteration}", where=path
+            )
+        before = self.ranks.on_first_rank(
+            partial(restarts.pending_rollbacks, self.run, iteration, position.consumed_samples), InputError
+        )
+        if before:
+            position.pass_over(before[-1].next_sample)
+            self.guard.rewinds += len(before)
+            for rewind in before:
+                self.say(f"passing over the samples up to {rewind.next_sample}: {rewind.words}")
+        return position

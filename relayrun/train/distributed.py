@@ -1,0 +1,376 @@
+"""The ranks of one attempt: process groups, agreement between ranks, random generators, determinism, file limits.
+
+`raise_file_limit`: sockets to the other ranks are files. `enable_determinism` (`training.deterministic`): the same bits
+at every run of the same layout with the same versions.
+
+Soft limits of open files are often 1,024, whatever the node has; a process may raise its own up to the hard limit.
+
+`training.deterministic` changes on a GPU:
+
+| part | without | with |
+|---|---|---|
+| products of matrices | cuBLAS may take another algorithm | workspaces of a fixed size, as torch demands |
+| sums over ranks | rings, trees, switches: NCCL's choice | rings, whose order is fixed |
+| torch's SDPA | cuDNN's kernel on Hopper; gradients added with atomics | flash and memory-efficient kernels, in order |
+| TransformerEngine's attention | any of its kernels | those that are deterministic in the backward pass |
+| embeddings | gradients added with atomics | `weight[ids]`, whose gradients torch sorts first |
+| kernels of torch.compile | reductions cut as measured | cut in one way |
+| what torch has no deterministic kernel for | runs | raises RuntimeError, which names it |
+
+torch's flag does all that its kernels do, megatron-core's deterministic_mode the embeddings, and variables of the
+environment (`relayrun.config.determinism`) the rest. Megatron-LM also refuses fused cross entropy and the overlap of
+tensor-parallel communication; relayrun uses neither. On CPUs everything is deterministic without: there only the
+embeddings change.
+
+Generators: torch's (dropout on a CPU), CUDA's (dropout on a GPU), and megatron-core's named states,
+which take their place around dropout in model-parallel regions. Python's and numpy's are kept for
+whatever a user's data or a library draws from.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from relayrun.config.compose import determinism
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.job_script import sbatch_script_options
+from relayrun.control.scheduler.slurm_commands import asks_for_gpus
+from relayrun.errors import FatalTrainingError, RelayrunError
+from relayrun.train.loss import LossSum
+from relayrun.train.messages import RankMessages
+
+
+def enable_determinism(config: RunConfig) -> None:
+    """Turn it on in this process where the config asks for it. To be called before the first use of CUDA and NCCL.
+
+    Raises ConfigError if the environment of this rank takes determinism away.
+    """
+    if not config.training.deterministic:
+        return
+    determinism.check_deterministic_environment(os.environ, where="environment of the rank")
+    for name, value in determinism.deterministic_variables(config).items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # the flag alone also fills all new memory: that finds who reads what was never written, and costs bandwidth
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+class OpenFileLimitTooLow(RelayrunError):
+    """This node does not let a rank open as many files as there are ranks; another node may."""
+
+
+def raise_file_limit(rank: int, ranks: int) -> None:
+    """Raise the limit of this rank and its children to the hard one. Called before the ranks find each other.
+
+    Raises TooFewFiles where that cannot do for so many ranks.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = len(os.listdir("/proc/self/fd")) + sockets_of_rank(rank, ranks)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise OpenFileLimitTooLow(
+            f"rank {rank} of {ranks} opens {needed} files at least, sockets to the other ranks among them, and this "
+            f"node allows {hard}",
+            hint="raise the hard limit of open files (`ulimit -Hn`) on the nodes: LimitNOFILE of slurmd, "
+            "or ulimits of the container",
+        )
+
+
+def sockets_of_rank(rank: int, ranks: int) -> int:
+    """Return how many sockets a rank opens at least: one to every other rank, in the group over gloo.
+
+    Rank 0 has the store, too, by which the ranks find each other, with one more to each of them.
+    """
+    return (ranks - 1) * (1 if rank else 2)
+
+
+def capture_random_state() -> dict[str, Any]:
+    """A copy of all states."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
+    }
+
+
+def restore_random_state(states: dict[str, Any]) -> None:
+    """Put back what `capture` returned."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(dict(states["tracker"]))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+T = TypeVar("T")
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others in one collective before it gives up."""
+SAVE_TAG = 1
+"""Tag of the messages between the threads of saves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This rank's place, and the groups it talks in."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    device_name: str
+    cpu_group: dist.ProcessGroup
+    """All ranks, over gloo: small agreements on the host that never wait for a GPU."""
+    data_parallel_rank: int
+    data_parallel_size: int
+    tensor_rank: int
+    tensor_size: int
+    context_size: int
+    """Ranks that share a sequence."""
+    expert_size: int
+    """Ranks that the experts of a layer are split over; for all else they may be data-, context- or tensor-parallel."""
+    expert_tensor_size: int
+    """Ranks that every expert is split over."""
+    pipeline_rank: int
+    pipeline_size: int
+    virtual_stages: int
+    """Parts of the model on each pipeline stage."""
+    is_last_stage: bool
+    """Whether this rank computes the loss."""
+    messages: RankMessages | None = None
+    """What agreements go by in the threads of saves, where `cpu_group` has its collectives in other threads."""
+
+    @property
+    def layout(self) -> str:
+        """The sizes in words, for logs and checkpoints; equal layouts have equal words. `DP4 x TP2 x PP1` is one."""
+        virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        context = f" x CP{self.context_size}" if self.context_size > 1 else ""
+        expert = f" x EP{self.expert_size}" if self.expert_size > 1 else ""
+        expert += f" x ETP{self.expert_tensor_size}" if self.expert_tensor_size != self.tensor_size else ""
+        sizes = f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}"
+        return f"{sizes}{virtual}{context}{expert}"
+
+    @property
+    def replicas_share_experts(self) -> bool:
+        """Whether ranks of different replicas send each other tokens: those that hold a layer's experts together."""
+        return self.tensor_size % (self.expert_size * self.expert_tensor_size) != 0
+
+    def in_save_thread(self) -> Ranks:
+        """The same, for agreements between the threads that save."""
+        return replace(self, messages=RankMessages(self.cpu_group, tag=SAVE_TAG))
+
+    def maximum(self, flags: list[int]) -> list[int]:
+        """Element-wise maximum of `flags` over all ranks, the same on each of them."""
+        assert self.messages is None
+        tensor = torch.tensor(flags, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.cpu_group)
+        result: list[int] = tensor.tolist()
+        return result
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank. For rare use: it pickles."""
+        if self.messages is not None:
+            return self.messages.all_gather(value)
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.cpu_group)
+        return values
+
+    def on_first_rank(self, action: Callable[[], T], failure: type[Exception]) -> T:
+        """Run `action` on rank 0; return its result on every rank.
+
+        Where it raises, every rank raises: FatalTrainingError as it is, anything else as `failure`.
+        """
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = action()
+            except Exception as error:
+                fatal = isinstance(error, FatalTrainingError)
+                known = isinstance(error, RelayrunError)
+                answer[1] = (fatal, str(error) if known else f"{type(error).__name__}: {error}")
+        if self.messages is not None:
+            answer = self.messages.broadcast(answer)
+        else:
+            dist.broadcast_object_list(answer, src=0, group=self.cpu_group)
+        if answer[1] is not None:
+            fatal, text = answer[1]
+            raise FatalTrainingError(text) if fatal else failure(text)
+        result: T = answer[0]
+        return result
+
+    def sum_over_samples(self, values: list[float]) -> list[float]:
+        """Sum what the data-parallel replicas measured (float64), in rank order; the same on every rank.
+
+        Only values of the last pipeline stage count. The order is fixed, so a sum does not depend on how
+        the backend reduces, nor on what else is summed with it: torch adds several columns in another order.
+        """
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        parts = [torch.empty_like(own) for _ in range(self.data_parallel_size)]
+        dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
+        total = torch.cat([torch.stack([part[i : i + 1] for part in parts]).sum(dim=0) for i in range(len(values))])
+        if self.pipeline_size > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        result: list[float] = total.tolist()
+        return result
+
+    def mean_loss(self, own: LossSum) -> float:
+        """The mean loss over all replicas, the same on every rank; `own`: what this one has measured."""
+        return self.mean_loss_and([], own)[0]
+
+    def mean_loss_and(self, counts: list[int], own: LossSum) -> tuple[float, list[int]]:
+        """The mean loss and, in the same message, sums of `counts` over all replicas; of counts below 2^53."""
+        total, count, *sums = self.sum_over_samples([own.total, own.count, *map(float, counts)])
+        return total / max(count, 1.0), [int(value) for value in sums]
+
+
+def stop_process_groups() -> None:
+    """Leave the process groups, all ranks together."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start_process_groups(config: RunConfig) -> Ranks:
+    """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
+
+    nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
+    fit the layout, ConfigError if there is CUDA and the config leaves out its precision, TooFewFiles where this node
+    does not allow as many sockets.
+    """
+    parallel = config.parallel
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size % config.model_parallel_size:
+        raise FatalTrainingError(
+            f"{world_size} ranks cannot be split into tensor x pipeline x context parallel size "
+            f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size} x "
+            f"{parallel.context_parallel_size}",
+            hint="change job.nodes, job.ntasks_per_node or the parallel section",
+        )
+    raise_file_limit(int(os.environ["RANK"]), world_size)
+    if torch.cuda.is_available():
+        config.training.require_precision()
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=GROUP_TIMEOUT, device_id=device)
+        cpu_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        cpu_group = dist.group.WORLD
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=int(GROUP_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        device=device,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        cpu_group=cpu_group,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_stages=config.virtual_stages,
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+class NoGpuFound(RelayrunError):
+    """This node has no GPU that torch can use; another node may."""
+
+
+def require_gpu(config: RunConfig) -> None:
+    """Raise NoGpu where the job asks for GPUs and torch finds none: the ranks of this node would train on its CPUs."""
+    job, srun = config.job, dict(word.removeprefix("--").partition("=")[::2] for word in config.cluster.srun_options)
+    asks = asks_for_gpus(sbatch_script_options(job.sbatch)) or asks_for_gpus(srun) or "gpus-per-node" in srun
+    if torch.cuda.is_available() or not (job.gpus_per_node or asks):
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    build = "CPUs alone" if torch.version.cuda is None and torch.version.hip is None else build
+    raise NoGpuFound(
+        f"the job asks for GPUs, and torch {torch.__version__}, built for {build}, finds none on node "
+        f"{socket.gethostname()}",
+        hint="`nvidia-smi` there says whether it has a driver; a job without GPUs sets job.gpus_per_node=0",
+    )
+
+
+def wait_for_device(ranks: Ranks) -> None:
+    """Return when what this thread has given to the GPU is done; without one at once. Copies of a save go on."""
+    if ranks.device.type == "cuda":
+        torch.cuda.current_stream(ranks.device).synchronize()
+
+
+def peak_memory(ranks: Ranks) -> int:
+    """Bytes at most so far: of the GPU's allocator, or of this process where there is no GPU."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(ranks.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def gpu_memory_fields(ranks: Ranks) -> dict[str, Any]:
+    """Bytes of the GPU's allocator, as fields of `Step`; none where there is no GPU. The device is not waited for."""
+    if ranks.device.type != "cuda":
+        return {}
+    return {
+        "memory_allocated_bytes": torch.cuda.memory_allocated(ranks.device),
+        "memory_reserved_bytes": torch.cuda.memory_reserved(ranks.device),
+        "memory_max_reserved_bytes": torch.cuda.max_memory_reserved(ranks.device),
+    }
+
+
+def seed_weights(ranks: Ranks, seed: int) -> None:
+    """Seed every generator for the weights: the same over data-parallel replicas, another per pipeline stage."""
+    _seed(_mix(seed, 0, ranks.pipeline_rank))
+
+
+def seed_dropout(ranks: Ranks, seed: int) -> None:
+    """Seed every generator for training: another per data-parallel replica and pipeline stage.
+
+    Ranks that share a replica and a stage (tensor parallel) keep a common generator for what they
+    compute alike; megatron-core adds one per tensor rank for the rest.
+    """
+    _seed(_mix(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank))
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _mix(*numbers: int) -> int:
+    """A 32-bit seed from several numbers; nearby inputs give unrelated seeds."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

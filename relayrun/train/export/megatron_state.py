@@ -1,0 +1,265 @@
+"""The plain state in Megatron-LM's checkpoints: a run's settings as its arguments, and Adam's state in its forms.
+
+| form | tensors for each weight K, by prefix | plain part |
+|---|---|---|
+| plain, fp32 | `optimizer.state.`{exp_avg, exp_avg_sq}`.K` | {state: {common_step}, param_groups} |
+| plain, bf16 | and fp32_param | {optimizer: {state: {common_step}, param_groups}} |
+| fully_reshardable | `optimizer.state.`{param, exp_avg, exp_avg_sq}`.K` | {optimizer: {param_groups, with step}} |
+| fully_sharded_model_space | {fp32_param, exp_avg, exp_avg_sq}, each part of a weight flat | the same |
+
+The last two are of Megatron's distributed optimizer, the last one of megatron-core before 0.14. Its other forms
+(`dp_reshardable`, `dp_zero_gather_scatter`) are those of its buffers, which depend on the layout of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from relayrun.config.compose.schema import RunConfig
+from relayrun.errors import InputError
+from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader
+
+
+def checkpoint_position(common: dict[str, Any], config: RunConfig, iteration: int) -> TrainingProgress:
+    """Return where in its data a checkpoint stands. `common`: its common part; an imported one has no progress."""
+    sizes = config.training.batch_sizes
+    return (
+        TrainingProgress.resume(common["progress"], sizes)
+        if "progress" in common
+        else TrainingProgress(sizes, iteration=iteration)
+    )
+
+
+def megatron_arguments(
+    config: RunConfig, vocabulary: int, dtype: torch.dtype, position: TrainingProgress
+) -> dict[str, Any]:
+    """Return what Megatron's programs and tools read of a checkpoint's arguments.
+
+    `vocabulary`: padded. `dtype`: that of the weights.
+    """
+    model, training, optimizer = config.model, config.training, config.optimizer
+    parallel = config.parallel
+    warmup, decay = config.lr_steps(position.reaches)
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.hidden_size // model.num_attention_heads,
+        "seq_length": training.seq_length,
+        "max_position_embeddings": training.seq_length,
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "add_position_embedding": True,
+        "rotary_base": model.rotary_base,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": model.rope_scaling_factor is not None,
+        "rope_scaling_factor": model.rope_scaling_factor or 8.0,
+        "normalization": "RMSNorm",
+        "norm_epsilon": model.norm_epsilon,
+        "init_method_std": model.init_method_std,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "padded_vocab_size": vocabulary,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "iteration": position.iteration,
+        "consumed_train_samples": position.consumed_samples,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "train_iters": training.steps,
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": training.global_batch_size,
+        "rampup_batch_size": training.rampup_batch_size,
+        "seed": training.seed,
+        "save_interval": config.checkpoint.interval,
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr_decay_style": optimizer.lr_decay_style,
+        "lr_decay_iters": decay,
+        "lr_warmup_iters": warmup,
+        "lr_warmup_fraction": None,
+        "lr_wsd_decay_iters": optimizer.lr_wsd_decay_steps,
+        "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_eps": optimizer.adam_eps,
+        "clip_grad": optimizer.clip_grad,
+        "reset_position_ids": config.data.reset_position_ids,
+        "reset_attention_mask": config.data.reset_attention_mask,
+        "eod_mask_loss": config.data.eod_mask_loss,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": False,
+        "ckpt_fully_parallel_save": True,
+        "no_save_optim": False,
+        "no_save_rng": False,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
+
+
+def layout_arguments(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments that say how the model was split over ranks."""
+    parallel = config.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "world_size": config.world_size,
+        "data_parallel_size": config.data_parallel_size,
+    }
+
+
+def scheduler_state(config: RunConfig, position: TrainingProgress) -> dict[str, Any]:
+    """Return the state of Megatron's scheduler, which counts samples where a run counts iterations."""
+    optimizer, size = config.optimizer, config.training.global_batch_size
+    warmup, decay = config.lr_steps(position.reaches)
+    return {
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr_warmup_steps": warmup * size,
+        "num_steps": position.iteration * size,
+        "lr_decay_style": optimizer.lr_decay_style,
+        "lr_decay_steps": decay * size,
+        "start_wd": optimizer.weight_decay,
+        "end_wd": optimizer.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": config.training.steps * size,
+    }
+
+
+OPTIMIZER_PREFIX = "optimizer.state."
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+_DEFAULTS: dict[str, Any] = {
+    "amsgrad": False,
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+    "bias_correction": True,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+    "lr_mult": 1.0,
+    "default_config": True,
+}
+"""What torch's AdamW and TransformerEngine's look for in a group; either leaves out what only the other one needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamState:
+    """What a checkpoint holds of Adam's state."""
+
+    reader: CheckpointReader
+    groups: list[dict[str, Any]]
+    """Hyperparameters by group of parameters, without the parameters."""
+    step: int
+    main: str | None
+    """How the keys of the fp32 weights begin, behind PREFIX; None: the weights themselves are fp32."""
+    form: str | None
+    """That of a distributed optimizer; None: plain."""
+
+    def copy_into(
+        self, contents: CheckpointContents, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
+    ) -> None:
+        """Add the tensors in another kind. `weights`: shapes by key. Raises InputError if one is not there."""
+        found = set(self.reader.tensors)
+        names = {f"{OPTIMIZER_PREFIX}{name}.": f"{OPTIMIZER_PREFIX}{name}." for name in ADAM_MOMENTS}
+        if distributed or precision == "bf16":  # a plain optimizer has the weights themselves where these are fp32
+            source = "" if self.main is None else f"{OPTIMIZER_PREFIX}{self.main}."
+            names[source] = f"{OPTIMIZER_PREFIX}{'param' if distributed else 'fp32_param'}."
+        for key, size in weights.items():
+            for source, target in names.items():
+                if source + key not in found:
+                    raise InputError(f"{source + key} is missing", where=self.reader.folder)
+                _copy(self.reader, contents, source + key, target + key, size)
+
+    def plain(self, *, distributed: bool, precision: str) -> dict[str, Any]:
+        """Return the plain part in another kind."""
+        if distributed:
+            groups = [group | {"step": float(self.step)} for group in self.groups]
+            return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+        step = torch.tensor(float(self.step), dtype=torch.float32)
+        inner = {"state": {"common_step": step}, "param_groups": self.groups}
+        return {"optimizer": inner} if precision == "bf16" else inner
+
+    def with_defaults(self) -> list[dict[str, Any]]:
+        """Return the groups with all that either implementation of Adam looks for."""
+        return [_DEFAULTS | group | {"step": self.step} for group in self.groups]
+
+
+def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamState:
+    """Return what a checkpoint with this plain part (`common["optimizer"]`) holds.
+
+    Raises InputError, which says it in words, if it is another optimizer's state, or in another form.
+    """
+    where = reader.folder
+    form = state.get("param_state_sharding_type")
+    kinds = {
+        key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0]
+        for key in reader.tensors
+        if key.startswith(OPTIMIZER_PREFIX)
+    }
+    if not kinds.issuperset(ADAM_MOMENTS):
+        raise InputError(
+            f"the state of its {'distributed ' if form else ''}optimizer is in another form"
+            + (f" ({form})" if form else ""),
+            where=where,
+        )
+    if more := sorted(kinds - {*ADAM_MOMENTS, "param", "fp32_param"}):
+        raise InputError(f"its optimizer keeps {more[0]}, which is not Adam's", where=where)
+    inner = state["optimizer"] if isinstance(state.get("optimizer"), Mapping) else state
+    groups = inner.get("param_groups")
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise InputError("its optimizer has no groups of parameters in its plain part", where=where)
+    steps = {float(group["step"]) for group in groups if group.get("step") is not None}
+    common = inner.get("state", {}).get("common_step") if isinstance(inner.get("state"), Mapping) else None
+    if common is not None:
+        steps = {float(common)}
+    if len(steps) != 1:
+        raise InputError(f"its optimizer has {len(steps) or 'no'} counts of steps", where=where)
+    main = next((name for name in ("param", "fp32_param") if name in kinds), None)
+    plain = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
+    return AdamState(reader=reader, groups=plain, step=int(steps.pop()), main=main, form=form)
+
+
+def _copy(reader: CheckpointReader, contents: CheckpointContents, key: str, name: str, size: tuple[int, ...]) -> None:
+    found = reader.size(key)
+    if found == size:
+        contents.copy_tensor(reader, key, name)
+        return
+    grid, flat = found[:-1], found[-1]  # a grid of parts of the weight, each of them flat
+    if len(grid) != len(size) or any(a % b for a, b in zip(size, grid, strict=False)):
+        raise InputError(f"{key} has the shape {list(found)}, not {list(size)}", where=reader.folder)
+    part = tuple(a // b for a, b in zip(size, grid, strict=True))
+    if torch.Size(part).numel() != flat:
+        raise InputError(f"{key} has the shape {list(found)}, not {list(size)}", where=reader.folder)
+    dtype = reader.dtype_of(key)
+    for number in range(torch.Size(grid).numel()):
+        at = torch.unravel_index(torch.tensor(number), grid)
+        cell = [int(each) for each in at]
+
+        def make(cell: list[int] = cell) -> torch.Tensor:
+            return reader.read(key, start=[*cell, 0], shape=[1] * len(grid) + [flat], dtype=dtype).reshape(part)
+
+        start = [index * length for index, length in zip(cell, part, strict=True)]
+        contents.add_tensor(name, size=size, start=start, part=part, dtype=dtype, make=make)

@@ -1,0 +1,127 @@
+"""Source and target of an export, without torch: a checkpoint with its config, tokenizer and data; a new folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.control.rundir import checkpoint_records
+from relayrun.control.rundir.run import Run
+from relayrun.errors import ConfigError, InputError, RunDirError, refuse_unwritable
+from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, ids_fingerprint, load_tokenizer
+from relayrun.tokens.tokenize.options import TokenizeOptions
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """One checkpoint of a run, with what an export needs of the run."""
+
+    run: Run | None
+    """None for a checkpoint of another program, which has no records of a run (`megatron_source`)."""
+    iteration: int
+    folder: Path
+    config: RunConfig
+    """Config of the attempt that made the checkpoint."""
+    manifest: Manifest
+
+    @cached_property
+    def checksum(self) -> str | None:
+        """The checksum that its commit gives; None for a checkpoint of an earlier version."""
+        commit = checkpoint_records.newest_commit_at(self.folder)
+        return None if commit is None else commit.checksum
+
+    @cached_property
+    def tokenizer(self) -> DocumentTokenizer:
+        """The run's tokenizer. Raises InputError if it is not the one that the run's tokens were made with."""
+        found = load_tokenizer(TokenizeOptions(tokenizer=self.config.data.tokenizer, append_eod="auto"))
+        whole, ids = self.manifest.tokenizer_fingerprint, self.manifest.tokenizer_ids
+        if whole not in ("", found.fingerprint) and ids != ids_fingerprint(found.definition):
+            raise InputError(
+                "this is not the tokenizer that the run began with: it gives other ids",
+                where=self.config.data.tokenizer,
+                hint="put the run's tokenizer back as it was",
+            )
+        return found
+
+
+def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
+    """Find the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
+    folder: Path | None
+    if iteration is None:
+        newest = checkpoint_records.resume_point(run)
+        iteration, folder = newest.iteration, Path(newest.path) if newest.path else None
+        if folder is None:
+            raise InputError("this run has no checkpoint yet", where=run.path)
+    else:
+        folder = _folder(run, iteration)
+    config = resolve.require_native(committed_config(run, iteration))
+    return CheckpointSource(
+        run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
+    )
+
+
+def committed_config(run: Run, iteration: int) -> CommonConfig:
+    """Return the config of the attempt that committed an iteration. Raises RunDirError where the run has none."""
+    numbers = run.revisions()
+    if not numbers:
+        raise RunDirError("this run has no config", where=run.config)
+    return resolve.read_resolved_config(run.config_revision(_revision(run, iteration) or numbers[-1]))
+
+
+def _folder(run: Run, iteration: int) -> Path:
+    line = checkpoint_records.lineage_commits(run)
+    for commit in line:
+        if commit.iteration == iteration:
+            if (fault := checkpoint_records.checkpoint_fault(commit)) is not None:
+                raise InputError(f"this checkpoint is torn or removed: {fault}", where=commit.path, hint=_have(run))
+            return Path(commit.path)
+    raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(run))
+
+
+def _have(run: Run) -> str:
+    whole = [
+        str(commit.iteration)
+        for commit in checkpoint_records.lineage_commits(run)
+        if checkpoint_records.checkpoint_fault(commit) is None
+    ]
+    return f"whole ones: {', '.join(whole) or 'none'}"
+
+
+def _revision(run: Run, iteration: int) -> int | None:
+    """The config revision of the newest attempt that committed this iteration."""
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        if any(commit.iteration == iteration for commit in attempt.read_commits()):
+            begin = attempt.read_begin()
+            return None if begin is None else begin.config_revision
+    return None
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def check_target(target: Path) -> None:
+    """Raise InputError if there is something at `target`, or this user may not make it."""
+    refuse_existing(target)
+    refuse_unwritable(target)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raise InputError if there is something at `target`."""
+    if os.path.lexists(target):
+        raise InputError("this exists already", where=target, hint="give another --output, or move it away")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `200MB`, `1GiB`. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+) ?([A-Za-z]*)", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or int(match[1]) == 0:
+        raise ConfigError(f"{text!r} is no size", where="--max-shard-size", hint="write for example 5GB, or 500MB")
+    return int(match[1]) * unit

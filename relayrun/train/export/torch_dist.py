@@ -1,0 +1,390 @@
+"""A torch_dist checkpoint without ranks, GPU and megatron-core: read and write its tensors, into a new folder.
+
+`CheckpointReader` reads parts of tensors. `CheckpointContents` names all tensors first and makes each when it is
+written. `new_folder` appears whole or not at all.
+
+megatron-core saves what the layers have in common as one tensor with the layers as its first dimension, split
+over files as the ranks were. `torch.distributed.checkpoint` finds and reads the pieces that a wanted part
+overlaps, one at a time, so that memory holds the part and one piece. What is read is compared with its hashes, and
+nothing of it is run.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import os
+import pickle
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from relayrun.errors import InputError, RelayrunError
+from relayrun.files import fsync_directory, remove_leftovers, rename_to_unused_name, temporary_prefix, write_json
+from relayrun.train.checkpoint import checksums
+from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
+from relayrun.train.checkpoint.checksums import CHECKSUM_INDEX, DamagedCheckpoint
+from relayrun.train.checkpoint.reader import METADATA_FILE, CheckedReader
+from relayrun.train.export.source_and_target import refuse_existing
+
+log = logging.getLogger(__name__)
+
+WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+"""How the keys of a language model's weights begin; the rest is the optimizer's and the run's."""
+
+
+class CheckpointReader:
+    """The weights of the checkpoint in `folder`, and whatever else it holds."""
+
+    def __init__(self, folder: Path, checksum: str | None = None) -> None:
+        """Open a checkpoint. `checksum`: that of its commit, None where no run knows it.
+
+        Raises InputError if this is no torch_dist checkpoint, a file of it is missing, torn or not the one that was
+        saved, or it holds more than values.
+        """
+        self.folder = folder
+        if not (folder / METADATA_FILE).exists() and not (folder / CHECKSUM_INDEX).exists():
+            raise InputError(
+                "this is no torch_dist checkpoint: it has no .metadata",
+                where=folder,
+                hint="give a run directory, or one of the folders iter_* in its checkpoints/",
+            )
+        try:
+            reader = CheckedReader(folder, checksum)
+        except DamagedCheckpoint as error:
+            raise InputError(
+                f"this checkpoint is damaged: {error.message}", where=folder, hint="export another iteration"
+            ) from None
+        if not reader.checked:
+            log.warning("%s was saved without checksums: its bytes are taken as they are", folder)
+        metadata = reader.metadata
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._reader = reader
+        self._tensors = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        self._objects = {key for key in metadata.state_dict_metadata if key not in self._tensors}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights, by key."""
+        return {key: tuple(value.size) for key, value in self._tensors.items() if key.startswith(WEIGHT_PREFIXES)}
+
+    @property
+    def tensors(self) -> list[str]:
+        """Keys of all tensors, those of the optimizer's state too."""
+        return [*self._tensors]
+
+    @property
+    def objects(self) -> set[str]:
+        """Keys of all that is no tensor."""
+        return self._objects
+
+    def common(self) -> dict[str, Any]:
+        """Return the plain values of the checkpoint, by name. Raises InputError."""
+        try:
+            return self._reader.common()
+        except DamagedCheckpoint as error:
+            raise InputError(f"this checkpoint is damaged: {error.message}", where=self.folder) from None
+
+    def size(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._tensors[key].size)
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Return the type of a tensor."""
+        dtype: torch.dtype = self._tensors[key].properties.dtype
+        return dtype
+
+    def blocks(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return where each block of a tensor begins, and its shape."""
+        return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._tensors[key].chunks]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the embeddings, and so of the matrices."""
+        dtype: torch.dtype = self._tensors["embedding.word_embeddings.weight"].properties.dtype
+        return dtype
+
+    def read(self, key: str, *, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Read the part of `shape` that begins at `start` (one number per dimension), converted to `dtype`.
+
+        Raises InputError if it cannot be read.
+        """
+        part = torch.empty(list(shape), dtype=dtype)
+        wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
+        items = create_read_items_for_chunk_list(key, self._tensors[key], [wanted])
+        if sum(torch.Size(item.lengths).numel() for item in items) != part.numel():
+            raise InputError(f"its pieces of {key} don't make up the whole", where=self.folder)
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(part)).wait()
+        except DamagedCheckpoint as error:
+            raise InputError(
+                f"this checkpoint is damaged: {error.message}", where=self.folder, hint="export another iteration"
+            ) from None
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
+        return part
+
+    def read_object(self, key: str) -> Any:
+        """Read what is no tensor; values and tensors alone. Raises InputError."""
+        index = MetadataIndex(key)
+        item = ReadItem(
+            type=LoadItemType.BYTE_IO,
+            dest_index=index,
+            dest_offsets=torch.Size((0,)),
+            storage_index=index,
+            storage_offsets=torch.Size((0,)),
+            lengths=torch.Size((0,)),
+        )
+        found = _Object()
+        try:
+            self._reader.read_data(LoadPlan([item]), found).wait()
+            packed = torch.load(found.data, map_location="cpu", weights_only=True)
+        except (DamagedCheckpoint, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
+        return packed[0] if isinstance(packed, list) and len(packed) == 1 else packed
+
+
+class _Object(DefaultLoadPlanner):
+    """Keeps the bytes of one object."""
+
+    data: io.BytesIO
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.data = value
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self._target
+        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dimension, offset, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target` to write into; at the end it is synced and gets its name.
+
+    If the block fails nothing is left. Raises InputError if `target` exists or cannot be written.
+    """
+    target = target.absolute()
+    refuse_existing(target)
+    temporary = target.with_name(f"{temporary_prefix()}{secrets.token_hex(8)}")  # two containers may have one number
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target.parent, shared=True)
+        temporary.mkdir()
+        yield temporary
+        _sync(temporary)
+        refuse_existing(target)
+        rename_to_unused_name(temporary, target)
+        fsync_directory(target.parent)
+    except RelayrunError:
+        raise
+    except (Exception, CheckpointException) as error:  # torch's writers say it in words of their own
+        words = _why_not_written(error)
+        if words is None:
+            raise
+        raise InputError(
+            f"cannot be written: {words}", where=target, hint="see that there is room, and that you may write there"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _why_not_written(error: BaseException | None) -> str | None:
+    """What stopped a write; None if this is another kind of error."""
+    if error is None:
+        return None
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, CheckpointException):
+        return next((words for inner, _ in error.failures.values() if (words := _why_not_written(inner))), None)
+    if isinstance(error, SafetensorError):
+        return str(error)
+    inner = _why_not_written(error.__cause__ or error.__context__)
+    if inner is None and isinstance(error, RuntimeError) and "inline_container" in str(error):
+        return "torch's writer met a full disk, a quota or a limit of file sizes"
+    return inner
+
+
+def _sync(folder: Path) -> None:
+    """And give the files the mode that the umask asks for: safetensors makes its own 0600."""
+    mode = folder.stat().st_mode & 0o666
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            try:
+                os.fchmod(fd, mode)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fsync_directory(directory)
+
+
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class WrittenCheckpoint:
+    """A checkpoint that was written, without its hashes yet."""
+
+    folder: Path
+    files: WrittenFiles
+
+    def add_checksums(self, iteration: int) -> None:
+        """Write down the hashes of all that lies in the folder; nothing may be added behind it."""
+        files = checksums.write_block_checksums(self.folder, 0, iteration, self.files.blocks, self.files.sizes)
+        checksums.write_checksum_index(self.folder, iteration, files | self.files.files)
+
+
+class CheckpointContents(DefaultSavePlanner):
+    """The tensors and objects of a checkpoint. Tells torch's writer what there is, and makes each when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._items: list[WriteItem] = []
+        self._make: dict[MetadataIndex, Callable[[], torch.Tensor | io.BytesIO]] = {}
+
+    def add_tensor(
+        self,
+        key: str,
+        *,
+        size: Sequence[int],
+        start: Sequence[int],
+        part: Sequence[int],
+        dtype: torch.dtype,
+        make: Callable[[], torch.Tensor],
+    ) -> None:
+        """Add the part of shape `part` that begins at `start` in the tensor `key` of shape `size`."""
+        offsets = torch.Size(start)
+        index = MetadataIndex(key, offsets)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(part)),
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(size),
+        )
+        self._items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        self._make[index] = make
+
+    def copy_tensor(self, reader: CheckpointReader, key: str, name: str) -> None:
+        """Add the tensor `key` of another checkpoint as `name`, block by block as it lies there."""
+        size, dtype = reader.size(key), reader.dtype_of(key)
+
+        def copy(start: Sequence[int], part: Sequence[int]) -> torch.Tensor:
+            return reader.read(key, start=start, shape=part, dtype=dtype)
+
+        for start, part in reader.blocks(key):
+            self.add_tensor(
+                name,
+                size=size,
+                start=start,
+                part=part,
+                dtype=dtype,
+                make=lambda start=start, part=part: copy(start, part),  # type: ignore[misc]
+            )
+
+    def add_object(self, key: str, make: Callable[[], Any]) -> None:
+        """Add an object; megatron-core keeps it in a list of one."""
+
+        def packed() -> io.BytesIO:
+            buffer = io.BytesIO()
+            torch.save([make()], buffer)
+            return buffer
+
+        index = MetadataIndex(key)
+        self._items.append(WriteItem(index=index, type=WriteItemType.BYTE_IO))
+        self._make[index] = packed
+
+    def add_extra_states(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Add the empty extra states that megatron-core's modules ask for; `shapes`: of all weights, by their keys.
+
+        It keeps one, empty without fp8, for each matrix of each layer and expert, and for the norms of heads and behind
+        the last layer.
+        """
+        for key, shape in shapes.items():
+            module, _, name = key.rpartition(".")
+            kind = module.rpartition(".")[2]
+            if name != "weight" or not (kind.startswith("linear_") or kind.endswith("_layernorm")):
+                continue
+            grid = list(shape[: 2 if "experts.experts." in key else 1]) if key.startswith("decoder.layers.") else [1]
+            for at in itertools.product(*map(range, grid)):
+                place = f"shard_{'.'.join(map(str, at))}_{'.'.join(map(str, grid))}"
+                self.add_object(f"{module}._extra_state/{place}", lambda: None)
+
+    def write(self, folder: Path, common: dict[str, Any]) -> WrittenCheckpoint:
+        """Write it all into a folder that is there. Raises torch's CheckpointException."""
+        with warnings.catch_warnings():  # that this is one process, as it shall be
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer = ThreadedWriter(folder, 1)
+            state_dict_saver.save({}, storage_writer=writer, planner=self, no_dist=True)
+        torch.save(common, folder / "common.pt")
+        write_json(folder / "metadata.json", _BACKENDS)
+        return WrittenCheckpoint(folder, writer.written)
+
+    def create_local_plan(self) -> SavePlan:
+        """As torch asks for it."""
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As torch asks for it."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As torch asks for it."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """As torch asks for it."""
+        return self._make[write_item.index]()

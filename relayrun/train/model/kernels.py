@@ -1,0 +1,211 @@
+"""Kernels of the model that may be missing on a machine: fused kernels, gradient accumulation, fp8.
+
+Each is used if it is installed, or refused with a reason if the config asks for it.
+
+`parallel.defer_embedding_wgrad_compute` keeps what the gradient of the output layer needs, and computes it at the end
+of an iteration, when the last pipeline stage would wait for the others. megatron-core does it with the kernels of Apex
+alone, which add a product of matrices to a buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import fp8_utils
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+
+from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.model import TransformerSection
+from relayrun.errors import FatalTrainingError
+
+FP8_AVAILABLE = {
+    "delayed": "is_fp8_available",
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+"""What TransformerEngine is asked whether the GPU can; older versions do not know every recipe."""
+
+
+def check_fp8(settings: TransformerSection, transformer: TransformerConfig) -> None:
+    """Ask before the model is built; megatron-core and TransformerEngine ask in the first step.
+
+    Raises FatalTrainingError where the installed version does not know the recipe, or this GPU cannot compute by it.
+    """
+    manager: Any = getattr(fp8_utils, "FP8GlobalStateManager", None)
+    if settings.fp8 is None or manager is None:  # without TransformerEngine `layers` says that it is missing
+        return
+    version = fp8_utils.get_te_version()
+    try:
+        fp8_utils.get_fp8_recipe(transformer)
+    except (AssertionError, AttributeError, ValueError) as error:
+        raise _fp8_refused(settings, f"TransformerEngine {version} does not know it ({error})") from error
+    ask: Any = getattr(manager, FP8_AVAILABLE[settings.fp8_recipe], None)
+    can, why = ask() if ask is not None else (False, f"TransformerEngine {version} does not know it")
+    if not can:
+        raise _fp8_refused(settings, why)
+
+
+def _fp8_refused(settings: TransformerSection, why: str) -> FatalTrainingError:
+    return FatalTrainingError(
+        f"model.transformer.fp8 {settings.fp8} with fp8_recipe {settings.fp8_recipe} cannot be had here: {why}",
+        hint="set another model.transformer.fp8_recipe, or leave out model.transformer.fp8",
+    )
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedKernel:
+    """One of these kernels, in this attempt."""
+
+    setting: str
+    used: bool
+    why_not: str | None
+    """Why it cannot be used here; None: it can."""
+
+
+def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, bool]:
+    """Return the fields of a TransformerConfig that turn the kernels on or off.
+
+    On GPUs rank 0 logs which they are. Raises FatalTrainingError for one that is asked for and cannot be used.
+    """
+    found = [
+        _fused_kernel("apply_rope_fusion", config.training.apply_rope_fusion, _why_no_rope(config, device)),
+        _fused_kernel(
+            "gradient_accumulation_fusion",
+            config.training.gradient_accumulation_fusion,
+            _why_no_gradient_accumulation(device),
+        ),
+    ]
+    if device.type == "cuda" and torch.distributed.get_rank() == 0:
+        log.info("kernels that join several steps: %s", "; ".join(map(_kernel_text, found)))
+    return {fusion.setting: fusion.used for fusion in found}
+
+
+def _fused_kernel(setting: str, wanted: bool | None, why_not: str | None) -> FusedKernel:
+    if wanted and why_not is not None:
+        raise FatalTrainingError(
+            f"training.{setting} is set and cannot be had: {why_not}",
+            hint=f"leave out training.{setting}: then it is used where it can be",
+        )
+    return FusedKernel(setting=setting, used=why_not is None if wanted is None else wanted, why_not=why_not)
+
+
+def _kernel_text(fusion: FusedKernel) -> str:
+    if fusion.used:
+        return f"{fusion.setting} on"
+    return f"{fusion.setting} off ({fusion.why_not or 'as it is set'})"
+
+
+def _why_no_rope(config: RunConfig, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "it is a kernel for GPUs"
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        return "TransformerEngine is not installed where the ranks run"
+    if config.model.transformer.multi_latent_attention:
+        return "megatron-core's kernel for multi_latent_attention is experimental, and for YaRN alone"
+    if config.data.reset_position_ids:
+        return "data.reset_position_ids gives each row positions of its own, and the kernel takes the same for all rows"
+    return None
+
+
+def _why_no_gradient_accumulation(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "it is a kernel for GPUs"
+    if not layers._grad_accum_fusion_available:
+        return "Apex's fused_weight_gradient_mlp_cuda is not installed where the ranks run"
+    return None
+
+
+def start_communication_overlap(config: RunConfig, transformer: TransformerConfig) -> None:
+    """Let TransformerEngine set up the buffers of parallel.tp_comm_overlap; all ranks together, before the model."""
+    from transformer_engine.pytorch.module import base  # type: ignore[import-not-found,unused-ignore]
+
+    training, parallel = config.training, config.parallel
+    tokens = training.seq_length * training.micro_batch_size // parallel.context_parallel_size
+    fp8 = transformer.fp8 is not None
+    if "quantization_modes" in inspect.signature(base.initialize_ub).parameters:  # since 2.7
+        modes = base.UserBufferQuantizationMode
+        precision: dict[str, object] = {"quantization_modes": [modes.FP8 if fp8 else modes.NONE]}
+    else:
+        precision = {"use_fp8": fp8}
+    base.initialize_ub(
+        shape=[tokens, config.model.hidden_size],
+        tp_size=parallel.tensor_model_parallel_size,
+        bootstrap_backend="nccl",
+        **precision,
+    )
+
+
+APEX_KERNELS = "fused_weight_gradient_mlp_cuda"
+"""The module of Apex. megatron-core imports it by this name, once in layers.py and once where it computes the rest."""
+
+
+def install_gradient_kernels(*, say: bool) -> None:
+    """Put functions of torch in the place of Apex's kernels where these are not installed.
+
+    They compute what happens without fusion: the product in the type of the activations, then the sum. So the bits are
+    those of a run without it, at its speed and with its memory. `say`: whether this rank has a line about it.
+    """
+    if importlib.util.find_spec(APEX_KERNELS) is not None:
+        return
+    if say:
+        log.info("Apex's %s is not installed: gradients of weights are added up by torch", APEX_KERNELS)
+    module = ModuleType(APEX_KERNELS)
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_weight_gradient  # type: ignore[attr-defined]
+    module.__spec__ = importlib.util.spec_from_loader(APEX_KERNELS, loader=None)
+    sys.modules[APEX_KERNELS] = module
+    layers.fused_weight_gradient_mlp_cuda = module
+    layers._grad_accum_fusion_available = True
+
+
+def defer_output_layer_alone(model: Any) -> None:
+    """Let the other linear layers of a GPTModel compute their gradients at once.
+
+    megatron-core's local ones ask the config that all share, and have nowhere to keep what they would defer.
+    """
+    config: Any = model.config
+    at_once = copy.copy(config)
+    at_once.defer_embedding_wgrad_compute = False
+    for name, module in model.named_modules():
+        if isinstance(module, layers.ColumnParallelLinear) and name != "output_layer":
+            module.config = at_once
+
+
+@torch.no_grad()
+def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    """Add to the gradient of a weight, [out, in]: of inputs [tokens, in] and the outputs' gradient [tokens, out]."""
+    total.add_(gradient.t().matmul(inputs))
+
+
+def reduce_output_layer_last(chunk: DistributedDataParallel) -> Callable[..., None]:
+    """Return what finalizes gradients where those of the output layer, which is in this part, come last.
+
+    With overlap_grad_reduce megatron-core 0.16.1 reduces a bucket as soon as the last micro-batch has passed it, and
+    computes what was deferred after that: from the second iteration on, those gradients would be added to what is
+    already being summed (its issue 1012). So the bucket of the output layer is held back until they are there.
+    """
+    weight = get_attr_wrapped_model(chunk, "output_layer").weight
+    held = chunk.param_to_bucket_group[weight]
+    held.register_grad_ready = lambda *_, **__: None
+
+    def finalize(*arguments: Any, **named: Any) -> None:
+        held.start_grad_sync(force_all_reduce=named.get("force_all_reduce", False))
+        finalize_model_grads(*arguments, **named)
+
+    return finalize

@@ -1,0 +1,150 @@
+"""The documents of a micro-batch: which tokens form a document, their positions, TransformerEngine's attention.
+
+megatron-core's layers pass `packed_seq_params` on to the core attention. Given in the format `sbhd` they change nothing
+on the way: tensors keep the shape [sequence, batch, ...], whatever the documents are, and so do the messages between
+pipeline stages. (In its format `thd` the rotary embedding asks the GPU for the lengths, twice a layer.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """The documents of a micro-batch: a token sees those of its own document up to itself."""
+
+    lengths: Sequence[Sequence[int]] = field(kw_only=True)
+    """Tokens of each document, row by row; those of a row make up the whole sequence."""
+    device: torch.device = field(kw_only=True)
+    qkv_format: str = "sbhd"
+
+    def __post_init__(self) -> None:
+        # the rotary embedding is made for so many positions: of a row, since documents go on counting in it
+        self.max_seqlen_q = self.max_seqlen_kv = sum(self.lengths[0])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(max(row) for row in self.lengths)
+
+    @cached_property
+    def bounds(self) -> torch.Tensor:
+        """Where documents begin and the last one ends when rows stand behind each other; int32 [documents + 1]."""
+        flat = torch.tensor([0, *(length for row in self.lengths for length in row)], dtype=torch.int32)
+        return flat.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
+
+
+@lru_cache(maxsize=8)
+def whole_rows(batch: int, sequence: int, device: torch.device) -> PackedDocuments:
+    """Return rows that are one document each, as a kernel for documents wants them."""
+    return PackedDocuments(lengths=[[sequence]] * batch, device=device)
+
+
+class RowwiseRotaryEmbedding(torch.nn.Module):
+    """A rotary embedding for positions that differ from row to row, in the place of megatron-core's.
+
+    Its own embedding gives position i to the i-th token of every row, whatever `position_ids` says.
+    """
+
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self._rotary = rotary
+        self._ids: torch.Tensor | None = None
+
+    def at(self, position_ids: torch.Tensor) -> None:
+        """Let the next forward pass have these positions, int64 [batch, sequence]: of this context-parallel rank."""
+        self._ids = position_ids
+
+    def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int:
+        """As the embedding within; what it says is not needed."""
+        length: int = self._rotary.get_rotary_seq_len(*arguments, **named)  # type: ignore[operator]
+        return length
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return angles for the positions set, [sequence, batch, 1, channels]."""
+        assert self._ids is not None
+        frequencies: torch.Tensor = self._rotary.inv_freq  # type: ignore[assignment]
+        frequencies = frequencies.to(self._ids.device)
+        angles = self._ids.T.to(frequencies.dtype)[:, :, None] * frequencies
+        pairs = (
+            angles.repeat_interleave(2, dim=-1) if self._rotary.rotary_interleaved else torch.cat((angles, angles), -1)
+        )
+        return pairs[:, :, None, :]
+
+
+class RowwiseYarnEmbedding(RowwiseRotaryEmbedding):
+    """The same for a rotary embedding that is stretched (YaRN), in a layer with latent attention."""
+
+    def __init__(self, rotary: torch.nn.Module, length: int) -> None:
+        """`length`: of a whole sequence."""
+        super().__init__(rotary)
+        self._length = length
+
+    def forward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:  # type: ignore[override]
+        """Return angles for the positions set, [sequence, batch, 1, channels], and the factor of their sines."""
+        assert self._ids is not None
+        # as packed: of the whole sequence, also with context parallelism
+        angles, factor = self._rotary(self._length, packed_seq=True)
+        return angles[self._ids.T, 0], factor
+
+
+def positions_for(rotary: torch.nn.Module, length: int) -> RowwiseRotaryEmbedding:
+    """Return what takes the place of an embedding for sequences of this length."""
+    return (
+        RowwiseYarnEmbedding(rotary, length)
+        if isinstance(rotary, YarnRotaryEmbedding)
+        else RowwiseRotaryEmbedding(rotary)
+    )
+
+
+@cache
+def document_attention(attention: type) -> type:
+    """Return megatron-core's `TEDotProductAttention`, given as `attention`, as a class that also takes Documents.
+
+    It gets them in its own format for them, `thd`: rows behind each other, with the places where documents begin.
+    """
+
+    class DocumentAttention(attention):  # type: ignore[misc]
+        """As its base; with Documents, for [sequence, batch, heads, channels] too."""
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            attn_mask_type: AttnMaskType,
+            packed_seq_params: PackedSeqParams | None = None,
+            **named: Any,
+        ) -> torch.Tensor:
+            if not isinstance(packed_seq_params, PackedDocuments):
+                named["packed_seq_params"] = packed_seq_params
+                out: torch.Tensor = super().forward(
+                    query, key, value, attention_mask, attn_mask_type=attn_mask_type, **named
+                )
+                return out
+            sequence, batch = query.shape[:2]
+            flat = (part.transpose(0, 1).reshape(batch * sequence, *part.shape[2:]) for part in (query, key, value))
+            bounds, longest = packed_seq_params.bounds, packed_seq_params.longest
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=bounds,
+                cu_seqlens_kv=bounds,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
+            out = super().forward(
+                *flat, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=packed, **named
+            )
+            return out.reshape(batch, sequence, -1).transpose(0, 1)
+
+    return DocumentAttention

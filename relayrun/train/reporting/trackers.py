@@ -1,0 +1,342 @@
+"""W&B and TensorBoard: the metrics of a stream as points, one record per iteration, and the sinks that take them.
+
+A sink knows up to which iteration it has records. W&B's offline files are read for that.
+
+The client keeps up to 32 KiB in memory and loses them with its process, so what was handed to it says nothing.
+A .wandb file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md: blocks of 32 KiB,
+records cut into fragments of crc32, length, kind) behind a header of 7 bytes, `:W&B`, two bytes and a version; a
+record is a protobuf `wandb_internal.Record`. wandb 0.31 itself reads it in Go alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.control.rundir import merged_metrics
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.tracker_runs import TrackerRun
+from relayrun.control.trainers.tools import WandbMode
+
+SPEED_METRICS = frozenset(
+    [
+        "tokens_per_second",
+        "step_seconds",
+        "data_seconds",
+        "forward_backward_seconds",
+        "optimizer_seconds",
+        "save_seconds",
+        "evaluation_seconds",
+        "model_tflops_per_gpu",
+        "mfu",
+        "slowest_rank_ratio",
+        "memory_bytes",
+        "memory_allocated_bytes",
+        "memory_reserved_bytes",
+        "memory_max_reserved_bytes",
+    ]
+)
+"""Fields that say how fast it goes, and not what is learned."""
+
+METRIC_GROUPS = {
+    "validation": "validation",
+    "perplexity": "perplexity",
+    "params_norm_per_param": "params_norm",
+    "auxiliary_losses": "train",
+}
+"""Fields that hold a number for each of several names, and what the names stand below."""
+
+
+@dataclass
+class MetricPoint:
+    """What is known of one iteration: its step and, where there was one, its evaluation."""
+
+    iteration: int
+    time: float = 0.0
+    """Seconds since 1970, at the end of the step."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Numbers of the iteration by the names that trackers show: train/loss, speed/mfu, validation/<set>."""
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in a line of metrics.jsonl."""
+        for name, value in line.items():
+            if name in METRIC_GROUPS:
+                self.values |= {f"{METRIC_GROUPS[name]}/{part}": number for part, number in value.items()}
+            elif name == "timers":
+                self.values |= {f"timers/{part}": times["max"] for part, times in value.items()}
+            elif name == "time":
+                self.time = self.time or value
+            elif name != "iteration" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                self.values[f"{'speed' if name in SPEED_METRICS else 'train'}/{name}"] = value
+
+
+class StreamRolledBack(Exception):
+    """Raised where the attempt went back to a checkpoint: what follows is another stream's."""
+
+
+class PointReader:
+    """Joins the lines of iterations above `mark`: those of `earlier`, then those that `file` has and will have.
+
+    An iteration is given out when a later one has begun, since its evaluation comes in a line of its own; so an
+    attempt that is killed between the two leaves the whole iteration to the next one.
+    """
+
+    def __init__(
+        self, earlier: Iterable[dict[str, Any]], file: Path | None = None, *, mark: int, rewinds: int = 0
+    ) -> None:
+        self._earlier = iter(earlier)
+        self._file = file
+        self._rewinds = rewinds
+        """Rewinds in the file that still lie before this stream's lines."""
+        self._offset = 0
+        self._mark = mark
+        self._held: MetricPoint | None = None
+
+    @classmethod
+    def of_attempt(cls, run: Run, begin: AttemptStart, stream: TrackerRun, *, mark: int) -> PointReader:
+        """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
+        rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
+        base = stream.fork_iteration if rewinds else begin.base_iteration
+        before = merged_metrics.valid_lines(run, above=mark, before=(begin.attempt, rewinds))
+        earlier = (line for line in before if line["iteration"] <= base)
+        return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rewinds=rewinds)
+
+    @classmethod
+    def of_stream(cls, run: Run, streams: Sequence[TrackerRun], number: int, *, mark: int) -> PointReader:
+        """Read all of `streams[number]` that is there now."""
+        end = streams[number + 1].start if number + 1 < len(streams) else None
+        return cls(merged_metrics.valid_lines(run, above=mark, before=end), mark=mark)
+
+    def poll(self, *, complete: bool = False) -> Iterator[MetricPoint]:
+        """Yield the points since the last call; `complete`: no line will be added, so the last one is whole.
+
+        Raises Rewound behind the last point of the stream.
+        """
+        for lines in (self._earlier, self._new_lines()):
+            for line in lines:
+                if "rewind" in line:
+                    yield from self._rest()
+                    raise StreamRolledBack
+                yield from self._take(line)
+        if complete:
+            yield from self._rest()
+
+    def _rest(self) -> Iterator[MetricPoint]:
+        if self._held is not None:
+            yield self._held
+            self._mark, self._held = self._held.iteration, None
+
+    def _take(self, line: dict[str, Any]) -> Iterator[MetricPoint]:
+        if "round" in line:  # what follows was told before, and is computed again to the same bits
+            return
+        iteration = line.get("iteration", 0)
+        if self._held is not None and iteration > self._held.iteration:
+            yield from self._rest()
+        if iteration > self._mark:
+            self._held = self._held or MetricPoint(iteration)
+            if iteration == self._held.iteration:
+                self._held.add(line)
+
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
+        """Whole lines of the file since the last call."""
+        if self._file is None:
+            return
+        try:
+            with open(self._file, "rb") as file:
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self._offset += len(line)
+                    try:
+                        value = json.loads(line)
+                    except ValueError:  # what a killed or full disk left
+                        continue
+                    if not isinstance(value, dict):
+                        continue
+                    if self._rewinds:
+                        self._rewinds -= "rewind" in value
+                    else:
+                        yield value
+        except FileNotFoundError:
+            return
+
+
+WANDB_BLOCK_BYTES = 32 * 1024
+WANDB_HEADER_BYTES = 7
+_FULL, _LAST = 1, 4
+
+
+def offline_wandb_files(folder: Path, run_id: str) -> list[Path]:
+    """The .wandb files that were written offline under this id, oldest first."""
+    return sorted(folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+
+
+def highest_wandb_step(folder: Path, run_id: str) -> int:
+    """Highest step in the offline files of this id; 0 where there is none. Reads back from the newest file."""
+    for path in reversed(offline_wandb_files(folder, run_id)):
+        steps = [int(row["_step"]) for row in wandb_history(path)]
+        if steps:
+            return max(steps)
+    return 0
+
+
+def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
+    """What was logged, a dict per step, oldest first, up to where a killed client stopped."""
+    from wandb.proto import wandb_internal_pb2
+
+    for data in wandb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The whole records of a .wandb file."""
+    if data[:4] != b":W&B":
+        return
+    at, record = WANDB_HEADER_BYTES, b""
+    while at + WANDB_HEADER_BYTES <= len(data):
+        if (
+            WANDB_BLOCK_BYTES - at % WANDB_BLOCK_BYTES < WANDB_HEADER_BYTES
+        ):  # the rest of a block that holds no fragment is filled with zeros
+            at += WANDB_BLOCK_BYTES - at % WANDB_BLOCK_BYTES
+            continue
+        _checksum, size, kind = struct.unpack_from("<IHB", data, at)
+        at += WANDB_HEADER_BYTES
+        if not kind or at + size > len(data):
+            return
+        record += data[at : at + size]
+        at += size
+        if kind in (_FULL, _LAST):
+            yield record
+            record = b""
+
+
+class TrackerSink(Protocol):
+    """Takes points whose iterations rise. Anything may raise: the feed starts over with a new one."""
+
+    mark: int
+    """The highest iteration that it holds; 0 where it holds none."""
+
+    def write(self, point: MetricPoint) -> None:
+        """Take a point above the mark."""
+
+    def flush(self) -> None:
+        """Make what was taken readable, where that is not done anyway."""
+
+    def close(self) -> None:
+        """Hand on all that was taken, and take no more."""
+
+
+class TensorBoard(TrackerSink):
+    """Event files in tensorboard/<id>/, a new one per attempt; all values of an iteration are one event."""
+
+    def __init__(self, run: Run, stream: TrackerRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = run.tensorboard / stream.id
+        self.mark = highest_tensorboard_step(folder)
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, point: MetricPoint) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+        self._writer.add_event(Event(step=point.iteration, wall_time=point.time, summary=Summary(value=values)))
+        self.mark = point.iteration
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def highest_tensorboard_step(folder: Path) -> int:
+    """The highest step in a folder of event files; 0 where there is none."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for path in sorted(folder.glob("events.out.tfevents.*"), reverse=True):
+        steps = [Event.FromString(raw).step for raw in RawEventFileLoader(str(path)).Load()]
+        if any(steps):
+            return int(max(steps))
+    return 0
+
+
+def wandb_client_settings() -> Any:
+    """W&B's client without console, code, git state, metadata of the machine and system metrics."""
+    import wandb
+
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        save_code=False,
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        x_disable_meta=True,
+        x_disable_machine_info=True,
+        x_disable_stats=True,
+    )
+
+
+class WandB(TrackerSink):
+    """One W&B run over all attempts, by its id. Step is the iteration.
+
+    The client takes no console, code, git state, metadata of the machine or system metrics: they would be those of one
+    node, and nothing of the environment shall reach a file.
+    """
+
+    def __init__(self, run: Run, stream: TrackerRun, config: CommonConfig, mode: WandbMode) -> None:
+        import wandb
+
+        for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # homes may be full or not there
+            os.environ.setdefault(name, str(run.path / "wandb"))
+        (run.path / "wandb").mkdir(exist_ok=True)
+        self._run = wandb.init(
+            project=config.project,
+            name=config.name if stream.forked_from is None else f"{config.name}-from-{stream.fork_iteration}",
+            id=stream.id,
+            group=config.name,
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            dir=str(run.path),
+            config=_shown(config, stream),
+            settings=wandb_client_settings(),
+        )
+        if mode == "online":  # the service knows best
+            self.mark = max(0, self._run.starting_step - 1)
+        else:
+            self.mark = highest_wandb_step(run.path / "wandb", stream.id)
+
+    def write(self, point: MetricPoint) -> None:
+        self._run.log(point.values | {"_timestamp": point.time}, step=point.iteration)
+        self.mark = point.iteration
+
+    def flush(self) -> None:
+        pass  # the client sends by itself
+
+    def close(self) -> None:
+        import wandb
+
+        self._run.finish(exit_code=0)
+        wandb.teardown()  # waits until the client has written the end of its file
+
+
+def _shown(config: CommonConfig, stream: TrackerRun) -> dict[str, Any]:
+    """The config as W&B shows it, without the variables that a site sets."""
+    values = config.model_dump(mode="json")
+    del values["cluster"]["environment"]
+    if stream.forked_from is not None:
+        values["forked_from"] = {"id": stream.forked_from, "iteration": stream.fork_iteration}
+    return values

@@ -1,0 +1,228 @@
+"""W&B runs beside the training's own: the run of the evaluations, and copies of runs in another project.
+
+A result comes when training is long past its iteration, or over, and W&B's steps only rise. So the step is the
+number of the result, in the order in which they came; as everywhere, W&B is asked what it has and told the rest.
+
+History is read by scan (every row, not a sample) and written with its steps and times. A copy has its source's id, so a
+second call goes on where the first was cut off, or sends what the source has meanwhile, and never writes a row twice;
+files it sends again. System metrics keep their times; their running time is counted from the copy's start, as W&B does
+by itself. Media (images, tables, artifacts) stay where they are: a row's
+reference to them is left out, and so are their files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from relayrun.config.compose.schema import CommonConfig
+from relayrun.control.rundir import evaluations
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.tracker_runs import read_tracker_runs
+from relayrun.control.trainers.tools import WandbMode
+from relayrun.errors import InputError
+from relayrun.train.reporting import trackers
+from relayrun.train.reporting.trackers import wandb_client_settings
+
+log = logging.getLogger(__name__)
+
+HISTORY_ROWS = 1000
+"""Rows of the history that are asked for at a time."""
+SYSTEM_ROWS = 100_000
+"""Rows of system metrics of a run at most: W&B hands them out as one sample, whole up to this many."""
+WRITTEN_BY_THE_CLIENT = ("config.yaml", "wandb-summary.json", "wandb-history.jsonl", "wandb-events.jsonl")
+"""Files of every run that the copy's own client writes."""
+
+
+class SourceFile(Protocol):
+    """What is read of a `wandb.apis.public.File`."""
+
+    name: str
+
+    def download(self, root: str, *, replace: bool) -> object: ...
+
+
+class SourceRun(Protocol):
+    """What is read of a `wandb.apis.public.Run`."""
+
+    id: str
+    name: str
+    config: dict[str, Any]
+    summary_metrics: dict[str, Any]
+    tags: list[str]
+    notes: str | None
+    group: str | None
+
+    def scan_history(self, *, page_size: int, min_step: int, use_cache: bool) -> Iterable[dict[str, Any]]: ...
+
+    def history(self, *, samples: int, stream: str, pandas: bool) -> list[dict[str, Any]]: ...
+
+    def files(self) -> Iterable[SourceFile]: ...
+
+
+class WandbApi(Protocol):
+    """What is asked of a `wandb.Api`."""
+
+    def run(self, path: str) -> SourceRun: ...
+
+    def runs(self, path: str) -> Iterable[SourceRun]: ...
+
+
+@dataclass(frozen=True)
+class WandbProject:
+    """A project by entity (user or team) and name."""
+
+    entity: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.entity}/{self.name}"
+
+
+def copy_project(
+    api: WandbApi, source: WandbProject, target: WandbProject, *, run_ids: Sequence[str], names: Sequence[str] = ()
+) -> Iterator[str]:
+    """Copy these runs, or all; yield a line for each. `names`: of the copies, one a run. Raises InputError."""
+    if source == target:
+        raise InputError(
+            "source and destination are the same project, so a copy would be its own source",
+            where=str(source),
+            hint="give another project with -dp",
+        )
+    if names and len(names) != len(run_ids):
+        raise InputError(
+            f"{len(names)} names (-n) for {len(run_ids)} runs (-r): each run gets one, in the same order",
+            hint="name every run with -r, and give as many names" if run_ids else "name the runs with -r",
+        )
+    found = [api.run(f"{source}/{run_id}") for run_id in run_ids] if run_ids else api.runs(str(source))
+    for number, run in enumerate(found):
+        yield copy_run(api, run, target, names[number] if names else run.name)
+
+
+def copy_run(api: WandbApi, source: SourceRun, target: WandbProject, name: str) -> str:
+    """Write one run, or what is missing of it; return what was done, in words."""
+    import wandb
+
+    system = source.history(samples=SYSTEM_ROWS, stream="system", pandas=False)
+    with tempfile.TemporaryDirectory() as folder:  # the client links what it uploads, until it has finished
+        made = wandb.init(
+            entity=target.entity,
+            project=target.name,
+            id=source.id,
+            name=name,
+            config=source.config,
+            tags=source.tags,
+            notes=source.notes,
+            group=source.group or None,
+            resume="allow",
+            mode="online",
+            settings=wandb_client_settings(),
+        )
+        first, rows, left_out = made.starting_step, 0, set()
+        for row in source.scan_history(page_size=HISTORY_ROWS, min_step=first, use_cache=False):
+            step = int(row["_step"])
+            if step < first:
+                continue
+            values = {
+                key: value for key, value in row.items() if value is not None and key not in ("_step", "_runtime")
+            }
+            left_out |= {key for key, value in values.items() if _is_media(value)}
+            made.log({key: value for key, value in values.items() if not _is_media(value)}, step=step)
+            rows += 1
+        _send_system(made, system, behind=_newest_system(api, target, source.id) if made.resumed else None)
+        files = _send_files(made, source, folder)
+        made.summary.update(
+            {
+                key: value
+                for key, value in source.summary_metrics.items()
+                if not key.startswith("_") and not _is_media(value)
+            }
+        )
+        made.finish()
+    if left_out:
+        log.warning("%s: media are not copied: %s", source.id, ", ".join(sorted(left_out)))
+    since = f" from step {first} on" if first else ""
+    with_files = f" and {files} file{'' if files == 1 else 's'}" if files else ""
+    return f"{source.id} ({name}): {rows:,} rows{since}{with_files} to {target}"
+
+
+def _newest_system(api: WandbApi, target: WandbProject, run_id: str) -> float | None:
+    """Time of the newest system metrics that a copy has, in seconds since 1970; None where it has none."""
+    there = api.run(f"{target}/{run_id}").history(samples=SYSTEM_ROWS, stream="system", pandas=False)
+    return max((float(row["_timestamp"]) for row in there), default=None)
+
+
+def _send_system(made: Any, rows: Iterable[dict[str, Any]], *, behind: float | None) -> None:
+    """Send system metrics later than `behind` with their times; the client would only send those of its machine."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    interface = made._interface
+    for row in rows:
+        if behind is not None and row["_timestamp"] <= behind:
+            continue
+        stats: Any = pb.StatsRecord()  # type: ignore[attr-defined]
+        stats.timestamp.FromNanoseconds(round(row["_timestamp"] * 1e9))
+        for key, value in row.items():
+            if value is not None and not key.startswith("_"):
+                stats.item.add(key=key.removeprefix("system."), value_json=json.dumps(value))
+        interface._publish(interface._make_record(stats=stats))
+
+
+def _send_files(made: Any, source: SourceRun, folder: str) -> int:
+    """Send a run's files, but for media and those that the client writes itself; return how many."""
+    count = 0
+    for file in source.files():
+        if file.name in WRITTEN_BY_THE_CLIENT or file.name.startswith("media/"):
+            continue
+        file.download(folder, replace=True)
+        made.save(f"{folder}/{file.name}", base_path=folder, policy="now", glob=False)
+        count += 1
+    return count
+
+
+def _is_media(value: Any) -> bool:
+    return isinstance(value, dict) and "_type" in value
+
+
+def send_evaluations(run: Run, config: CommonConfig, mode: WandbMode) -> None:
+    """Send what W&B lacks of the results. Raises whatever the client raises."""
+    streams = read_tracker_runs(run)
+    results = sorted(
+        (r for r in evaluations.evaluation_results(run) if r.status == "done"), key=lambda result: result.time
+    )
+    if not streams or not results:
+        return
+    import wandb
+
+    name = f"{streams[0].id}-evaluation"
+    (run.path / "wandb").mkdir(exist_ok=True)
+    with open(run.evaluations / "wandb.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two jobs may end at once
+        client = wandb.init(
+            project=config.project,
+            name=f"{config.name}-evaluation",
+            id=name,
+            group=config.name,
+            job_type="evaluation",
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            dir=str(run.path),
+            settings=wandb_client_settings(),
+        )
+        known = client.starting_step - 1 if mode == "online" else trackers.highest_wandb_step(run.path / "wandb", name)
+        client.define_metric("evaluation/*", step_metric="iteration")
+        for number, result in enumerate(results, 1):
+            if number > known:
+                values = {
+                    f"evaluation/{task}/{metric}": value
+                    for task, metrics in result.results.items()
+                    for metric, value in metrics.items()
+                }
+                client.log(values | {"iteration": result.iteration, "_timestamp": result.time}, step=number)
+        client.finish(exit_code=0)
+        wandb.teardown()

@@ -1,0 +1,185 @@
+"""Requests to a running attempt: signals, trigger files, the time limit. Rank 0 looks, all ranks agree.
+
+Signals only set a flag, which the loop reads after each step. SIGUSR1 dumps the Python stacks.
+
+| cause | seen by | then | outcome |
+|---|---|---|---|
+| SIGUSR2, SIGTERM | any rank | save, leave | saved |
+| `attempts/N/stop` | rank 0 | save, leave | saved |
+| the time limit less the lead | rank 0 | save, leave | saved |
+| `triggers/exit` | rank 0 | save, leave, end the chain | exit |
+| `triggers/save` | rank 0 | save, go on | |
+| a save in the background is over | every rank | conclude it | |
+
+One small all-reduce per step (gloo, on the host) carries it; no rank decides for itself. Where the agent of its node
+says that nobody asks for anything (`agent.requests`), rank 0 leaves the files alone.
+
+Standard library only: the handlers are installed before torch is imported, which takes seconds in which a
+signal must already be understood. A rank is started with SIGUSR1 and SIGUSR2 ignored, so that none can
+kill it before that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+from relayrun.control.agent import requests
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.records import AttemptOutcomeName, AttemptStart
+from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.triggers import Trigger
+
+if TYPE_CHECKING:
+    from relayrun.train.distributed import Ranks
+
+log = logging.getLogger(__name__)
+
+LEAVE_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+
+
+class SignalFlag:
+    """Remembers the first signal that asked this process to leave."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._process = os.getpid()
+
+    def install(self) -> None:
+        """Catch the signals of LEAVE in this process; a forked child keeps the handler, but it does nothing there."""
+        for number in LEAVE_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process and self.received is None:
+            self.received = signal.Signals(number)
+
+
+def dump_stacks_on_request(path: Path) -> None:
+    """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C.
+
+    Where the file cannot be made they go to standard error.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+    except OSError as error:
+        log.warning("stacks will go to standard error: %s", error)
+        file = sys.stderr
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreedRequests:
+    """What all ranks agreed on."""
+
+    leave: AttemptOutcomeName | None = None
+    save: bool = False
+    """Somebody touched triggers/save."""
+    saving: bool = False
+    """A save under way is not over on some rank."""
+    reason: str = ""
+    """Why to leave, in words; complete on rank 0 alone."""
+
+
+class RequestPoller:
+    """Looks for reasons to save or to leave.
+
+    `agent`: the folder in memory in which the agent of this node leaves its word; None: nobody looks for this rank.
+    """
+
+    def __init__(
+        self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag, *, agent: Path | None = None
+    ) -> None:
+        self._run = run
+        self._attempt = run.attempt(begin.attempt)
+        self._ranks = ranks
+        self._flag = flag
+        self._job_end = begin.job_end_time
+        self.lead = begin.lead
+        """Seconds before the end of the job at which to leave; may be moved at any time."""
+        self._agent = agent
+        self._looked = -math.inf
+        """When it last looked at the files, by the monotonic clock."""
+        self._stop: list[str] = []
+        self._exit: Trigger | None = None
+        self._save: Trigger | None = None
+        self._taken: set[Trigger] = set()
+
+    def look(self, *, saving: bool = False) -> AgreedRequests:
+        """Agree with the other ranks. Called by all of them, as often on each.
+
+        `saving`: this rank's part of a save is not over.
+        """
+        reasons: list[str] = []
+        if self._ranks.rank == 0:
+            if self._job_end is not None and time.time() >= self._job_end - self.lead:
+                reasons.append("time limit near")
+            self._look_at_files()
+            reasons += self._stop
+        received = 0 if self._flag.received is None else self._flag.received.value
+        signalled, asked, exit_now, save_now, busy = self._ranks.maximum(
+            [received, bool(reasons), self._exit is not None, self._save is not None, saving]
+        )
+        if exit_now:
+            reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
+            return AgreedRequests(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
+        if signalled or asked:
+            words = [signal.Signals(signalled).name] if signalled else []
+            return AgreedRequests(
+                leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons)
+            )
+        return AgreedRequests(save=bool(save_now), saving=bool(busy))
+
+    def take(self) -> tuple[Trigger, ...]:
+        """The triggers that the last `look` saw, on rank 0; no `look` reports them again.
+
+        So a file that cannot be removed does not count for ever, and a save under way is asked for once.
+        """
+        taken = tuple(trigger for trigger in (self._save, self._exit) if trigger is not None)
+        self._taken.update(taken)
+        self._save = self._exit = None
+        return taken
+
+    def acknowledge(self, taken: Sequence[Trigger], iteration: int, result: str) -> None:
+        """Answer triggers that were taken."""
+        for trigger in taken:
+            try:
+                triggers.acknowledge_trigger(self._run, trigger, iteration=iteration, result=result)
+            except OSError as error:
+                log.warning("trigger %s not acknowledged: %s", trigger.name, error)
+
+    def _look_at_files(self) -> None:
+        """Look what somebody asks; beside an agent only where it says so, and once a second."""
+        if self._agent is not None:
+            if requests.nothing_asked(self._agent):
+                self._stop, self._exit, self._save = [], None, None
+                return
+            if time.monotonic() - self._looked < requests.LOOK_SECONDS:
+                return  # what was seen then holds until it is taken
+        self._looked, self._stop = time.monotonic(), []
+        try:
+            self._stop = self._stop_file()
+            self._exit, self._save = self._trigger("exit"), self._trigger("save")
+        except OSError as error:  # a file system that fails for a moment is no reason to lose steps
+            log.warning("could not look for stop and triggers: %s", error)
+
+    def _trigger(self, name: triggers.TriggerName) -> Trigger | None:
+        trigger = triggers.read_trigger(self._run, name)
+        return None if trigger in self._taken else trigger
+
+    def _stop_file(self) -> list[str]:
+        if not self._attempt.stop.exists():
+            return []
+        text = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip()
+        return [f"stop file: {text}" if text else "stop file"]

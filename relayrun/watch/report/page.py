@@ -1,0 +1,476 @@
+"""The report as HTML: a page about one run, or about several side by side, and the sections of the page.
+
+Each `..._section` function turns the data of a run (`RunReportData`) into markup. `report_page` joins the sections
+into one HTML file that needs nothing else; `report_as_json` returns the same data as plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import relayrun
+from relayrun.control.rundir import restarts
+from relayrun.control.rundir.restarts import FailedRestart
+from relayrun.watch.goodput import tables
+from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
+from relayrun.watch.goodput.ledger import PARTS
+from relayrun.watch.goodput.tables import (
+    PART_COLUMNS,
+    RESTART_COLUMNS,
+    format_duration,
+    format_node_time,
+    format_share,
+    restart_rows,
+)
+from relayrun.watch.report import chart
+from relayrun.watch.report.chart import EMPTY_SERIES, ChartLine, ChartMark, Series, axis_ticks
+from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, format_time, html_page, html_table, tag
+from relayrun.watch.report.report_data import RunReportData
+from relayrun.watch.status.summary import PLANNED_CAUSES
+
+PART_GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
+    (name, parts, f"g{number}") for number, (name, parts) in enumerate(PART_COLUMNS)
+)
+"""Parts of the node time that have one colour, and its class."""
+
+TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+"""Units of a time axis, in seconds."""
+
+METRIC_CHARTS = (
+    ("lr", "learning rate", ""),
+    ("tokens_per_second", "throughput", "tokens/s"),
+    ("memory_bytes", "memory", "bytes, peak of rank 0"),
+    ("grad_norm", "gradient norm", "before clipping"),
+)
+
+
+def facts_section(page: RunReportData) -> Markup:
+    """Return the figures that people ask for first."""
+    account, last = page.account, page.last
+    steps = page.plan.end_iteration
+    durable = page.checkpoints[-1].iteration if page.checkpoints else 0
+    figures = [
+        ("iteration", f"{last.get('iteration', 0):,.0f}" + (f" of {steps:,}" if steps else "")),
+        ("loss", f"{last['loss']:.4f}" if "loss" in last else None),
+        ("durable", f"{durable:,}"),
+        ("goodput", f"{account.goodput:.1%}"),
+        ("effective training time", f"{account.effective_training_time:.1%}"),
+        ("allocated", format_node_time(account.allocated)),
+        ("since the first submission", format_duration(account.elapsed)),
+        ("tokens a node hour", None if (rate := account.tokens_per_node_hour) is None else f"{rate:,.0f}"),
+        ("MFU, all allocated time", None if account.mfu is None else f"{account.mfu:.1%}"),
+    ]
+    shown = [(name, *text.partition(" ")[::2]) for name, text in figures if text is not None]
+    return tag(
+        "div",
+        *(tag("div", name, tag("b", value, tag("small", f" {unit}") if unit else None)) for name, value, unit in shown),
+        class_="facts",
+    )
+
+
+def training_section(page: RunReportData) -> Markup:
+    """Return the charts of what was trained, with the attempts marked."""
+    marks = attempt_marks(page)
+    loss = [ChartLine(name="training", series=page.series.get("loss", EMPTY_SERIES))]
+    loss += [
+        ChartLine(name=name, series=series, colour=number, dots=True)
+        for number, (name, series) in enumerate(page.validation.items(), start=1)
+    ]
+    wide = loss_charts("loss", loss, marks=marks)
+    smaller = []
+    for name, title, unit in METRIC_CHARTS:
+        drawn = [ChartLine(name=title, series=page.series.get(name, EMPTY_SERIES))]
+        smaller.append(chart.line_chart(title, drawn, marks=marks, unit=unit, from_zero=True))
+    left_out = page.series.get("loss", EMPTY_SERIES).left_out
+    words = (
+        tag("p", f"{left_out:,} iterations have no finite loss, and are not drawn.", class_="bad") if left_out else None
+    )
+    hint = tag(
+        "p",
+        "A dashed line is where an attempt began; red where the one before it failed; "
+        "red and dotted where ranks were started again inside a job.",
+        class_="soft",
+    )
+    others = tag("div", *filter(None, smaller), class_="charts")
+    return section("Training", wide, words, others, hint if marks else None)
+
+
+def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = ()) -> Markup:
+    """Return a chart of losses, and beside it one of the last three quarters, whose changes the fall before hides."""
+    charts = [chart.line_chart(title, drawn, marks=marks, unit="nats per token")]
+    long = [line.series.x for line in drawn if line.series.size >= 100]
+    if long:
+        first, last = min(float(x[0]) for x in long), max(float(x[-1]) for x in long)
+        begin = round(first + (last - first) / 4)
+        later = [replace(line, series=line.series.after(begin)) for line in drawn]
+        charts.append(
+            chart.line_chart(f"{title} from iteration {begin:,} on", later, marks=marks, unit="nats per token")
+        )
+    return tag("div", *filter(None, charts), class_="wide charts")
+
+
+def attempt_marks(page: RunReportData) -> list[ChartMark]:
+    """Return where attempts began, but for the first, and where ranks were started again; the newest of them."""
+    marks = []
+    before: AllocationAccount | None = None
+    for stay, trained in zip(page.account.stays, page.trained, strict=True):
+        if trained is not None and before is not None:
+            kind = "attempt" if before.cause in PLANNED_CAUSES else "failed"
+            words = f"attempt {stay.attempt} from iteration {trained.first}; the one before: {before.cause}"
+            marks.append(ChartMark(x=trained.first, words=words, kind=kind))
+        marks += [
+            ChartMark(x=each.next_iteration, words=each.told, kind="round")
+            for each in failed_restarts(stay)
+            if each.again
+        ]
+        if trained is not None or stay.cause not in (*PLANNED_CAUSES, "running"):
+            before = stay
+    return marks[-MAX_TABLE_ROWS:]
+
+
+def goodput_section(page: RunReportData) -> Markup:
+    """Return where the node time went: as a sum, over time, by part, by attempt, by cause of loss."""
+    account = page.account
+    sums = [(name, css, sum(account.parts[part] for part in parts)) for name, parts, css in PART_GROUPS]
+    total = max(1, account.allocated)
+    waits = ", ".join(f"{name} {format_duration(account.waited[name])}" for name in WAIT_KINDS if account.waited[name])
+    parts = html_table(
+        ("part", "node time|n", "share|n", "what the nodes did"),
+        [
+            (part.name, format_node_time(amount), format_share(amount, total), part.words)
+            for part in PARTS
+            if (amount := account.parts[part.name]) or part.name == "unknown"
+        ],
+    )
+    attempts = html_table(
+        (
+            "attempt|n",
+            "job",
+            "nodes|n",
+            "ended",
+            "queued|n",
+            "node time|n",
+            *(f"{name}|n" for name, _, _ in PART_GROUPS),
+        ),
+        [_allocation_row(each) for each in account.stays],
+    )
+    again = restart_rows(account)
+    rounds_again = [tag("h3", "By round"), _restarts_table(again)] if again else []
+    losses = html_table(
+        ("ended", "times|n", "lost|n", "next starts|n", "waited|n", "nodes blamed"),
+        [
+            (
+                loss.cause,
+                str(loss.times),
+                format_node_time(loss.lost),
+                format_node_time(loss.starts),
+                format_duration(loss.waited),
+                ", ".join(f"{node} ({count})" for node, count in loss.nodes.most_common(20)),
+            )
+            for loss in account.losses
+        ],
+    )
+    return section(
+        "Goodput",
+        chart.bar_chart([(name, css, amount / total) for name, css, amount in sums]),
+        tag("div", *(_part_key(name, css, amount / total) for name, css, amount in sums if amount), class_="key"),
+        tag("p", f"Without nodes: {waits}.") if waits else None,
+        tag("p", "Evaluations have jobs of their own, which are not in these figures.", class_="soft")
+        if account.evaluated_outside
+        else None,
+        tag("div", _part_band(page), class_="wide"),
+        parts,
+        tag("h3", "By attempt"),
+        attempts,
+        *rounds_again,
+        tag("h3", "By cause of the end"),
+        losses,
+    )
+
+
+def _restarts_table(rows: Sequence[Sequence[str]]) -> Markup:
+    heads = [
+        name if name == "failed" else f"{name}|n" for name in (*RESTART_COLUMNS, *(name for name, _, _ in PART_GROUPS))
+    ]
+    return html_table(tuple(heads), [tuple(row) for row in rows])
+
+
+def _part_key(name: str, css: str, part: float) -> Markup:
+    return tag("span", tag("i", class_=css), f"{name} {part:.1%}")
+
+
+def _part_band(page: RunReportData) -> Markup:
+    columns = [
+        {name: sum(shares.get(part, 0.0) for part in parts) for name, parts, _ in PART_GROUPS} for shares in page.band
+    ]
+    length = len(columns) * page.band_seconds
+    unit, seconds = next((each for each in TIME_UNITS if length >= 3 * each[1]), TIME_UNITS[-1])
+    labels = (
+        [(at * seconds / length, f"{at:g} {unit}") for at in axis_ticks(0.0, length / seconds, 5)] if length else []
+    )
+    return chart.band_chart("over time", columns, [(name, css) for name, _, css in PART_GROUPS], labels)
+
+
+def _allocation_row(each: AllocationAccount) -> tuple[str, ...]:
+    sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts, _ in PART_GROUPS]
+    return (
+        "–" if each.attempt is None else str(each.attempt),
+        each.stay.job_id,
+        str(each.nodes),
+        each.cause,
+        format_duration(each.waited["queued"]),
+        format_node_time(each.allocated),
+        *(format_share(amount, each.allocated) for amount in sums),
+    )
+
+
+def attempts_section(page: RunReportData) -> Markup:
+    """Return a table of the attempts: when, where from, how far, and how each ended."""
+    rows = []
+    for stay, trained in zip(page.account.stays, page.trained, strict=True):
+        found = stay.stay.facts
+        end = None if found is None else found.end
+        rows.append(
+            (
+                "–" if stay.attempt is None else str(stay.attempt),
+                format_time(stay.start),
+                format_duration(round((stay.end - stay.start) * 1e6)),
+                "" if found is None else found.begin.nodes,
+                "none" if trained is None else f"{trained.first:,}–{trained.last:,}",
+                "" if end is None else f"{end.durable_iteration:,}",
+                stay.cause,
+                stay.reason,
+            )
+        )
+    names = ("attempt|n", "began", "had nodes for|n", "nodes", "iterations that count|n", "durable|n", "ended", "why")
+    return section("Attempts", html_table(names, rows))
+
+
+def failed_restarts(stay: AllocationAccount) -> list[FailedRestart]:
+    """Return the rounds of an allocation's attempt that failed."""
+    found = stay.stay.facts
+    return [] if found is None else restarts.read_failed_restarts(found.attempt)
+
+
+def failures_section(page: RunReportData) -> Markup:
+    """Return a table of the ends that nobody planned, of attempts and of rounds, with the nodes that were blamed."""
+    rows = []
+    for stay in page.account.stays:
+        rows += [
+            (str(stay.attempt), format_time(each.time), "ranks started again", each.node, each.told)
+            for each in failed_restarts(stay)
+            if each.again
+        ]
+        if stay.cause in (*PLANNED_CAUSES, "running"):
+            continue
+        found = stay.stay.facts
+        at = stay.end if found is None else found.failure_time or (found.hang.time if found.hang else stay.end)
+        rows.append(
+            (
+                "–" if stay.attempt is None else str(stay.attempt),
+                format_time(at),
+                stay.cause,
+                ", ".join(stay.blamed),
+                stay.reason,
+            )
+        )
+    names = ("attempt|n", "when", "cause", "nodes blamed", "in words")
+    return section("Failures", html_table(names, rows) if rows else tag("p", "There was none."))
+
+
+def data_section(page: RunReportData) -> Markup:
+    """Return what was read of each data set, up to the durable checkpoint."""
+    if page.data_missing:
+        return section("Data", tag("p", f"Not known: {page.data_missing}", class_="soft"))
+    rows = [
+        (
+            row.dataset,
+            f"{row.weight:.4f}" if row.weight else "left",
+            f"{row.samples:,}",
+            "" if row.epochs is None else f"{row.epochs:.3f}",
+        )
+        for row in page.data
+    ]
+    return section("Data", html_table(("data set", "weight|n", "samples read|n", "epochs|n"), rows))
+
+
+def evaluations_section(page: RunReportData) -> Markup:
+    """Return the results of evaluation jobs; losses on held-out text inside training stand in the chart."""
+    rows = []
+    for result in page.evaluations:
+        values = [f"{task} {name} {value:.4g}" for task, each in result.results.items() for name, value in each.items()]
+        words = result.error if result.error else "; ".join(values)
+        rows.append((f"{result.iteration:,}", result.status, words or ""))
+    last = [(name, f"{series.y[-1]:.4f}") for name, series in page.validation.items() if series.size]
+    inside = tag("p", "Newest loss on held-out text: " + ", ".join(f"{name} {loss}" for name, loss in last) + ".")
+    if not rows and not last:
+        return section("Evaluations", tag("p", "There is none."))
+    found = html_table(("iteration|n", "status", "results"), rows) if rows else None
+    return section("Evaluations", inside if last else None, found)
+
+
+def checkpoints_section(page: RunReportData) -> Markup:
+    """Return the checkpoints that count, the newest ones in a table."""
+    found = page.checkpoints
+    if not found:
+        return section("Checkpoints", tag("p", "There is none."))
+    seconds = [commit.seconds for commit in found if commit.seconds > 0]
+    words = f"{len(found):,} in all"
+    if seconds:
+        words += f"; a save takes {np.median(seconds):.1f} s at the median, {max(seconds):.1f} s at most"
+    rows = [
+        (
+            f"{commit.iteration:,}",
+            format_time(commit.time),
+            f"{commit.seconds:.1f} s",
+            f"{sum(commit.files.values()) / 1e9:,.3f} GB" if commit.files else "",
+            commit.path,
+        )
+        for commit in found[-10:]
+    ]
+    return section(
+        "Checkpoints", tag("p", f"{words}."), html_table(("iteration|n", "when", "took|n", "size|n", "folder"), rows)
+    )
+
+
+def configuration_section(page: RunReportData) -> Markup:
+    """Return what each submit changed of the settings, and all of the newest ones."""
+    rows = [(str(change.revision), line) for change in page.changes for line in change.lines]
+    return section(
+        "Configuration",
+        html_table(("revision|n", "what changed"), rows)
+        if rows
+        else tag("p", "It was submitted with one set of settings."),
+        tag("h3", "All settings of the newest revision"),
+        tag("pre", page.config),
+    )
+
+
+def section(title: str, *children: str | None) -> Markup:
+    """Return a part of the page under its heading."""
+    return tag("section", tag("h2", title), *children)
+
+
+SECTIONS: tuple[Callable[[RunReportData], Markup], ...] = (
+    training_section,
+    goodput_section,
+    failures_section,
+    attempts_section,
+    data_section,
+    evaluations_section,
+    checkpoints_section,
+    configuration_section,
+)
+"""In the order in which they stand."""
+
+
+def report_page(
+    pages: Sequence[RunReportData], *, now: float, home: str | None = None, refresh: int | None = None
+) -> str:
+    """Return the HTML of a page about these runs.
+
+    Args:
+        pages: the runs.
+        now: seconds since 1970, which it names as its time.
+        home: where a list of all runs stands, relative to the page.
+        refresh: after so many seconds a browser asks for it again.
+    """
+    names = ", ".join(page.name for page in pages)
+    made = f"As it was at {format_time(now)}; relayrun {relayrun.__version__}."
+    above = tag("nav", tag("a", "all runs", href=home)) if home else None
+    if len(pages) == 1:
+        return html_page(names, above, _run_sections(pages[0], made), refresh=refresh)
+    top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
+    return html_page(names, above, *top, *(_run_sections(page, None) for page in pages), refresh=refresh)
+
+
+def _run_sections(page: RunReportData, made: str | None) -> Markup:
+    state = f"The chain has ended: {page.stop.partition(chr(10))[0]}" if page.stop else "The chain has not ended."
+    return tag(
+        "main",
+        tag("h1", page.name),
+        tag("p", str(page.run.path), class_="soft"),
+        tag("p", state),
+        tag("p", made, class_="soft") if made else None,
+        facts_section(page),
+        *(part(page) for part in SECTIONS),
+    )
+
+
+def _side_by_side(pages: Sequence[RunReportData]) -> Markup:
+    rows = [
+        (
+            page.name,
+            f"{page.last.get('iteration', 0):,.0f}",
+            f"{page.last['loss']:.4f}" if "loss" in page.last else "",
+            ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),
+            f"{page.account.goodput:.1%}",
+            tables.format_node_time(page.account.allocated),
+            f"{rate:,.0f}" if (rate := page.account.tokens_per_node_hour) is not None else "",
+            str(len(page.account.stays)),
+        )
+        for page in pages
+    ]
+    names = (
+        "run",
+        "iteration|n",
+        "loss|n",
+        "held-out loss",
+        "goodput|n",
+        "allocated|n",
+        "tokens a node hour|n",
+        "jobs|n",
+    )
+    drawn = [
+        ChartLine(name=page.name, series=page.series.get("loss", EMPTY_SERIES), colour=number)
+        for number, page in enumerate(pages)
+    ]
+    return section("Side by side", html_table(names, rows), loss_charts("training loss", drawn))
+
+
+def report_as_json(page: RunReportData) -> dict[str, Any]:
+    """Return what a page shows as plain values; of many points the least and the greatest of each pixel."""
+    return {
+        "run": page.name,
+        "path": str(page.run.path),
+        "stopped": page.stop,
+        "last": page.last,
+        "goodput": tables.account_as_json(page.account),
+        "series": {name: _series_points(series) for name, series in page.series.items() if series.size},
+        "validation": {name: _series_points(series) for name, series in page.validation.items()},
+        "band": {"start_time": page.band_start, "column_seconds": page.band_seconds, "shares": list(page.band)},
+        "attempts": [
+            {
+                "attempt": stay.attempt,
+                "start_time": stay.start,
+                "end_time": stay.end,
+                "cause": stay.cause,
+                "reason": stay.reason,
+                "blamed": list(stay.blamed),
+                "iterations": None if trained is None else [trained.first, trained.last],
+            }
+            for stay, trained in zip(page.account.stays, page.trained, strict=True)
+            if stay.attempt is not None
+        ],
+        "jobs_without_attempt": [
+            {"job_id": stay.stay.job_id, "start_time": stay.start, "end_time": stay.end, "why": stay.reason}
+            for stay in page.account.stays
+            if stay.attempt is None
+        ],
+        "data": [vars(row) for row in page.data],
+        "data_missing": page.data_missing,
+        "evaluations": [vars(result) for result in page.evaluations],
+        "checkpoints": [
+            {"iteration": commit.iteration, "time": commit.time, "seconds": commit.seconds, "path": commit.path}
+            for commit in page.checkpoints
+        ],
+        "changes": [{"revision": change.revision, "lines": list(change.lines)} for change in page.changes],
+    }
+
+
+def _series_points(series: Series) -> list[list[float]]:
+    return [list(point) for point in zip(series.x.tolist(), series.y.tolist(), strict=True)]

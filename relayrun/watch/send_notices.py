@@ -1,0 +1,265 @@
+"""`python -m relayrun.watch.send_notices RUN_DIR`: send the notices of a run that are due, and end.
+
+One process of a run sends at a time, and only for the owner of the run. The process records a message before it sends
+the message, and the result afterwards: after a kill a message may be sent twice, and is never lost. Each target has
+its own thread: a slow target does not delay the others. `message_subject` and `message_body` turn a notice into plain
+text. Uses the standard library alone; apprise is optional (`notice_channels`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayrun.control.notify import notices
+from relayrun.control.notify.notices import MAX_WORDS, Notice, NoticeDelivery, NoticeMessage, NoticePolicy
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.errors import RelayrunError
+from relayrun.masking import mask_tokens
+from relayrun.watch import notice_channels
+from relayrun.watch.notice_channels import NotSent
+
+SUBJECT_LENGTH = 160
+"""Characters of a subject at most."""
+BODY_LENGTH = 1800
+"""Characters of a body at most: with its subject it is below what Discord takes (2000), and all others take more."""
+EVENT_TITLES = {
+    "stopped": "the chain has stopped",
+    "failed": "attempts fail",
+    "hang": "an attempt hung",
+    "stalled": "no durable progress",
+    "anomaly": "the loss is not as it should be",
+    "disk": "the disk is nearly full",
+    "node": "a node is sick",
+    "done": "done",
+    "evaluation": "evaluation",
+    "test": "a test",
+}
+"""What happened, by event."""
+
+_INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
+"""Unicode's categories of what is not seen: control characters, those that turn the direction of text, ..."""
+_ACTIVE = str.maketrans({"<": "‹", ">": "›", "`": "'", "@": "(at)", "*": "∗", "~": "∼", "|": "¦", "\\": "/"})
+"""What a chat takes for a mention, a link or a form of text."""
+
+
+def plain_text(text: str) -> str:
+    """A text from a rank or a log so that it does nothing where it is shown: no controls, mentions, links or markup.
+
+    Lines stay lines; known forms of tokens are replaced by what they are.
+    """
+    text, _ = mask_tokens(text)
+    lines = re.split(r"\r\n|[\n\r\v\f\x85\u2028\u2029]", text)
+    seen = ["".join(" " if unicodedata.category(c) in _INVISIBLE else c for c in line).rstrip() for line in lines]
+    text = "\n".join(seen).translate(_ACTIVE)
+    return re.sub(r"\]\s*\(", "] - (", text).replace("://", ": //").replace("__", "_ _")
+
+
+def one_line(text: str, most: int) -> str:
+    """A text in one line of at most so many characters."""
+    text = " ".join(plain_text(text).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
+    """Which run, on which cluster, and what happened."""
+    notice = message.notice
+    what = f"{policy.run} on {policy.cluster}: {EVENT_TITLES.get(notice.event, notice.event)}"
+    return one_line(f"[relayrun] {what}: {notice.reason}", SUBJECT_LENGTH)
+
+
+def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
+    """What happened, where the run stands, and what to do."""
+    notice = message.notice
+    facts = [
+        ("what", notice.reason),
+        ("run", f"{policy.run} on {policy.cluster}"),
+        ("when", _clock(notice.time)),
+        ("more", f"{message.count - 1} more since {_clock(message.since)}" if message.count > 1 else ""),
+        ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
+        ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
+        ("durable", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
+        ("go on", notice.go_on or ""),
+        ("log", notice.log or ""),
+    ]
+    lines = [f"{name + ':':<11}{one_line(text, 700)}" for name, text in facts if text]
+    text = "\n".join(lines)
+    if notice.words:
+        text += "\n\n" + plain_text(notice.words[:MAX_WORDS])
+    return text if len(text) <= BODY_LENGTH else text[: BODY_LENGTH - 4].rstrip() + "\n..."
+
+
+def _joined(*parts: object) -> str:
+    return ", ".join(str(part) for part in parts if part not in (None, ""))
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
+
+
+SEND_SECONDS = 60.0
+"""That the whole may take; much less than the seconds after which another process takes its turn."""
+KILL_SECONDS = 90
+"""After so many seconds the kernel ends the process."""
+
+
+@dataclass(frozen=True)
+class _SendResult:
+    message: NoticeMessage
+    error: str | None
+
+
+SendResults = queue.SimpleQueue["_Result | None"]
+"""What comes back of messages; None asks to come to an end."""
+
+
+def send_due_notices(
+    run: Run,
+    *,
+    job: bool,
+    environment: Mapping[str, str],
+    results: SendResults | None = None,
+) -> list[str]:
+    """Send what is due; return what could not be sent, in words. `job`: leave alone what failed a moment ago.
+
+    Raises RelayrunError for a damaged run directory, OSError where what becomes of messages cannot be recorded.
+    """
+    plan, policy = Plan.load(run), notices.read_trusted_notice_policy(run)
+    if policy is None or plan.owner not in (None, os.geteuid()):
+        return []
+    turn = notices.take_sender_lock(run, now=time.time())
+    if turn is None:
+        return []
+    try:
+        return _send_due_notices(run, policy, job=job, environment=environment, results=results or queue.SimpleQueue())
+    finally:
+        notices.release_sender_lock(turn)
+
+
+def _send_due_notices(
+    run: Run, policy: NoticePolicy, *, job: bool, environment: Mapping[str, str], results: SendResults
+) -> list[str]:
+    now = time.time()
+    targets = policy.every_target()
+    waiting = notices.pending_notices(run)
+    book = {notice.id: (notice, delivery) for notice, delivery in waiting}
+    messages = notices.due_messages(targets, waiting, notices.last_sent_times(run, waiting, now=now), now=now)
+    if job:
+        messages = [message for message in messages if not notices.must_wait_for_retry(message, waiting, now=now)]
+    for message in messages:
+        delivery = book[message.notice.id][1]
+        delivery.note(message.target.name, "waits", now=now, reason="it was being sent and was cut short", tried=True)
+    for notice, delivery in waiting:
+        for target in targets:
+            if now - notice.time > notices.KEEP_SECONDS and delivery.state(target.name) == "waits":
+                delivery.note(target.name, "old", now=now, reason=delivery.reason(target.name))
+        notices.record_delivery(
+            run, notice, delivery, targets
+        )  # before anything is sent, or a full disk would repeat it
+    failed = []
+    for result in _send_all(policy, messages, environment, results):
+        _record_result(book, result)
+        for name in result.message.settles:
+            notices.record_delivery(run, *book[name], targets)
+        if result.error is not None:
+            failed.append(f"{result.message.target.name}: {result.error}")
+    notices.remove_old_notices(run)
+    return failed
+
+
+def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _SendResult) -> None:
+    """Put down what became of a message, and of the notices that it speaks for."""
+    message, now = result.message, time.time()
+    name = message.target.name
+    if result.error is not None:
+        book[message.notice.id][1].note(name, "waits", now=now, reason=result.error)
+        return
+    for each in message.settles:
+        state: notices.DeliveryState = "sent" if each == message.notice.id else "counted"
+        book[each][1].note(name, state, now=now)
+
+
+def _send_all(
+    policy: NoticePolicy, messages: list[NoticeMessage], environment: Mapping[str, str], results: SendResults
+) -> Iterator[_SendResult]:
+    """Send the messages, those of each target in order, and give what becomes of each as soon as it is known."""
+    left = {id(message): message for message in messages}
+    for name in {message.target.name for message in messages}:
+        own = [message for message in messages if message.target.name == name]
+        threading.Thread(target=_send_to_one, args=(policy, own, environment, results), daemon=True).start()
+    until = time.monotonic() + SEND_SECONDS
+    why = f"no answer within {SEND_SECONDS:.0f} s"
+    while left:
+        try:
+            result = results.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            break
+        if result is None:
+            why = "no answer before the job ended"
+            break
+        del left[id(result.message)]
+        yield result
+    yield from [_SendResult(message, why) for message in left.values()]
+
+
+def _send_to_one(
+    policy: NoticePolicy,
+    messages: list[NoticeMessage],
+    environment: Mapping[str, str],
+    results: SendResults,
+) -> None:
+    error: str | None = None
+    for message in messages:
+        if error is None:
+            error = send_message(policy, message, environment)
+        results.put(_SendResult(message, error))
+
+
+def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapping[str, str]) -> str | None:
+    """Send one message; return why it was not sent, None where it was."""
+    subject, body = message_subject(policy, message), message_body(policy, message)
+    try:
+        notice_channels.send_to_target(
+            message.target, subject, body, event=message.notice.event, environment=environment
+        )
+    except NotSent as error:
+        return str(error)
+    return None
+
+
+def main() -> int:
+    """Send the notices of one run directory."""
+    parser = argparse.ArgumentParser(prog="relayrun.watch.send_notices")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--job", action="store_true", help="from a job: what failed a moment ago is left alone")
+    options = parser.parse_args()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(KILL_SECONDS)
+    results: SendResults = queue.SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: results.put(None))
+    try:
+        failed = send_due_notices(Run(options.run), job=options.job, environment=os.environ, results=results)
+    except (RelayrunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for words in failed:
+        print(f"not sent: {words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    notice_channels.end_commands()
+    os._exit(code)  # a thread may still wait for who does not answer
