@@ -1,7 +1,8 @@
 """A Llama in plain PyTorch, as one writes it by hand: the peer that `training.py` measures against on a GPU.
 
 Attention by SDPA (flash attention on a GPU), weights in fp32 under bf16 autocast, fused AdamW, torch.compile.
-Equations of arXiv 2407.21783; of the shapes of a `relayrun.config.compose.schema.ModelSection`. Rotary frequencies are unscaled:
+Equations of arXiv 2407.21783; of the shapes of a `relayrun.config.compose.schema.ModelSection`. Rotary frequencies
+are unscaled:
 that costs nothing either way.
 """
 

@@ -22,10 +22,7 @@ import numpy as np  # noqa: E402
 
 from relayrun.config.compose import yaml_file  # noqa: E402
 from relayrun.files import write_json  # noqa: E402
-from relayrun.tokens.shards.shard import (
-    FOLDER_RECORD,  # noqa: E402
-    ShardWriter,  # noqa: E402
-)
+from relayrun.tokens.shards.shard import FOLDER_RECORD, ShardWriter  # noqa: E402
 from tests.workspace import VOCABULARY, Workspace  # noqa: E402
 
 SHARDS = {"demo": 4, "large": 1000}

@@ -55,7 +55,8 @@ def node_health_plan(config: CommonConfig) -> dict[str, object]:
 
 
 def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
-    """Return the settings of the config's trainer, as its class in `relayrun.control.trainers` reads them; {} for native.
+    """Return the settings of the config's trainer, as its class in `relayrun.control.trainers` reads them; {} for
+    native.
 
     Raises ConfigError, and InputError where data that a command names are not there.
     """

@@ -120,7 +120,7 @@ class _SendResult:
     error: str | None
 
 
-SendResults = queue.SimpleQueue["_Result | None"]
+SendResults = queue.SimpleQueue["_SendResult | None"]
 """What comes back of messages; None asks to come to an end."""
 
 

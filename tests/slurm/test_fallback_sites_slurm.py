@@ -129,7 +129,8 @@ def test_a_fallback_job_whose_node_goes_to_another_job_comes_back(
     text = (
         f'if [[ " $* " == *" relayrun.control.chain begin "* && ! -e "{begun}" ]]; then\n'
         f'  touch "{begun}"\n  kill -KILL "${{PPID}}"\n  sleep 1000\nfi\n'
-        f'if [[ " $* " == *" relayrun.control.chain fallback "* && ! -e "{here}" ]]; then touch "{here}"; sleep 1000; fi\n'
+        f'if [[ " $* " == *" relayrun.control.chain fallback "* && ! -e "{here}" ]]; then\n'
+        f'  touch "{here}"; sleep 1000\nfi\n'
         f'exec "{sys.executable}" "$@"'
     )
     python = str(program(tmp_path, "host-python", text))

@@ -188,8 +188,10 @@ def test_a_controller_that_is_away_when_it_is_needed(
     cluster = make_cluster()
     here, go = tmp_path / "here", tmp_path / "go"
     text = (
-        f'if [[ " $* " == *" relayrun.control.chain begin "* && ! -e "{here}" ]]; then kill -KILL "${{PPID}}"; sleep 1000; fi\n'
-        f'if [[ " $* " == *" relayrun.control.chain fallback "* ]]; then touch "{here}"; until [[ -e "{go}" ]]; do sleep 0.2; '
+        f'if [[ " $* " == *" relayrun.control.chain begin "* && ! -e "{here}" ]]; then\n'
+        f'  kill -KILL "${{PPID}}"; sleep 1000\nfi\n'
+        f'if [[ " $* " == *" relayrun.control.chain fallback "* ]]; then\n'
+        f'  touch "{here}"; until [[ -e "{go}" ]]; do sleep 0.2; '
         f'done; fi\nexec "{sys.executable}" "$@"'
     )
     python = str(program(tmp_path, "host-python", text))

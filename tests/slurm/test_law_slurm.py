@@ -410,7 +410,8 @@ def test_the_end_of_an_attempt_is_recorded_once(cluster: TestCluster, make_run: 
     """`end` is killed; the batch script calls it again."""
     once = tmp_path / "once"
     text = (
-        f'if [[ " $* " == *" relayrun.control.chain end "* && ! -e "{once}" ]]; then touch "{once}"; kill -KILL $$; fi\n'
+        f'if [[ " $* " == *" relayrun.control.chain end "* && ! -e "{once}" ]]; then\n'
+        f'  touch "{once}"; kill -KILL $$\nfi\n'
         f'exec "{sys.executable}" "$@"'
     )
     run, plan = make_run(

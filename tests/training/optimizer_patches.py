@@ -29,7 +29,7 @@ from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noq
 from relayrun.train.messages import RankMessages  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
-from relayrun.train.optimizer.megatron_optimizer import (
+from relayrun.train.optimizer.megatron_optimizer import (  # noqa: E402
     ScheduledOptimizer,
     ShardedDistributedOptimizer,
     TorchDistributedOptimizer,

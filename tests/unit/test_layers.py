@@ -16,29 +16,18 @@ import pytest
 import relayrun
 
 PACKAGE = Path(__file__).resolve().parents[2] / "relayrun"
-ORDER = re.findall(r"^    ([a-z]+) ", relayrun.__doc__ or "", re.M)
-"""The packages, each of which imports only those behind it: read from the one place where people read them."""
-STANDARD_LIBRARY_ONLY = (
-    "__init__",
-    "chain",
-    "agent",
-    "trainers",
-    "scheduler",
-    "rundir",
-    "slurmtime",
-    "places",
-    "masking",
-    "client",
-    "files",
-    "errors",
-)
-HEAVY = ("training", "export")
-"""Packages that may import torch and megatron-core; and so may:"""
+ORDER = re.findall(r"^    ([a-z.]+) ", relayrun.__doc__ or "", re.M)
+"""The rooms, each of which imports only those behind it: read from the one place where people read them."""
+STANDARD_LIBRARY_ONLY = ("", "control", "slurmtime", "places", "masking", "client", "files", "errors")
+HEAVY = ("train",)
+"""Rooms that may import torch and megatron-core; and so may:"""
 HEAVY_MODULES = (
-    PACKAGE / "data" / "order" / "megatron.py",
-    *(PACKAGE / "gpucheck" / "programs").glob("*.py"),
+    PACKAGE / "tokens" / "order" / "megatron.py",
+    *(PACKAGE / "lab" / "gpucheck" / "programs").glob("*.py"),
     *(PACKAGE / "submit" / "megatron_lm" / "programs").glob("*.py"),
 )
+MOST_FLAT = 16
+"""Modules beside each other in one package, without `__init__`."""
 
 _MODULE = re.compile(r"(relayrun(?:\.\w+)+)(?::\w+)?")
 
@@ -82,38 +71,47 @@ def used(path: Path, package: Path = PACKAGE) -> set[str]:
     return {name.removeprefix("relayrun.") for name in imports(path, package) if name.startswith("relayrun.")}
 
 
-def part(path: Path, package: Path = PACKAGE) -> str:
-    return path.relative_to(package).parts[0].removesuffix(".py")
+def room(path: Path, package: Path = PACKAGE) -> str:
+    """The room of a module; empty for the package itself, and for a package that only holds rooms."""
+    return next((each for each in ORDER if _lies_in(dotted(path, package), each)), "")
+
+
+def _lies_in(name: str, place: str) -> bool:
+    return name == place or name.startswith(f"{place}.")
 
 
 def wrong_way(path: Path, package: Path = PACKAGE) -> set[str]:
-    """What a module uses of packages that stand above its own."""
-    own = part(path, package)
-    below = ORDER if own.startswith("__") else ORDER[ORDER.index(own) :]
-    return {name for name in used(path, package) if name.split(".")[0] not in below}
+    """The modules of higher rooms that a module uses."""
+    own = room(path, package)
+    below = ORDER[ORDER.index(own) :] if own else ORDER
+    return {name for name in used(path, package) if not any(_lies_in(name, each) for each in below)}
 
 
-def test_the_list_names_every_package() -> None:
-    found = {part(path) for path in modules()} - {"__init__", "__main__"}
-    assert found == set(ORDER)
+def test_every_module_lies_in_a_room() -> None:
+    outside = [dotted(path) for path in modules() if not room(path)]
+    assert outside == ["__init__", "__main__", "config"]
+    assert {room(path) for path in modules()} == {"", *ORDER}
     assert len(set(ORDER)) == len(ORDER)
+
+
+def test_a_package_is_seen_at_a_glance() -> None:
+    flat = {folder: len([*folder.glob("*.py")]) - 1 for folder in {path.parent for path in modules()}}
+    assert not {str(folder): count for folder, count in flat.items() if count > MOST_FLAT}
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_dependencies_point_one_way(path: Path) -> None:
     assert not wrong_way(path)
-    if part(path) in ("config", "rundir"):
-        assert not {name.split(".")[0] for name in used(path)} & ({"config", "rundir"} - {part(path)})
 
 
 @pytest.mark.parametrize(
     ("place", "line"),
     [
         ("files.py", "from relayrun.cli import main"),
-        ("rundir/records.py", "from relayrun.control.chain import decide"),
-        ("data/build.py", "def later():\n    from relayrun.train.model import size"),
-        ("config/data.py", 'ORDER = "relayrun.tokens.order.datasets:MockDataset"'),
-        ("scheduler/local.py", 'COMMAND = ["python3", "-m", "relayrun.control.chain"]'),
+        ("control/rundir/records.py", "from relayrun.config.compose import schema"),
+        ("tokens/order/sampler.py", "def later():\n    from relayrun.train.model import size"),
+        ("config/sections/data.py", 'ORDER = "relayrun.tokens.order.datasets:MockDataset"'),
+        ("files.py", 'COMMAND = ["python3", "-m", "relayrun.control.chain"]'),
     ],
 )
 def test_a_planted_import_in_the_wrong_direction_is_found(tmp_path: Path, place: str, line: str) -> None:
@@ -145,15 +143,15 @@ def test_siblings_do_not_import_each_other_in_a_circle(package: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_heavy_imports_stay_where_they_are_needed(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path)}
-    if part(path) in STANDARD_LIBRARY_ONLY:
+    if room(path) in STANDARD_LIBRARY_ONLY:
         assert roots <= set(sys.stdlib_module_names) | {"relayrun"}, roots
-    if part(path) not in HEAVY and path not in HEAVY_MODULES:
+    if room(path) not in HEAVY and path not in HEAVY_MODULES:
         assert not roots & {"torch", "megatron"}, roots
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_scheduler_starts_slurm_commands(path: Path) -> None:
-    if part(path) == "scheduler":
+    if room(path) == "scheduler":
         return
     commands = {"sbatch", "squeue", "scontrol", "scancel", "sinfo", "sacct", "srun"}
     source = path.read_text()

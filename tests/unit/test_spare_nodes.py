@@ -16,6 +16,7 @@ from relayrun.control.agent.coordinator import Coordinator
 from relayrun.control.agent.hang_detection import RankActivity
 from relayrun.control.agent.health import JobHealth
 from relayrun.control.agent.job_nodes import SILENT_BEATS
+from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.chain.failover import lost_batch_host
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.node_health import HealthPlan
@@ -64,7 +65,7 @@ class Nodes:
             spare_nodes=spare,
             ranks_per_node=2,
             names=dict(enumerate(NAMES[: 2 + spare])),
-            links=cast("dict[int, Lines]", self.links),
+            links=cast("dict[int, MessageSocket]", self.links),
             say=self.said.append,
             max_failed_rounds=max_failed_rounds,
             health=None if health is None else JobHealth(self.run, self.attempt, health, say=self.said.append),

@@ -237,7 +237,8 @@ def run_tokenizer(options: argparse.Namespace) -> int:
             raise ConfigError("--bytes reads no text", where="--dataset-folder", hint="leave one of the two out")
         made = write_byte_tokenizer(options.output_folder)
         print(
-            f"{made}: a token for each byte, its id the byte; {', '.join(BYTE_SPECIAL_TOKENS.values())} are the tokens 0 to 3"
+            f"{made}: a token for each byte, its id the byte; {', '.join(BYTE_SPECIAL_TOKENS.values())} are "
+            "the tokens 0 to 3"
         )
         return 0
     if not options.dataset_folder:

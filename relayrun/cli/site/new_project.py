@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="NAME",
-        help=f"whose site file is copied: {', '.join(project.site_names())} (default: generic where there is an sbatch, "
+        help=f"whose site file is copied: {', '.join(project.site_names())} (default: generic where there is "
+        "an sbatch, "
         "else local)",
     )
     parser.set_defaults(run=run)

@@ -132,14 +132,14 @@ def _parsed_condition(node: ast.expr) -> Condition:
 
 def _parsed_comparison(nodes: list[ast.expr], operators: list[ast.cmpop]) -> Condition:
     found: Condition | None = None
-    for left, operator, right in zip(nodes, operators, nodes[1:], strict=False):
-        if isinstance(operator, ast.In | ast.NotIn):
+    for left, sign, right in zip(nodes, operators, nodes[1:], strict=False):
+        if isinstance(sign, ast.In | ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise _wrong_row_filter(right, "is no list of constants")
             inside = In(_parsed_column(left), tuple(map(_parsed_constant, right.elts)))
-            one: Condition = inside if isinstance(operator, ast.In) else Not(inside)
-        elif (sign := _COMPARISONS.get(type(operator))) is not None:
-            one = Compare(_parsed_operand(left), sign, _parsed_operand(right))
+            one: Condition = inside if isinstance(sign, ast.In) else Not(inside)
+        elif (comparison := _COMPARISONS.get(type(sign))) is not None:
+            one = Compare(_parsed_operand(left), comparison, _parsed_operand(right))
             if not {*_columns(one)}:
                 raise _wrong_row_filter(left, "is compared with a constant; name a column")
         else:

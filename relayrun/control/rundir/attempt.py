@@ -170,7 +170,8 @@ class Attempt:
 
     @property
     def client(self) -> Path:
-        """A folder in which a foreign program and the supervisor leave each other word; see `relayrun.control.trainers`."""
+        """A folder in which a foreign program and the supervisor leave each other word; see
+        `relayrun.control.trainers`."""
         return self.path / "client"
 
     @property

@@ -50,7 +50,8 @@ class Plan(Record):
     """Whether a small job waits behind the chain's newest one, in case that one fails without a word."""
     max_failed_attempts: int
     recovery: Literal["job", "node"] = "job"
-    """What starts again when a rank dies: the next job, or the ranks inside the same one; see `relayrun.control.agent`."""
+    """What starts again when a rank dies: the next job, or the ranks inside the same one; see
+    `relayrun.control.agent`."""
     max_failed_rounds: int = 5
     fork_server: list[str] = field(default_factory=list)
     """What an agent executes to fork ranks from; empty without agents."""

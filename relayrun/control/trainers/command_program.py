@@ -1,4 +1,4 @@
-"""A user's own program, seen from outside: its progress, its checkpoints, its end.
+r"""A user's own program, seen from outside: its progress, its checkpoints, its end.
 
 Progress comes from `relayrun.client`, from log lines that a pattern matches, or from a file of JSON lines:
 

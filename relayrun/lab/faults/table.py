@@ -278,7 +278,8 @@ fi"""
         config={"chain": {"max_failed_attempts": 1}},
         commands={
             "python3": """
-if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
+if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" &&
+  ! -e "${provoked}" ]]; then
   touch "${provoked}"
   exec "${real}" -m relayrun.lab.faults.kill_at_rename begin.json ALONE "$@"
 fi"""
@@ -294,7 +295,8 @@ fi"""
         act=actions.kill_batch_script_at_begin,
         commands={
             "python3": """
-if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
+if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" &&
+  ! -e "${provoked}" ]]; then
   echo "${SLURM_JOB_ID}" >"${provoked}.tmp"
   mv "${provoked}.tmp" "${provoked}"
   kill -KILL "${PPID}"
@@ -338,7 +340,8 @@ fi"""
         act=actions.ask_to_leave,
         commands={
             "python3": """
-if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
+if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" &&
+  ! -e "${provoked}" ]]; then
   touch "${provoked}"
   exec "${real}" -m relayrun.lab.faults.change_owner "$@"
 fi"""

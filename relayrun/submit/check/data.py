@@ -384,7 +384,8 @@ def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> Non
         findings.ok(
             "data.ids",
             f"the ids of {len(unknown):,} of {known + len(unknown):,} shards were not compared with the vocabulary of "
-            f"{size:,}: their records do not name the largest (of shards without a record, {MAX_SAMPLED_SHARDS} a data set were "
+            f"{size:,}: their records do not name the largest (of shards without a record, "
+            f"{MAX_SAMPLED_SHARDS} a data set were "
             f"looked at). This reads them all: {VERIFY_COMMAND} FOLDER --tokenizer {config.data.tokenizer}",
         )
     elif known:

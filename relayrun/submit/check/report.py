@@ -117,7 +117,8 @@ def _check_gpu_memory(future: Forecast, findings: Findings) -> None:
     elif needed > USABLE_GPU_MEMORY * there:
         findings.warn(
             "memory.gpu",
-            f"{words}; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are {format_bytes(USABLE_GPU_MEMORY * there)}",
+            f"{words}; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are "
+            f"{format_bytes(USABLE_GPU_MEMORY * there)}",
             setting="training.micro_batch_size",
             value=round(needed),
             remedy="lower training.micro_batch_size, set training.recompute_granularity, or split the model further",
@@ -131,7 +132,10 @@ def _check_host_memory(job: JobSection, future: Forecast, findings: Findings) ->
     there, needed = job.mem_bytes, future.host_copies
     if not there or not needed:
         return
-    words = f"copies of saves take {format_bytes(needed)} of a node's memory by formula, of {format_bytes(there)} in job.mem"
+    words = (
+        f"copies of saves take {format_bytes(needed)} of a node's memory by formula, of "
+        f"{format_bytes(there)} in job.mem"
+    )
     if needed > USABLE_GPU_MEMORY * there:
         findings.warn(
             "memory.host",

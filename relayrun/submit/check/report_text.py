@@ -144,7 +144,10 @@ def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield "layout", ", ".join(f"{name} {size}" for name, size in future.layout.items())
     yield "parameters", f"{future.parameters:,} with a vocabulary of {future.vocabulary_size:,}"
     memory = future.memory
-    parts = f"state {format_bytes(memory.state)}, activations {format_bytes(memory.activations)}, loss {format_bytes(memory.loss)}"
+    parts = (
+        f"state {format_bytes(memory.state)}, activations {format_bytes(memory.activations)}, loss "
+        f"{format_bytes(memory.loss)}"
+    )
     there = "of an unknown size" if future.gpu_memory is None else f"of {format_bytes(future.gpu_memory)}"
     where = f"a GPU {there}" if future.gpus else "a rank"
     yield (
@@ -243,7 +246,8 @@ def _save_interval_words(future: Forecast) -> str:
         return f"{words}; by Young and Daly: not known before a save and failures (or cluster.node_mtbf_hours) are"
     steps = "" if future.best_interval_steps is None else f", {future.best_interval_steps:,} steps"
     return (
-        f"{words}; by Young and Daly {_hour_words(best.seconds / SECONDS_PER_HOUR)}{steps}: a save takes {best.save:.1f} s "
+        f"{words}; by Young and Daly {_hour_words(best.seconds / SECONDS_PER_HOUR)}{steps}: a save takes "
+        f"{best.save:.1f} s "
         f"({best.save_source}), failures are {_hour_words(best.mtbf / SECONDS_PER_HOUR)} apart ({best.mtbf_source})"
     )
 

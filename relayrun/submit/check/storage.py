@@ -147,7 +147,10 @@ def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_comma
             already += path.stat().st_size
     one, kept = forecast.checkpoint.bytes, forecast.checkpoint.most_bytes
     name = "storage.space"
-    words = f"{format_bytes(free)} free below {place}; a checkpoint has {format_bytes(one)}, all that are kept {format_bytes(kept)}"
+    words = (
+        f"{format_bytes(free)} free below {place}; a checkpoint has {format_bytes(one)}, all that are kept "
+        f"{format_bytes(kept)}"
+    )
     if free + already < one:
         findings.refuse(
             name,

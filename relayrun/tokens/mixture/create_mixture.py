@@ -44,7 +44,8 @@ def refuse_repeats(datasets: Sequence[MixtureDataset], targets: Sequence[int], *
                 f"this dataset has {dataset.available:,} tokens, and {target:,}, its share, would be all of them "
                 f"{times:,} times; {most:,} is the most",
                 where=dataset.folder,
-                hint=f"give it about {_percent(dataset.weight * most / times)} of the weights or less, leave it out, ask "
+                hint=f"give it about {_percent(dataset.weight * most / times)} of the weights or less, leave "
+                "it out, ask "
                 f"for fewer tokens, or, if it is meant, --most-repeats {times}",
             )
 

@@ -189,7 +189,8 @@ class StreamWorker:
 
 
 class _Shared:
-    """A stream, of which each of the two processes opens the lanes in its way (`relayrun.tokens.order.sampler.Stream`)."""
+    """A stream, of which each of the two processes opens the lanes in its way
+    (`relayrun.tokens.order.sampler.Stream`)."""
 
     def __init__(self, name: str, stream: Stream) -> None:
         self._name, self._stream = name, stream

@@ -35,7 +35,8 @@ logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR) 
 
 
 class MegatronOrder:
-    """A data set (see `relayrun.tokens.order.datasets.Dataset`). Raises ConfigError if there is not one whole window."""
+    """A data set (see `relayrun.tokens.order.datasets.Dataset`). Raises ConfigError if there is not one whole
+    window."""
 
     def __init__(self, source: DatasetSpec) -> None:
         self._source = source

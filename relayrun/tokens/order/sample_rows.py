@@ -33,7 +33,8 @@ def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.i
 
 
 DocumentLengths = Sequence[Sequence[int] | None] | None
-"""Tokens of each document of rows that know it themselves (`relayrun.tokens.order.sample_rows`); None: of those that do not."""
+"""Tokens of each document of rows that know it themselves (`relayrun.tokens.order.sample_rows`); None: of those that
+do not."""
 
 
 def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> list[list[int]]:

@@ -76,7 +76,8 @@ def tokenizer_differences(
                 f"{what}: {len(prefixes):,} of {len(dataset.shards):,} shards, of which this is the first, were not "
                 f"made with the tokenizer {manifest.tokenizer}: {words}",
                 where=prefixes[0],
-                hint=f"set data.tokenizer to the one that made them, or tokenize again; if it is meant, {ALLOW_SETTING}=true",
+                hint="set data.tokenizer to the one that made them, or tokenize again; if it is meant, "
+                f"{ALLOW_SETTING}=true",
             )
             for words, prefixes in wrong.items()
         ]

@@ -285,6 +285,3 @@ def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total
         f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
         hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
     )
-
-
-__all__ = ["tokenize_dump"]

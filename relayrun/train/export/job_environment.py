@@ -1,4 +1,5 @@
-"""What a job sets up before it exports a run, as the run's own jobs do: `python -m relayrun.train.export.job_environment RUN`.
+"""What a job sets up before it exports a run, as the run's own jobs do: `python -m
+relayrun.train.export.job_environment RUN`.
 
 It prints lines of Bash for do-convert.sh: environment, modules and `job.setup` of the run, and in the arrays
 `run_command` and `run_python` what stands before the program, with the container and the command prefix, and the

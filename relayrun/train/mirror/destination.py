@@ -179,7 +179,8 @@ def commit_identity(commit: CheckpointCommit) -> dict[str, object]:
 
 
 class FolderDestination:
-    """The second place of one run below a folder of this machine; see `relayrun.control.rundir.mirror` for what lies in it."""
+    """The second place of one run below a folder of this machine; see `relayrun.control.rundir.mirror` for what lies
+    in it."""
 
     def __init__(self, folder: Path) -> None:
         self.where = folder

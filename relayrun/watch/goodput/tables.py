@@ -38,7 +38,8 @@ def account_summary(account: NodeTimeAccount) -> str:
     ]
     lines = [
         f"{account.name}: {format_node_time(account.allocated)} allocated, goodput {account.goodput:.1%}",
-        f"effective training time {account.effective_training_time:.1%} of {format_duration(account.elapsed)} since the first "
+        f"effective training time {account.effective_training_time:.1%} of {format_duration(account.elapsed)} "
+        "since the first "
         f"submission; without nodes: {', '.join(waits)}",
     ]
     figures = []

@@ -181,9 +181,8 @@ def band_chart(
         for name, _ in names:
             high = column.get(name, 0.0) * HEIGHT
             if high > 0.02:
-                paths[name].append(
-                    f"M{_coordinate(number * width)},{_coordinate(low)}v{_coordinate(-high)}h{_coordinate(width)}v{_coordinate(high)}z"
-                )
+                up, right, down = _coordinate(-high), _coordinate(width), _coordinate(high)
+                paths[name].append(f"M{_coordinate(number * width)},{_coordinate(low)}v{up}h{right}v{down}z")
                 low -= high
     shapes = [tag("path", tag("title", name), d="".join(paths[name]), class_=css) for name, css in names if paths[name]]
     y_labels = [(share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)]

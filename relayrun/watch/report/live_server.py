@@ -261,7 +261,7 @@ def _run_worker(link: Connection, prepare: Callable[[], None]) -> None:
             link.send((False, RuntimeError(f"{answer[1]!r}: {error}")))
 
 
-S = TypeVar("S", bound="Standing | Damaged")
+S = TypeVar("S", bound="RunSummary | DamagedRun")
 
 log = logging.getLogger(__name__)
 

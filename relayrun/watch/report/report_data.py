@@ -81,7 +81,7 @@ class RunReportData:
     band_seconds: float
     checkpoints: Sequence[CheckpointCommit]
     """Those that count, rising."""
-    evaluations: Sequence[evaluations.Result]
+    evaluations: Sequence[evaluations.EvaluationResult]
     data: Sequence[DatasetRead]
     data_missing: str
     """Why it is not known what was read; empty where it is."""

@@ -43,7 +43,10 @@ def json_text(value: Any) -> str:
 def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     attempt = ""
     if status.attempt is not None and status.begin_time is not None:
-        attempt = f"{status.attempt}, job {status.job_id} on {status.nodes}, begun {format_seconds(now - status.begin_time)} ago"
+        attempt = (
+            f"{status.attempt}, job {status.job_id} on {status.nodes}, begun "
+            f"{format_seconds(now - status.begin_time)} ago"
+        )
         attempt += f", now in {status.phase}" if status.phase else ""
     step = f"{status.iteration} of {status.total_steps}" if status.total_steps else f"{status.iteration}"
     step += f", {format_seconds(now - status.step_time)} ago" if status.step_time is not None else ""

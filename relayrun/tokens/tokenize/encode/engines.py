@@ -80,11 +80,11 @@ __all__ = [
     "ENGINES",
     "Encoded",
     "Engine",
+    "EngineSelection",
     "HuggingFaceEngine",
     "RoutedEngine",
-    "EngineSelection",
-    "select_engine",
     "parse_without_vocabulary",
+    "select_engine",
 ]
 
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)

@@ -216,7 +216,7 @@ def _not_on_hub_error(name: str, why: str) -> InputError:
 
 
 _MAX_AGE_SECONDS = 30 * 24 * 3600
-_CODE_FOLDER = Path(__file__).resolve().parents[1]
+_CODE_FOLDER = Path(__file__).resolve().parents[2]
 
 
 def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str:
