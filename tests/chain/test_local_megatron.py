@@ -17,7 +17,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import read_tracker_runs
-from relayrun.control.trainers import megatron_lm_checkpoints
+from relayrun.control.trainers import megatron_lm_program
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect, least_file_sizes
 from relayrun.files import read_lines
 from relayrun.train.reporting import trackers
@@ -37,7 +37,7 @@ CUT = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
 
 
 def kept(run: Run) -> list[int]:
-    return [iteration for iteration, _ in megatron_lm_checkpoints.all_checkpoints(run.checkpoints)]
+    return [iteration for iteration, _ in megatron_lm_program.all_checkpoints(run.checkpoints)]
 
 
 def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:

@@ -14,7 +14,7 @@ import pytest
 
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.control.trainers import megatron_lm_checkpoints
+from relayrun.control.trainers import megatron_lm_program
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from relayrun.lab.faults import experiment
 from relayrun.lab.faults.table import FAULTS_BY_NAME, Fault
@@ -138,7 +138,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
             run=run, commands=tmp_path, slurm=Slurm(), reach=MegatronReach(), control=cluster, patience=4
         )
         if name == "latest-torn":  # its folder is there before its files are
-            stage.wait(lambda: megatron_lm_checkpoints.tracked_iteration(run.checkpoints) == 20)
+            stage.wait(lambda: megatron_lm_program.tracked_iteration(run.checkpoints) == 20)
         fault.act(stage)
         experiment.wait_for_end(stage)
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control import job_log
-from relayrun.control.agent.background_work import BackgroundWork
+from relayrun.control.agent.health import BackgroundWork
 from relayrun.control.job_log import AgentLog
 from tests.waiting import wait_for
 

@@ -10,7 +10,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
-from relayrun.control.trainers import megatron_lm_checkpoints
+from relayrun.control.trainers import megatron_lm_program
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from tests.history import make_history
@@ -28,10 +28,10 @@ def checkout(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, iteration: int) -> Path:
-    rank = folder / megatron_lm_checkpoints.checkpoint_folder_name(iteration) / "mp_rank_00"
+    rank = folder / megatron_lm_program.checkpoint_folder_name(iteration) / "mp_rank_00"
     rank.mkdir(parents=True)
     (rank / "model_optim_rng.pt").write_text("x")
-    megatron_lm_checkpoints.write_tracker(folder, iteration)
+    megatron_lm_program.write_tracker(folder, iteration)
     return rank.parent
 
 

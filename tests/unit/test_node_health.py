@@ -22,8 +22,7 @@ import pytest
 
 from relayrun.control.agent import health, node_facts
 from relayrun.control.agent import health as health_module
-from relayrun.control.agent.background_work import BackgroundWork
-from relayrun.control.agent.health import CLOCK_QUESTIONS, ClockOffsets, JobHealth, LocalNodeHealth
+from relayrun.control.agent.health import CLOCK_QUESTIONS, BackgroundWork, ClockOffsets, JobHealth, LocalNodeHealth
 from relayrun.control.agent.job_nodes import NodeRanks
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.agent.node_facts import TimedProgram, available_memory, gather_facts, quick_facts

@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from relayrun.control.agent import hang_detection, requests
-from relayrun.control.agent.background_work import BackgroundWork
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.coordinator import EXIT_FAILED
-from relayrun.control.agent.health import LocalNodeHealth
+from relayrun.control.agent.health import BackgroundWork, LocalNodeHealth
 from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS
 from relayrun.control.agent.memory_copies import (
     MEMORY_FOLDER_VARIABLE,

@@ -16,15 +16,134 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
 from relayrun.control.job_log import LogFollower
-from relayrun.control.trainers import megatron_lm_checkpoints
 from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding
+from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
+from relayrun.files import fsync_directory, write_atomic
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+
+METADATA_FILE = ".metadata"
+
+TORCH_DIST_FILES = ("metadata.json", METADATA_FILE, "common.pt")
+"""Files without which a folder of the format torch_dist cannot be loaded; metadata.json is written last."""
+
+_FOLDER_NAME = re.compile(r"iter_(\d{7,})")
+
+
+def checkpoint_folder_name(iteration: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of_folder(name: str) -> int | None:
+    """The iteration that a folder's name tells; None where it is no checkpoint's."""
+    match = _FOLDER_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def tracked_iteration(folder: Path) -> int | None:
+    """The iteration that the tracker names; None where there is no tracker, or it names no iteration."""
+    try:
+        text = (folder / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def write_tracker(folder: Path, iteration: int) -> None:
+    """Let Megatron go on from this iteration; 0: from the beginning."""
+    if iteration:
+        write_atomic(folder / TRACKER_FILE, str(iteration))
+        return
+    with contextlib.suppress(FileNotFoundError):
+        (folder / TRACKER_FILE).unlink()
+        fsync_directory(folder)
+
+
+def checkpoint_fault(checkpoint: Path) -> str | None:
+    """What is missing in a checkpoint's folder, as far as names and sizes tell; None where nothing is.
+
+    Raises OSError where that cannot be looked at: a file system that is away for a moment makes nothing torn.
+    """
+    ranks = sorted(checkpoint.glob("mp_rank_*"))
+    if ranks:
+        empty = next((rank for rank in ranks if not _is_not_empty(rank / "model_optim_rng.pt")), None)
+        return None if empty is None else f"{empty.name}/model_optim_rng.pt is missing"
+    if not (checkpoint / "common.pt").exists() and not (checkpoint / "metadata.json").exists():
+        needed: tuple[str, ...] = (METADATA_FILE,)  # torch's own format, as of NVIDIA's torch_dcp and fsdp_dtensor
+    else:
+        needed = TORCH_DIST_FILES
+    missing = next((name for name in needed if not _is_not_empty(checkpoint / name)), None)
+    return f"{missing} is missing" if missing is not None else _short_file(checkpoint)
+
+
+def _short_file(checkpoint: Path) -> str | None:
+    """Which file that `.metadata` names is not there, or not as long as its blocks; None where all are."""
+    try:
+        sizes = least_file_sizes(checkpoint / METADATA_FILE)
+    except UnreadableMetadataError as error:
+        return f"{METADATA_FILE} cannot be read ({error})"
+    for name, least in sorted(sizes.items()):
+        try:
+            size = (checkpoint / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{name} is missing"
+        if size < least:
+            return f"{name} has {size} bytes, not {least}"
+    return None
+
+
+def whole_checkpoints(folder: Path, *, known: Container[int] = ()) -> list[FoundCheckpoint]:
+    """Every checkpoint that is there, whole, and not beyond the tracker, rising.
+
+    `known`: iterations that were whole when somebody looked before; they are not looked into again.
+    """
+    newest = tracked_iteration(folder)
+    if newest is None:
+        return []
+    return [
+        FoundCheckpoint(iteration=iteration, path=str(path))
+        for iteration, path in all_checkpoints(folder)
+        if iteration <= newest and (iteration in known or checkpoint_fault(path) is None)
+    ]
+
+
+def all_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Iteration and folder of everything that looks like a checkpoint, rising."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    found = ((_FOLDER_NAME.fullmatch(name), folder / name) for name in names)
+    return sorted((int(match[1]), path) for match, path in found if match is not None and path.is_dir())
+
+
+def prepare_checkpoints(folder: Path, *, base: int, attempt: int) -> list[str]:
+    """Make Megatron start from iteration `base`, which is whole; 0: from the beginning. Returns what was done.
+
+    Folders of later iterations are of saves that a kill cut off: Megatron would write into them, or load one. They go
+    to `.quarantine`; nothing is deleted.
+    """
+    beyond = [path for iteration, path in all_checkpoints(folder) if iteration > base]
+    done = quarantine_checkpoints(folder, beyond, attempt=attempt, fault=checkpoint_fault)
+    if (named := tracked_iteration(folder) or 0) != base:
+        write_tracker(folder, base)
+        done.append(f"{folder / TRACKER_FILE} named iteration {named}; it names {base or 'none'} now")
+    return done
+
+
+def _is_not_empty(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 class UnreadableMetadataError(Exception):
@@ -223,18 +342,14 @@ class MegatronProgram:
 
     def checkpoints(self) -> list[FoundCheckpoint]:
         """Every whole checkpoint that is there now, rising."""
-        found = megatron_lm_checkpoints.whole_checkpoints(self._folder, known=self._whole)
+        found = whole_checkpoints(self._folder, known=self._whole)
         self._whole = {checkpoint.iteration for checkpoint in found}
         return found
 
     def saving(self) -> int | None:
         """The iteration of a checkpoint that it has begun and not finished."""
         begun = self._said_to_save
-        return (
-            begun
-            if begun is not None and begun > (megatron_lm_checkpoints.tracked_iteration(self._folder) or 0)
-            else None
-        )
+        return begun if begun is not None and begun > (tracked_iteration(self._folder) or 0) else None
 
     def ask_to_save(self) -> str | None:
         """Touch its own trigger, which it removes itself. Returns why it cannot save now, in words."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.sections.training import BatchSizes
-from relayrun.control.trainers.megatron_lm_checkpoints import TRACKER_FILE
+from relayrun.control.trainers.megatron_lm_program import TRACKER_FILE
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import safe_pickle
 from relayrun.train.checkpoint.safe_pickle import UnreadablePickle, is_inert
