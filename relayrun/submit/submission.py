@@ -22,7 +22,7 @@ from relayrun import places
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
-from relayrun.control.chain import job_script, jobs
+from relayrun.control.chain import fallback, job_script, jobs
 from relayrun.control.chain.campaign import condition_readiness
 from relayrun.control.notify import notices
 from relayrun.control.rundir import campaign, mirror, triggers
@@ -113,7 +113,7 @@ def adopt_job(
     intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with prepared_run(config, intent, adopted=job.options) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
-        jobs.queue_fallback_job(run, plan, job.id, options=job.options)
+        fallback.queue_fallback_job(run, plan, job.id, options=job.options)
         return run
 
 

@@ -28,7 +28,17 @@ from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
 from relayrun.train import user_code
 from relayrun.train.distributed import Ranks
-from relayrun.train.hooks import Action, Gradients, Hook, HookContext, Step, StepStart, UpdateVerdict, ValidationResult
+from relayrun.train.hooks import (
+    Action,
+    Gradients,
+    Hook,
+    HookContext,
+    HookFailed,
+    Step,
+    StepStart,
+    UpdateVerdict,
+    ValidationResult,
+)
 from relayrun.train.loss_guard import LossGuard
 from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
@@ -41,10 +51,6 @@ if TYPE_CHECKING:
 
 BETWEEN_STEPS = ("before_step", "after_step", "at_rewind", "after_save", "after_failed_save", "at_evaluation")
 """Methods whose time is `Step.hooks_seconds`; that of `before_update` is part of the step."""
-
-
-class HookFailed(RelayrunError):
-    """A user's hook raised something; the attempt has failed."""
 
 
 def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, Hook]]:

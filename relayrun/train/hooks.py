@@ -55,6 +55,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.restarts import Rollback
+from relayrun.errors import RelayrunError
 
 if TYPE_CHECKING:  # they import torch and pydantic
     from relayrun.config.compose.schema import RunConfig
@@ -276,3 +277,7 @@ class Hook:
 
     def close(self) -> None:
         """The outcome of the attempt is written; not called after a failure."""
+
+
+class HookFailed(RelayrunError):
+    """A user's hook raised something; the attempt has failed."""

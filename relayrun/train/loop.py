@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.data import DataSection
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint
@@ -26,7 +25,7 @@ from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_or
 from relayrun.tokens.mixture.stream_worker import StreamWorker
 from relayrun.tokens.order.batches import BatchReader
 from relayrun.tokens.order.sample_rows import row_statistics
-from relayrun.tokens.shards.checks import check_tokenizer
+from relayrun.tokens.shards.checks import check_data
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams.run_tokenizer import loss_token_ids
 from relayrun.train import distributed
@@ -46,26 +45,6 @@ from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter, 
 from relayrun.train.reporting.metrics import IntervalMetrics, Metrics, Stragglers
 from relayrun.train.requests import RequestPoller, SignalFlag
 from relayrun.train.validation import Validation
-
-
-def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:
-    """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
-
-    A missing file may be a file system that is away for a while: the next attempt may find it again. Nor may a shard
-    have been made anew with another tokenizer since the submit; a run that began before this was looked at goes on.
-    """
-    try:
-        manifest.verify(mixture)
-    except InputError as error:
-        if all(line.endswith(": missing") for line in manifest.differences(mixture)):
-            raise
-        raise FatalTrainingError(error.message, hint=error.hint) from None
-    try:
-        allow = data.allow_other_tokenizer or not manifest.tokenizer_ids
-        check_tokenizer(manifest, mixture, allow=allow, ends_matter=data.depends_on_ends)
-    except InputError as error:
-        raise FatalTrainingError(error.message, where=error.where, hint=error.hint) from None
-
 
 log = logging.getLogger(__name__)
 

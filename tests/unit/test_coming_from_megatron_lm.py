@@ -155,7 +155,7 @@ VARIABLES_HERE = {
     *(name for trainer in CONFIG_CLASSES for name in launcher_environment.setting_variables(trainer)),
     launcher_environment.PROFILER_VARIABLE,
     *tokenization.ENVIRONMENT_SETTINGS,
-    *re.findall(r'"(WANDB_\w+)"', sources("relayrun/monitoring", "relayrun/trainers")),
+    *re.findall(r'"(WANDB_\w+)"', sources("relayrun/train/reporting", "relayrun/control/trainers")),
 }
 
 
@@ -182,7 +182,7 @@ def exists(name: str, program: str) -> bool:
     if path in run_paths():
         return True
     folder, _, leaf = path.rpartition("/")
-    where = "relayrun/training" if folder in run_paths() else "relayrun/tokenization/dumps"
+    where = "relayrun/train" if folder in run_paths() else "relayrun/tokens/tokenize"
     return (not folder or folder in run_paths()) and f'"{leaf.partition("*")[0].rstrip("-")}' in sources(where)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from relayrun.errors import ConfigError, FatalTrainingError, InputError, RunDirError
 from relayrun.train.__main__ import fails_on_every_attempt
-from relayrun.train.hook_list import HookFailed
+from relayrun.train.hooks import HookFailed
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,13 @@ from relayrun.files import read_json, write_json
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.tokens.mixture.create_mixture import create_mixture
-from relayrun.tokens.shards.checks import check_tokenizer
+from relayrun.tokens.shards.checks import check_data, check_tokenizer
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.shard import FOLDER_RECORD, RECORD_SUFFIX, ShardWriter
 from relayrun.tokens.tokenize.encode.tokenizer import ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
-from relayrun.train.loop import check_data
 from tests.megatron_lm.stand_in import stand_in
 from tests.workspace import Workspace
 

@@ -19,11 +19,11 @@ PAIRS = re.findall(r"^\| `(\w+\.py)` \| `relayrun (\w+) (\w+)` \|$", PAGE, re.M)
 
 def subcommands() -> dict[tuple[str, str], argparse.ArgumentParser]:
     found = {}
-    for module in (dumps, shards):
+    for command, add in (("dumps", dumps.add_dumps_arguments), ("mixture", shards.add_mixture_arguments)):
         parser = argparse.ArgumentParser()
-        module.add_arguments(parser)
+        add(parser)
         (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-        found |= {(module.__name__.rpartition(".")[2], name): inner for name, inner in action.choices.items()}
+        found |= {(command, name): inner for name, inner in action.choices.items()}
     return found
 
 

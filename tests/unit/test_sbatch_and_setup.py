@@ -47,7 +47,7 @@ def header(text: str) -> list[str]:
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed sbatch that prints HELP."""
-    monkeypatch.setattr(slurm_commands.slurm_command, "run", lambda command, seconds: HELP)
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda command, seconds: HELP)
     slurm_commands.installed_sbatch_options.cache_clear()
     yield
     slurm_commands.installed_sbatch_options.cache_clear()

@@ -324,10 +324,10 @@ def test_a_glance_opens_few_files_of_a_run_whatever_its_age(tmp_path: Path) -> N
     """Its cost with a thousand runs is the files that it opens."""
     runs = [make_history(tmp_path / str(attempts), lines=300, attempts=attempts) for attempts in (10, 60)]
     program = (
-        "import sys; from pathlib import Path; from relayrun.watch.status.runs import Watcher; "
+        "import sys; from pathlib import Path; from relayrun.watch.status.runs import RunsWatcher; "
         "from relayrun.control.rundir.run import Run; run = Run(Path(sys.argv[1])); opened = []\n"
         "sys.addaudithook(lambda event, details: event == 'open' and opened.append(str(details[0])))\n"
-        "Watcher().glance([run], now=0.0)\n"
+        "RunsWatcher().glance([run], now=0.0)\n"
         "print(sum(path.startswith(sys.argv[1]) for path in opened))"
     )
     counts = [

@@ -468,7 +468,7 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
 READS_AT_ITS_END = """
 import io, sys, time
 import pyarrow as pa, pyarrow.parquet as pq
-from relayrun.tokens.streams.blocks import Ahead
+from relayrun.tokens.streams.blocks import Prefetcher
 
 class Slow(io.BytesIO):
     def read(self, size=-1):
@@ -482,7 +482,7 @@ def items():
         for group in range(file.num_row_groups):
             yield file.read_row_group(group, use_threads=False)
 
-ahead = Ahead(items(), 1, name="test")
+ahead = Prefetcher(items(), 1, name="test")
 print(len(next(ahead)))
 if sys.argv[1] == "close":
     ahead.close()

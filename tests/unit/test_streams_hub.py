@@ -30,9 +30,9 @@ URL = f"hf://datasets/{NAME}"
 PROGRAM = """
 import json, sys
 from relayrun.errors import run_main
-from relayrun.tokens.readers import remote
+from relayrun.tokens.stores import urls
 from tests.unit import test_streams_hub
-remote.PAUSES = (0.0, 0.0, 0.0)
+urls.RETRY_PAUSES = (0.0, 0.0, 0.0)
 raise SystemExit(run_main(lambda: print(json.dumps(getattr(test_streams_hub, sys.argv[1])(*sys.argv[2:])))))
 """
 

@@ -43,7 +43,7 @@ def stream(place: str, kind: str, **options: Any) -> TextStream:
 
 def frozen(place: str, kind: str, **options: Any) -> Any:
     source = DataSource.model_validate({"path": place, "weight": 1.0, "source": kind, "stream": options})
-    return streaming.freeze("web", source, 0)
+    return streaming.freeze_text_files("web", source, 0)
 
 
 def samples(made: TextStream, count: int = 12) -> list[str]:

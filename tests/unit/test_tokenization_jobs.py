@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -341,9 +340,3 @@ def test_the_bash_launcher_stops_at_a_wrong_setting(
     assert done.returncode == 1
     assert done.stderr.startswith("error: environment: DATASETNAME is no setting; did you mean DATASET_NAME?")
     assert not (tmp_path / "log").exists()
-
-
-def test_a_job_that_an_earlier_version_submitted_finds_its_function() -> None:
-    """submitit pickles it by this place; a dump that was requeued before its limit is unpickled once more."""
-    former = b"crelayrun.tokenization.jobs\ntokenize_dump\n."
-    assert pickle.loads(former) is tokenize_dump

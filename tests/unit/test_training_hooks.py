@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from relayrun.config.sections.training import TrainingSection
 from relayrun.errors import FatalTrainingError
-from relayrun.train.hook_list import HookFailed, Hooks
-from relayrun.train.hooks import Action, Gradients, Hook, StepStart, UpdateVerdict
+from relayrun.train.hook_list import Hooks
+from relayrun.train.hooks import Action, Gradients, Hook, HookFailed, StepStart, UpdateVerdict
 from tests import warm
 
 START = StepStart(iteration=1, consumed_samples=0, global_batch_size=8)
@@ -139,7 +139,8 @@ class Stubborn(Hook):
 LEAVES = """
 import types
 from unittest.mock import Mock
-from relayrun.train.hook_list import HookFailed, Hooks
+from relayrun.train.hook_list import Hooks
+from relayrun.train.hooks import HookFailed
 from relayrun.train.loop import Training
 from tests.unit.test_training_hooks import OneRank, Stubborn
 

@@ -101,8 +101,8 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"type": "string"}, properties["cluster"]],
         "description": "Name of a file of configs/clusters/, or what stands in one.",
     }
-    mixture = schema["$defs"]["Data"]["properties"]["mixture"]
-    schema["$defs"]["Data"]["properties"]["mixture"] = {
+    mixture = schema["$defs"]["DataSection"]["properties"]["mixture"]
+    schema["$defs"]["DataSection"]["properties"]["mixture"] = {
         "anyOf": [{"type": ["string", "null"]}, mixture],
         "description": mixture.get("description", ""),
     }
@@ -201,7 +201,7 @@ def _docstrings(section: type[BaseModel]) -> dict[str, str]:
     """The text below each field of a section, and of those that it takes over."""
     found: dict[str, str] = {}
     for part in reversed(section.__mro__):
-        if part.__module__.startswith("relayrun.config.compose"):
+        if part.__module__.startswith("relayrun.config."):
             found |= _of_class(part)
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 
 from relayrun.control import chain_state, decisions
-from relayrun.control.chain import background, campaign, excluded_nodes, jobs, supervisor
+from relayrun.control.chain import background, campaign, excluded_nodes, fallback, jobs, supervisor
 from relayrun.control.chain import jobs as chain_jobs
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import restarts
@@ -54,7 +54,7 @@ def run_fallback_job(run: Run) -> int:
         last = next((job for job in live if job.waits), live[-1])
         known = scheduler.query(last.id)
         options, failed_begins = (known.options, known.failed_begins) if known else (plan.sbatch_options, 0)
-        chain_jobs.queue_fallback_job(run, plan, last.id, options=options, failed_begins=failed_begins)
+        fallback.queue_fallback_job(run, plan, last.id, options=options, failed_begins=failed_begins)
         return 0
     failed = scheduler.query(order.job_id)
     reason = _why_it_ends(run, scheduler, order, failed)
@@ -109,7 +109,7 @@ def _queue_next(
     delay = BEGIN_BACKOFF << (count - 1)
     job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
-    chain_jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
+    fallback.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
     try:
         jobs.count_failed_begins(job_id, count, ",".join(tried))
     except SchedulerError as error:  # a site may let nobody change a job; the new fallback job knows the count

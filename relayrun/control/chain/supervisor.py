@@ -24,6 +24,7 @@ from relayrun.control.chain import (
     evaluation_jobs,
     excluded_nodes,
     failure_reason,
+    fallback,
     job_script,
     jobs,
 )
@@ -533,7 +534,7 @@ def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_j
     write_stop(run, reason, words=words)
     log_line(f"the chain ends: {reason}")
     try:
-        jobs.cancel_fallback_jobs(plan, scheduler)
+        fallback.cancel_fallback_jobs(plan, scheduler)
         for job in jobs.pending_jobs(plan, scheduler, own=own_job):
             jobs.cancel_job(scheduler, job)
     except SchedulerError as error:  # whatever starts will find STOP

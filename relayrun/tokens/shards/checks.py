@@ -17,16 +17,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from relayrun.errors import InputError
+from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import RealPathCache
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
+
+if TYPE_CHECKING:  # pydantic
+    from relayrun.config.sections.data import DataSection
 
 log = logging.getLogger(__name__)
 
@@ -261,3 +264,22 @@ def _recorded_checksums(prefix: str, records: ShardRecords) -> dict[str, str]:
     """What the record beside the shard says, or nothing."""
     record = records.of(os.path.realpath(prefix + ".bin").removesuffix(".bin"))
     return {} if record is None else record.xxh3_128
+
+
+def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:
+    """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
+
+    A missing file may be a file system that is away for a while: the next attempt may find it again. Nor may a shard
+    have been made anew with another tokenizer since the submit; a run that began before this was looked at goes on.
+    """
+    try:
+        manifest.verify(mixture)
+    except InputError as error:
+        if all(line.endswith(": missing") for line in manifest.differences(mixture)):
+            raise
+        raise FatalTrainingError(error.message, hint=error.hint) from None
+    try:
+        allow = data.allow_other_tokenizer or not manifest.tokenizer_ids
+        check_tokenizer(manifest, mixture, allow=allow, ends_matter=data.depends_on_ends)
+    except InputError as error:
+        raise FatalTrainingError(error.message, where=error.where, hint=error.hint) from None

@@ -1,4 +1,4 @@
-"""datatrove pipelines that end in token shards: the writer step, and an executor that notices a killed worker."""
+"""Pipelines of datatrove that end in token shards: the writer step, and an executor that notices a killed worker."""
 
 from __future__ import annotations
 

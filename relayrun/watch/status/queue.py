@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from relayrun.control import chain_state
-from relayrun.control.chain import jobs as chain_jobs
+from relayrun.control.chain import fallback
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan
@@ -64,7 +64,7 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
         if hidden and job_history.other_jobs_are_hidden():
             name = user_name(plan.owner or 0)
             return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
-        fallback_jobs = chain_jobs.live_fallback_jobs(plan, asked, anyone=True)
+        fallback_jobs = fallback.live_fallback_jobs(plan, asked, anyone=True)
         return QueueStatus(
             jobs=jobs,
             fallback_jobs=fallback_jobs,
