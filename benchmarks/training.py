@@ -2,7 +2,7 @@
 
     python benchmarks/training.py [--pairs 10] [--steps 4]
 
-CPU part: the loop as every rank runs it (`Training.run`: reader, control, metrics, heartbeat, judging) against the
+CPU part: the loop as every rank runs it (`TrainingLoop.run`: reader, control, metrics, heartbeat, judging) against the
 same megatron-core model and optimizer stepped bare on tensors that lie ready. Both in one process, on one rank with
 one thread, in turns of --steps iterations, after one turn of each for warming up. The figure is the ratio of the CPU
 times (`time.process_time`, all threads of the process). Dropout is off. About two minutes on an idle machine.

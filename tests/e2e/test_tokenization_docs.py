@@ -22,7 +22,7 @@ def test_every_program_and_option_that_is_named_exists() -> None:
         for path in (
             *(ROOT / "scripts").rglob("*.py"),
             *(ROOT / "launchers").glob("*.py"),
-            *(ROOT / "relayrun/cli").glob("*.py"),
+            *(ROOT / "relayrun/cli").rglob("*.py"),
             ROOT / "relayrun/tokens/tokenize/options.py",
         )
     )

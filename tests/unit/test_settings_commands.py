@@ -118,7 +118,7 @@ def test_the_json_schema_takes_every_config_file_and_names_what_it_does_not_know
     validator = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
     validator.check_schema(validator.schema)
     for path in [*(ROOT / "configs/runs").glob("*.yaml"), *(ROOT / "configs/models").glob("*.yaml")]:
-        values = resolve.yaml_file.read(path).values
+        values = resolve.yaml_file.read_yaml(path).values
         assert [error.message for error in validator.iter_errors(values)] == [], path
     wrong = {"training": {"stepps": 3, "steps": 0}, "checkpoint": {"interval": "often"}}
     assert len(list(validator.iter_errors(wrong))) == 3
