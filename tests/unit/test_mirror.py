@@ -398,7 +398,9 @@ def test_what_cannot_be_restored_is_one_error(mirrored: Mirrored, monkeypatch: p
         restore.restore_copy(mirrored.run, 10)
     assert error.value.hint == "copies that count: 20, 30"
     mirrored.lose()
-    monkeypatch.setattr(command.run_status, "gather", lambda *_, **__: type("Running", (), {"state": "running"})())
+    monkeypatch.setattr(
+        command.run_status, "read_run_status", lambda *_, **__: type("Running", (), {"state": "running"})()
+    )
     assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 1
     assert not list(mirrored.run.checkpoints.glob("iter_*"))
 
