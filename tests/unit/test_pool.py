@@ -12,7 +12,7 @@ from tests.waiting import wait_for
 
 PROGRAM = """
 import sys, threading, time
-from relayrun.tokens.tokenize.processes import file_lock, one_thread, run_tasks
+from relayrun.tokens.tokenize.processes import file_lock, use_one_thread, run_tasks
 
 LOADED = []
 
@@ -20,7 +20,7 @@ def task(number):
     return number, len(LOADED)
 
 if __name__ == "__main__":
-    one_thread()
+    use_one_thread()
     if sys.argv[1] == "libraries":
         import numpy, pyarrow.parquet, relayrun.tokens.tokenize.pipeline
     if sys.argv[1] == "thread":
