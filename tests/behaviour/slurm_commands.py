@@ -28,13 +28,15 @@ case "${name}${words}" in
     echo "PartitionName=normal Default=YES MaxTime=1-00:00:00 MaxNodes=UNLIMITED State=UP TotalNodes=64"
     ;;
   "scontrol show job "*)
-    job="${!#}" now="$(date +%s)" limit="${RECORD_LIMIT:-3600}"
-    echo "JobId=${job} JobName=${RECORD_NAME:-j} UserId=u(0) JobState=RUNNING Requeue=1 Partition=normal" \
+    job="${!#}" now="$(date +%s)" limit="${RECORD_LIMIT:-3600}" state=RUNNING
+    [[ "${job}" == 100 ]] || state="${RECORD_STATE:-RUNNING}"
+    echo "JobId=${job} JobName=${RECORD_NAME:-j} UserId=u(0) JobState=${state} Requeue=1 Partition=normal" \
       "TimeLimit=$((limit / 60)) SubmitTime=${now} EligibleTime=${now} StartTime=${now}" \
       "EndTime=$((now + limit)) NodeList=n[001-$(printf %03d "${nodes}")] BatchHost=n001 NumNodes=${nodes}" \
       "CPUs/Task=${RECORD_CPUS:-1} Command=/x WorkDir=/ StdErr=/dev/null StdIn=/dev/null StdOut=/dev/null Power="
     ;;
   "scontrol show reservation "*) exit 1 ;;
+  squeue*--format=%k*) echo "${RECORD_COMMENT:-}" ;;
   sinfo*--Node*) for ((n = 1; n <= nodes; n++)); do printf 'n%03d\n' "${n}"; done ;;
   sinfo*) echo idle ;;
 esac
