@@ -23,6 +23,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "training": {"steps": STEPS, "stop_after": CUT, "eval_interval": CUT, "eval_steps": 1},
         "checkpoint": {"interval": CUT},
         "data": {
+            "datasets": [],
             "split": 0.2,
             "mixture": {
                 "first": {"path": "DATA/shard0", "weight": 0.3},
