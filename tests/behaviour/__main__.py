@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Record, compare, or plant faults; return the exit status."""
     options = _parser().parse_args(argv)
     if options.command == "faults":
-        from . import plant
+        from .plant import main as plant_faults
 
-        return plant.main(options.only, list_alone=options.list)
+        return plant_faults(options.only, list_alone=options.list)
     if options.command == "record":
         record(options.out, options.parts)
         return 0

@@ -28,7 +28,12 @@ def collected() -> dict[str, int]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600, env=os.environ)
     if done.returncode:
         raise RuntimeError(f"pytest --collect-only: exit status {done.returncode}\n{done.stdout[-2000:]}{done.stderr}")
-    return dict(Counter(folder_of(name) for name in re.findall(r"^(tests/\S+?)::", done.stdout, re.M)))
+    return of_each_folder(done.stdout)
+
+
+def of_each_folder(listed: str) -> dict[str, int]:
+    """Return how many tests of each folder pytest has listed."""
+    return dict(Counter(folder_of(name) for name in re.findall(r"^(tests/\S+?)::", listed, re.M)))
 
 
 def statements(root: Path) -> Iterator[tuple[str, str]]:

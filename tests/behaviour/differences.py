@@ -21,10 +21,10 @@ def differences(before: Path, now: Path, parts: list[str] | None = None) -> Iter
     for name in sorted(old.keys() | new.keys()):
         if parts is not None and name.partition("/")[0] not in parts:
             continue
-        lines = [
+        was, is_now = (
             path.read_text(encoding="utf-8").splitlines() if path else [] for path in (old.get(name), new.get(name))
-        ]
+        )
         if name not in old or name not in new:
             yield f"{'gone' if name in old else 'new'}: {name}"
-        elif lines[0] != lines[1]:
-            yield from difflib.unified_diff(*lines, f"before/{name}", f"now/{name}", n=2, lineterm="")
+        elif was != is_now:
+            yield from difflib.unified_diff(was, is_now, f"before/{name}", f"now/{name}", n=2, lineterm="")

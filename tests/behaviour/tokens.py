@@ -81,7 +81,7 @@ def make(place: Path) -> None:
     """Make everything below a folder, by the commands that a user calls."""
     write_text_files(place / "raw")
     train_tokenizer(place / "tokenizer" / "tokenizer.json")
-    dumps = ["--dataset-folder", place / "raw", "--preprocessing-metadata-folder", place / "dumps"]
+    dumps: list[str | Path] = ["--dataset-folder", place / "raw", "--preprocessing-metadata-folder", place / "dumps"]
     command(place, "dumps", "prepare", *dumps, "--n-dumps", "2")
     settings = {
         "tokenizer": str(place / "tokenizer"),
@@ -99,11 +99,20 @@ def make(place: Path) -> None:
     command(place, "dumps", "submit", place / "settings.yaml")
     tokens = place / "tokens" / "t" / "d"
     command(place, "dumps", "merge", "--input", tokens, "--output-prefix", place / "merged" / "all")
-    shuffled = ["--output-folder", place / "shuffled", "--seed", "7", "--row-group-size", "16", "--column", "text"]
+    shuffled: list[str | Path] = [
+        "--output-folder",
+        place / "shuffled",
+        "--seed",
+        "7",
+        "--row-group-size",
+        "16",
+        "--column",
+        "text",
+    ]
     (place / "parquet").mkdir()
     os.link(place / "raw" / "a.parquet", place / "parquet" / "a.parquet")
     command(place, "dumps", "shuffle", "--dataset-folder", place / "parquet", *shuffled)
-    both = ["--folders", tokens, place / "merged", "--weights", "0.25", "0.75"]
+    both: list[str | Path] = ["--folders", tokens, place / "merged", "--weights", "0.25", "0.75"]
     command(place, "mixture", "create", *both, "--output", place / "mixture")
     command(place, "dumps", "tokenizer", "--bytes", "--output-folder", place / "bytes")
 
