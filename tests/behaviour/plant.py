@@ -77,16 +77,16 @@ def _functions(text: str, name: str) -> list[tuple[int, int]]:
 
 
 def node_ids(tests: Sequence[str], root: Path) -> list[str]:
-    """Return pytest's ids of tests that are given by their names, with or without a parameter in brackets."""
+    """Return pytest's ids of all tests that have one of these names, with or without a parameter in brackets."""
     files = sorted(path for path in (root / "tests").rglob("test_*.py") if "behaviour" not in path.parts)
     texts = {path: path.read_text(encoding="utf-8") for path in files}
     found = []
     for test in tests:
         name = test.partition("[")[0]
         places = [path for path, text in texts.items() if re.search(rf"^(?:async )?def {name}\(", text, re.M)]
-        if len(places) != 1:
-            raise PlantError(f"{name}: defined in {len(places)} files of tests")
-        found.append(f"{places[0].relative_to(root).as_posix()}::{test}")
+        if not places:
+            raise PlantError(f"{name}: there is no such test")
+        found += [f"{path.relative_to(root).as_posix()}::{test}" for path in places]
     return found
 
 
@@ -139,9 +139,12 @@ def main(only: Sequence[str] | None, *, list_alone: bool = False) -> int:
     if unknown := set(only or ()) - {fault.name for fault in FAULTS}:
         raise SystemExit(f"no such fault: {', '.join(sorted(unknown))}")
     chosen = [fault for fault in FAULTS if not only or fault.name in only]
-    for fault in chosen:  # before any test runs
-        spot(fault, ROOT)
-        node_ids(fault.tests, ROOT)
+    try:
+        for fault in chosen:  # before any test runs
+            spot(fault, ROOT)
+            node_ids(fault.tests, ROOT)
+    except PlantError as error:
+        raise SystemExit(f"error: {error}") from None
     if list_alone:
         print(f"{len(chosen)} faults can be placed")
         return 0
