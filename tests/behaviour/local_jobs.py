@@ -74,7 +74,7 @@ LONG = ("--steps=10000", "--step-seconds=0.05")
 CASES = {
     "done": Case(),
     "several_jobs": Case(
-        arguments=("--steps=30", "--step-seconds=0.3"), plan={"total_steps": 30, "time_limit": 13, "lead": 6.0}
+        arguments=("--steps=40", "--step-seconds=0.35"), plan={"total_steps": 40, "time_limit": 20, "lead": 8.0}
     ),
     "crash_loop": Case(arguments=("--crash-at=0",), plan={"max_failed_attempts": 2}, beside=_skip_delay),
     "fatal": Case(arguments=("--fatal-at=2",)),
@@ -85,7 +85,7 @@ CASES = {
     ),
     "rank_killed": Case(arguments=("--killed=1",), plan={"max_failed_attempts": 1}),
     "hang": Case(
-        arguments=("--steps=20", "--stop-rank=1", "--stop-at=2"), plan={"hang_timeout": 4.0, "max_failed_attempts": 1}
+        arguments=("--steps=20", "--stop-rank=1", "--stop-at=2"), plan={"hang_timeout": 8.0, "max_failed_attempts": 1}
     ),
     "setup_fails": Case(plan={"setup": ["true", "false"]}),
     "module_is_missing": Case(plan={"modules": ["none"], "max_failed_attempts": 1}),

@@ -40,18 +40,36 @@ class Spot:
     text: str
 
 
-def spot(fault: Fault, root: Path) -> Spot:
+@dataclass(frozen=True)
+class Tree:
+    """The texts of the package and of the tests of a tree, without any fault."""
+
+    root: Path
+    package: dict[Path, str]
+    tests: dict[Path, str]
+
+    @classmethod
+    def read(cls, root: Path) -> Tree:
+        """Read a tree, without the recorder's own tests."""
+        tests = [path for path in (root / "tests").rglob("test_*.py") if "behaviour" not in path.parts]
+        return cls(root, _texts((root / "relayrun").rglob("*.py")), _texts(tests))
+
+
+def _texts(paths: Iterable[Path]) -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(paths)}
+
+
+def spot(fault: Fault, tree: Tree) -> Spot:
     """Find the place of a fault in a tree: the old text stands once in one function of the name that it gives.
 
     Where no function has that name any more, the old text must stand once in the whole package.
     """
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / "relayrun").rglob("*.py"))}
-    holders = {path: text for path, text in texts.items() if fault.old in text}
+    holders = {path: text for path, text in tree.package.items() if fault.old in text}
     inside = [(path, *part) for path, text in holders.items() for part in _functions(text, fault.function)]
     found = [(path, start, end) for path, start, end in inside if fault.old in holders[path][start:end]]
     found = found or [(path, 0, len(text)) for path, text in holders.items()]
     if len(found) != 1 or holders[found[0][0]].count(fault.old, *found[0][1:]) != 1:
-        places = ", ".join(path.relative_to(root).as_posix() for path in holders) or "no file"
+        places = ", ".join(path.relative_to(tree.root).as_posix() for path in holders) or "no file"
         raise PlantError(f"{fault.name}: {fault.old!r} must stand once in {fault.function}; it stands in {places}")
     path, start, end = found[0]
     text = holders[path]
@@ -76,17 +94,15 @@ def _functions(text: str, name: str) -> list[tuple[int, int]]:
     return found
 
 
-def node_ids(tests: Sequence[str], root: Path) -> list[str]:
+def node_ids(tests: Sequence[str], tree: Tree) -> list[str]:
     """Return pytest's ids of all tests that have one of these names, with or without a parameter in brackets."""
-    files = sorted(path for path in (root / "tests").rglob("test_*.py") if "behaviour" not in path.parts)
-    texts = {path: path.read_text(encoding="utf-8") for path in files}
-    found = []
+    found: list[str] = []
     for test in tests:
         name = test.partition("[")[0]
-        places = [path for path, text in texts.items() if re.search(rf"^(?:async )?def {name}\(", text, re.M)]
+        places = [path for path, text in tree.tests.items() if re.search(rf"^(?:async )?def {name}\(", text, re.M)]
         if not places:
             raise PlantError(f"{name}: there is no such test")
-        found += [f"{path.relative_to(root).as_posix()}::{test}" for path in places]
+        found += [f"{path.relative_to(tree.root).as_posix()}::{test}" for path in places]
     return found
 
 
@@ -108,14 +124,14 @@ def run_tests(ids: Sequence[str], root: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def plant(fault: Fault, root: Path) -> str:
+def plant(fault: Fault, tree: Tree) -> str:
     """Plant one fault in a tree, run its tests, and take it out again; return what became of it in words."""
-    place = spot(fault, root)
-    ids = node_ids(fault.tests, root)
+    place = spot(fault, tree)
+    ids = node_ids(fault.tests, tree)
     before = place.path.read_bytes()
     place.path.write_text(place.text, encoding="utf-8")
     try:
-        code, output = run_tests(ids, root)
+        code, output = run_tests(ids, tree.root)
     finally:
         place.path.write_bytes(before)
     if code == 1:
@@ -139,27 +155,28 @@ def main(only: Sequence[str] | None, *, list_alone: bool = False) -> int:
     if unknown := set(only or ()) - {fault.name for fault in FAULTS}:
         raise SystemExit(f"no such fault: {', '.join(sorted(unknown))}")
     chosen = [fault for fault in FAULTS if not only or fault.name in only]
+    here = Tree.read(ROOT)
     try:
         for fault in chosen:  # before any test runs
-            spot(fault, ROOT)
-            node_ids(fault.tests, ROOT)
+            spot(fault, here)
+            node_ids(fault.tests, here)
     except PlantError as error:
         raise SystemExit(f"error: {error}") from None
     if list_alone:
         print(f"{len(chosen)} faults can be placed")
         return 0
     with tempfile.TemporaryDirectory(prefix="record-faults-") as folder:
-        return _all(chosen, [copy(Path(folder) / str(number)) for number in range(COPIES)])
+        return _all(chosen, [Tree.read(copy(Path(folder) / str(number))) for number in range(COPIES)])
 
 
-def _all(chosen: Sequence[Fault], trees: Sequence[Path]) -> int:
+def _all(chosen: Sequence[Fault], trees: Sequence[Tree]) -> int:
     """Plant faults in several trees at a time; the tests must pass without any fault first."""
     ids = sorted({each for fault in chosen for each in node_ids(fault.tests, trees[0])})
-    code, output = run_tests(ids, trees[0])
+    code, output = run_tests(ids, trees[0].root)
     if code:
         print(f"the tests fail without a fault\n{output[-3000:]}")
         return 1
-    free: Queue[Path] = Queue()
+    free: Queue[Tree] = Queue()
     for tree in trees:
         free.put(tree)
 

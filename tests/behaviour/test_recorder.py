@@ -274,24 +274,24 @@ PLACES = {
 
 def test_a_fault_is_found_by_its_function_wherever_that_lies(tmp_path: Path) -> None:
     root = write_tree(tmp_path, PLACES)
-    assert plant.spot(FAULT, root).text == PLACES["relayrun/two.py"].replace("n + 1", "n + 2")
+    assert plant.spot(FAULT, plant.Tree.read(root)).text == PLACES["relayrun/two.py"].replace("n + 1", "n + 2")
     (root / "relayrun/inner").mkdir()
     (root / "relayrun/two.py").rename(root / "relayrun/inner/three.py")
-    assert plant.spot(FAULT, root).path == root / "relayrun/inner/three.py"
+    assert plant.spot(FAULT, plant.Tree.read(root)).path == root / "relayrun/inner/three.py"
     write_text(root / "relayrun/inner/four.py", PLACES["relayrun/two.py"])
     with pytest.raises(plant.PlantError, match="four"):
-        plant.spot(FAULT, root)
+        plant.spot(FAULT, plant.Tree.read(root))
     with pytest.raises(plant.PlantError, match="no file"):
-        plant.spot(Fault(**vars(FAULT) | {"old": "n + 3"}), root)
+        plant.spot(Fault(**vars(FAULT) | {"old": "n + 3"}), plant.Tree.read(root))
 
 
 def test_a_fault_whose_function_has_another_name_is_found_by_its_text(tmp_path: Path) -> None:
     root = write_tree(tmp_path, PLACES)
     renamed = Fault(**vars(FAULT) | {"function": "Two.former"})
     with pytest.raises(plant.PlantError, match=r"one\.py, relayrun/two\.py"):
-        plant.spot(renamed, root)
+        plant.spot(renamed, plant.Tree.read(root))
     (root / "relayrun/one.py").unlink()
-    assert plant.spot(renamed, root).path == root / "relayrun/two.py"
+    assert plant.spot(renamed, plant.Tree.read(root)).path == root / "relayrun/two.py"
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ def test_a_fault_whose_function_has_another_name_is_found_by_its_text(tmp_path: 
 )
 def test_a_fault_is_caught_by_a_test_that_fails(tests: tuple[str, ...], new: str, found: str, tmp_path: Path) -> None:
     root = write_tree(tmp_path, PLACES)
-    assert plant.plant(Fault(**vars(FAULT) | {"tests": tests, "new": new}), root).startswith(found)
+    assert plant.plant(Fault(**vars(FAULT) | {"tests": tests, "new": new}), plant.Tree.read(root)).startswith(found)
     assert (root / "relayrun/two.py").read_text() == PLACES["relayrun/two.py"]
 
 

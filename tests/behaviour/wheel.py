@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import email
 import hashlib
 import os
@@ -25,6 +26,7 @@ APART = ("tests/", "docs/", "benchmarks/")
 def built() -> Path:
     """Build the wheel of this tree, once for all parts of a record."""
     place = Path(tempfile.mkdtemp(prefix="record-wheel-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=600).stdout.decode()
     for name in filter(None, names.split("\0")):
@@ -41,14 +43,6 @@ def installed() -> Path:
     target = built().parent / "target"
     _pip("install", "--no-deps", "--no-index", "--no-compile", "--target", str(target), str(built()))
     return target
-
-
-def remove() -> None:
-    """Remove what `built` and `installed` made."""
-    if built.cache_info().currsize:
-        shutil.rmtree(built().parent)
-        installed.cache_clear()
-        built.cache_clear()
 
 
 def _pip(*arguments: str) -> None:
