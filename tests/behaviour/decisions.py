@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from relayrun.chain import decide
+from relayrun.control import decisions
 
 BEGIN: dict[str, tuple[Any, ...]] = {
     "stopped": (None, "because of STOP"),
@@ -32,9 +32,9 @@ END: dict[str, tuple[Any, ...]] = {
 
 DETAILS: list[dict[str, Any]] = [
     {"exit_code": 7},
-    {"exit_code": decide.UNKNOWN},
+    {"exit_code": decisions.UNKNOWN_EXIT_CODE},
     {"exit_code": 7, "failure": "rank 3 failed"},
-    {"exit_code": decide.UNKNOWN, "failure": "node n3 was lost"},
+    {"exit_code": decisions.UNKNOWN_EXIT_CODE, "failure": "node n3 was lost"},
     {"stop_after": 7, "outcome": "saved", "durable_iteration": 7},
     {"stop_after": 8, "outcome": "saved", "durable_iteration": 7},
     *({"failed_attempts": count, "max_failed_attempts": 99} for count in range(12)),
@@ -57,7 +57,7 @@ def _words(facts: Mapping[str, Any]) -> str:
 def begins() -> Iterator[str]:
     """Yield a line for each combination of facts at the beginning of a job."""
     for facts in _rows(BEGIN):
-        found = decide.at_begin(decide.BeginFacts(**facts, max_failed_attempts=3))
+        found = decisions.decide_at_start(decisions.StartFacts(**facts, max_failed_attempts=3))
         yield f"{_words(facts)} -> {found.action}: {found.reason}"
 
 
@@ -66,13 +66,15 @@ def ends() -> Iterator[str]:
     rows = [{**_DEFAULT, **facts} for facts in (*_rows(END), *DETAILS)]
     for facts in rows:
         facts["outcome_reason"] = "" if facts["outcome"] is None else f"rank 0 left: {facts['outcome']}"
-        known = decide.EndFacts(**facts)
-        found = decide.at_end(known)
-        yield f"{_words(facts)} -> {decide.cause(known)}, {found.action} after {found.delay} s: {found.reason}"
+        known = decisions.EndFacts(**facts)
+        found = decisions.decide_at_end(known)
+        yield f"{_words(facts)} -> {decisions.end_cause(known)}, {found.action} after {found.delay} s: {found.reason}"
 
 
 def others() -> Iterator[str]:
     """Yield a line for each value of the remaining functions."""
-    yield from (f"signal {lead} s -> {decide.default_signal_lead(lead)} s" for lead in (0.5, 60, 100, 119, 121, 600))
-    reasons = (decide.done_words(7), decide.stop_after_words(7), "fatal: no", "stopped by ann")
-    yield from (f"{reason} -> {decide.is_done(reason)}" for reason in reasons)
+    yield from (
+        f"signal {lead} s -> {decisions.default_signal_seconds(lead)} s" for lead in (0.5, 60, 100, 119, 121, 600)
+    )
+    reasons = (decisions.done_reason(7), decisions.stop_after_reason(7), "fatal: no", "stopped by ann")
+    yield from (f"{reason} -> {decisions.is_done_reason(reason)}" for reason in reasons)

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relayrun.chain import render
-from relayrun.config import compose
-from relayrun.rundir import triggers
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.run import Run
-from relayrun.scheduler.base import MAX_FAILED_BEGINS
-from relayrun.scheduler.local import AGAIN, LocalScheduler
+from relayrun.config.compose import resolve
+from relayrun.control.chain import job_script
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
+from relayrun.control.scheduler.local import REQUEUE_EXIT_CODE, LocalScheduler
 from relayrun.submit.run_plan import make_plan
 
 from .masks import ROOT
@@ -42,7 +42,7 @@ class Case:
 
 def _touch_exit(run: Run) -> None:
     if run.attempt(1).metrics.exists() and not (run.triggers / "exit.done").exists():
-        triggers.touch(run, "exit")
+        triggers.touch_trigger(run, "exit")
 
 
 def _cancel(run: Run) -> None:
@@ -90,7 +90,7 @@ CASES = {
     "setup_fails": Case(plan={"setup": ["true", "false"]}),
     "module_is_missing": Case(plan={"modules": ["none"], "max_failed_attempts": 1}),
     "program_is_missing": Case(plan={"program": ["/nowhere/python"], "max_failed_attempts": 1}),
-    "supervisor_fails": Case(script=f"exit {AGAIN}\n", failed_begins=MAX_FAILED_BEGINS - 1),
+    "supervisor_fails": Case(script=f"exit {REQUEUE_EXIT_CODE}\n", failed_begins=MAX_FAILED_BEGINS - 1),
 }
 """Ways out, by their names in the record."""
 
@@ -100,10 +100,10 @@ def play(name: str, config: Path, folder: Path) -> Run:
     case = CASES[name]
     run = Run(folder / "run")
     run.path.mkdir()
-    triggers.create_folder(run)
+    triggers.create_trigger_folder(run)
     plan = _plan(case, config, run, folder / "logs")
     plan.write(run.plan)
-    text = render.job_script(plan, run) if case.script is None else f"#!/usr/bin/env bash\n{case.script}"
+    text = job_script.job_script(plan, run) if case.script is None else f"#!/usr/bin/env bash\n{case.script}"
     run.job_script.write_text(text, encoding="utf-8")
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})
@@ -124,7 +124,7 @@ def _plan(case: Case, config: Path, run: Run, logs: Path) -> Plan:
     changes = case.plan
     if "lead" in changes:
         changes = {**changes, "lead_floor": changes["lead"], "lead_ceiling": changes["lead"]}
-    made = make_plan(compose.load(config, [f"run_dir={run.path}"]), run, ROOT, revision=1)
+    made = make_plan(resolve.load_run_config(config, [f"run_dir={run.path}"]), run, ROOT, revision=1)
     return dataclasses.replace(made, **{**own, **quick, **changes})
 
 

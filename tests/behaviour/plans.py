@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relayrun.chain import render
-from relayrun.config import compose
-from relayrun.rundir import triggers
-from relayrun.rundir.run import Run
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
-from relayrun.submit import evaluation_job, mirror_policy, notice_policy
+from relayrun.config.compose import resolve
+from relayrun.control.chain import job_script
+from relayrun.control.rundir import triggers
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
+from relayrun.submit import policies
 from relayrun.submit.run_plan import make_plan
 from tests.history import queue_is_run
 from tests.megatron_lm.stand_in import stand_in
@@ -72,19 +72,19 @@ def of_config(path: Path, out: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="record-run-") as folder:
         run = Run(Path(folder) / "run")
-        config = compose.load(path, [*_checkout(path, Path(folder)), f"run_dir={run.path}"])
+        config = resolve.load_run_config(path, [*_checkout(path, Path(folder)), f"run_dir={run.path}"])
         plan = make_plan(config, run, ROOT, revision=1)
         run.path.mkdir()
-        triggers.create_folder(run)
+        triggers.create_trigger_folder(run)
         plan.write(run.plan)
         run.config.mkdir()
-        run.config_revision(1).write_text(compose.dump(config), encoding="utf-8")
-        run.job_script.write_text(render.job_script(plan, run), encoding="utf-8")
+        run.config_revision(1).write_text(resolve.dump_run_config(config), encoding="utf-8")
+        run.job_script.write_text(job_script.job_script(plan, run), encoding="utf-8")
         if plan.fallback_job:
-            run.fallback_script.write_text(render.fallback_script(plan, run), encoding="utf-8")
-        evaluation_job.prepare(config, plan, run)
-        mirror_policy.prepare(config, run)
-        notice_policy.prepare(config, run)
+            run.fallback_script.write_text(job_script.fallback_script(plan, run), encoding="utf-8")
+        policies.write_evaluation_policy(config, plan, run)
+        policies.write_mirror_policy(config, run)
+        policies.write_notice_policy(config, run)
         calls = _first_job(run, Path(folder))
         folders = {"FOLDER": Path(folder)}
         keep(run.path, out, folders)

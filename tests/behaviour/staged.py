@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from relayrun.chain import supervisor
 from relayrun.cli import main
+from relayrun.control.chain import supervisor
+from relayrun.control.rundir import run, triggers
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptOutcome, Hang, RankFailure
+from relayrun.control.rundir.run import Run, write_stop
+from relayrun.control.scheduler.local import LocalScheduler
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RelayrunError
-from relayrun.rundir import stop, triggers
-from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Failure, Hang, Outcome
-from relayrun.rundir.run import Run
-from relayrun.rundir.stop import write_stop
-from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from tests.history import began, make_history, queue_is_run, trained
 
 STAGES: dict[str, Callable[[Stage], None]] = {}
@@ -51,11 +50,11 @@ class Stage:
     def begin(self, job_id: str = "1") -> None:
         """Have a job begin."""
         os.environ[JOB_ID_VARIABLE] = job_id
-        self._call("begin", lambda: supervisor.begin(Run(self.run.path)))
+        self._call("begin", lambda: supervisor.begin_attempt(Run(self.run.path)))
 
     def end(self, attempt: int = 2, code: int = 1) -> None:
         """Have the job of an attempt end, with this exit code of its ranks."""
-        self._call(f"end with exit code {code}", lambda: supervisor.end(Run(self.run.path), attempt, code))
+        self._call(f"end with exit code {code}", lambda: supervisor.end_attempt(Run(self.run.path), attempt, code))
 
     def command(self, *words: str) -> None:
         """Call a command of a person on this run."""
@@ -65,7 +64,7 @@ class Stage:
         """Let rank 0 of attempt 2 leave, behind a checkpoint of iteration `to`."""
         if to is not None:
             trained(self.run, 2, 30, to)
-        Outcome(outcome=name, reason=reason, iteration=to or 30, time=0.0).write(self.run.attempt(2).outcome)  # type: ignore[arg-type]
+        AttemptOutcome(outcome=name, reason=reason, iteration=to or 30, time=0.0).write(self.run.attempt(2).outcome)  # type: ignore[arg-type]
 
     def _call(self, name: str, program: Callable[[], int]) -> None:
         words = io.StringIO()
@@ -103,7 +102,7 @@ def stop_after_is_reached(on: Stage) -> None:
 
 @stage
 def exit_trigger_between_two_jobs(on: Stage) -> None:
-    triggers.touch(on.run, "exit")
+    triggers.touch_trigger(on.run, "exit")
     on.begin()
 
 
@@ -352,13 +351,13 @@ def full_disk() -> Iterator[None]:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with mock.patch.object(stop, "write_atomic", refuse), mock.patch.object(triggers, "touch", refuse):
+    with mock.patch.object(run, "write_atomic", refuse), mock.patch.object(triggers, "touch_trigger", refuse):
         yield
 
 
 def _failure(on: Stage, error: str, *, repeats: bool = False) -> None:
     path = on.run.attempt(2).failures / "rank-0000.json"
-    Failure(rank=0, node="n1", error=error, time=0.0, repeats=repeats).write(path)
+    RankFailure(rank=0, node="n1", error=error, time=0.0, repeats=repeats).write(path)
 
 
 def play(name: str, folder: Path) -> Run:

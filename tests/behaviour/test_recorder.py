@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import decide, render
-from relayrun.cli import submit
+from relayrun.cli.run import submit
+from relayrun.control import decisions as control_decisions
+from relayrun.control.chain import job_script
 from tests.workspace import Workspace
 
 from . import commands, counts, decisions, ends, plans, plant, staged, strings, tokens, training, users, wheel
@@ -46,7 +47,7 @@ def test_differences_name_files_and_lines(tmp_path: Path) -> None:
 
 
 def test_masks_take_folders_and_module_paths_away_and_nothing_else() -> None:
-    text = "python -m relayrun.chain end; relayrun.chain.decide, see relayrun/chain/decide.py and /x/relayrun.toml"
+    text = "python -m relayrun.control.chain end; relayrun.control.decisions, see relayrun/control/decisions.py and /x/relayrun.toml"
     assert masked(text, {"X": Path("/x")}) == ("python -m <supervisor> end; <module>, see <file> and /X/relayrun.toml")
     assert masked("relayrun submit") == "relayrun submit"
     values = {"time": 3.0, "each": [{"time": 0.0, "n": 1}, {"time": None}]}
@@ -60,8 +61,8 @@ def test_a_changed_job_script_or_plan_is_noticed(tmp_path: Path, monkeypatch: py
         plans.of_config(config, tmp_path / out)
     assert list(differences(tmp_path / "first", tmp_path / "again")) == []
     assert {"plan.json", "job.sbatch", "evaluation.sbatch"} <= {path.name for path in (tmp_path / "first").iterdir()}
-    kept = render.job_script
-    monkeypatch.setattr(render, "job_script", lambda *given: kept(*given) + "# planted\n")
+    kept = job_script.job_script
+    monkeypatch.setattr(job_script, "job_script", lambda *given: kept(*given) + "# planted\n")
     plans.of_config(config, tmp_path / "planted")
     assert "+# planted" in list(differences(tmp_path / "first", tmp_path / "planted"))
 
@@ -79,8 +80,8 @@ def test_what_the_first_job_asks_of_slurm_is_on_record(tmp_path: Path) -> None:
 def test_another_decision_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [list(table()) for table in (decisions.begins, decisions.ends, decisions.others)]
     assert before == [list(table()) for table in (decisions.begins, decisions.ends, decisions.others)]
-    monkeypatch.setattr(decide, "BACKOFF_SECONDS", 31)
-    monkeypatch.setattr(decide, "done_words", lambda iteration: f"{iteration} is the last")
+    monkeypatch.setattr(control_decisions, "BACKOFF_SECONDS", 31)
+    monkeypatch.setattr(control_decisions, "done_reason", lambda iteration: f"{iteration} is the last")
     for lines, table in zip(before, (decisions.begins, decisions.ends, decisions.others), strict=True):
         assert lines != list(table())
 
@@ -96,7 +97,7 @@ def test_another_way_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(differences(first, play("again"))) == []
     assert (first / "STOP").read_text().startswith("1 attempt in a row without a new durable iteration")
     assert json.loads((first / "attempts/0002/end.json").read_text().replace("TIME", "0"))["cause"] == "failed"
-    monkeypatch.setattr(decide, "_too_many", lambda failed: f"{failed} in vain")
+    monkeypatch.setattr(control_decisions, "_too_many_failed", lambda failed: f"{failed} in vain")
     assert any("in vain" in line for line in differences(first, play("planted")))
 
 
@@ -152,13 +153,13 @@ def test_another_option_default_or_choice_is_noticed(monkeypatch: pytest.MonkeyP
     before = commands._of_verb("submit")
     assert commands._of_verb("submit") == before
     assert before["submit"]["exit status"] == {"--help": 0, "no arguments": 2, commands.UNKNOWN: 2}
-    kept = submit.add_arguments
+    kept = submit.add_submit_arguments
 
     def planted(parser: argparse.ArgumentParser) -> None:
         kept(parser)
         parser.add_argument("--planted", choices=("a", "b"), default="a")
 
-    monkeypatch.setattr(submit, "add_arguments", planted)
+    monkeypatch.setattr(submit, "add_submit_arguments", planted)
     now = commands._of_verb("submit")
     names = [entry["names"] for entry in now["submit"]["takes"]]
     assert names == [*(entry["names"] for entry in before["submit"]["takes"]), ["--planted"]]
@@ -192,8 +193,8 @@ def test_a_name_of_a_user_is_imported_from_the_folder_alone(tmp_path: Path) -> N
 def test_a_string_that_leads_nowhere_is_found_wherever_it_stands(tmp_path: Path) -> None:
     files = {
         "relayrun/__init__.py": '"""See `relayrun.chain.begin`."""\n',
-        "relayrun/chain.py": "def begin():\n    from relayrun.lost import x\n    return ['-m', 'relayrun.gone']\n",
-        "relayrun/part.py": 'PARTS = ["relayrun.chain:begin", "relayrun.chain:lost"]\nOTHER = b"relayrun.torn"\n',
+        "relayrun/control/chain/__init__.py": "def begin():\n    from relayrun.lost import x\n    return ['-m', 'relayrun.gone']\n",
+        "relayrun/part.py": 'PARTS = ["relayrun.control.chain:begin", "relayrun.control.chain:lost"]\nOTHER = b"relayrun.torn"\n',
         "launchers/lib/job.sh": '"${RELAYRUN_HOST_PYTHON}" -m relayrun.away\nimport relayrun.missing\n',
         "container/relayrun.def": "Bootstrap: relayrun.sif\n",
     }

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.config import yamlfile
+from relayrun.config.compose import yaml_file
 from tests.unit.tokenization_corpus import EOS, TEXTS, train_tokenizer
 
 from .masks import environment, masked, masked_values, write_json, write_text
@@ -95,7 +95,7 @@ def make(place: Path) -> None:
         "eos_token": EOS,
         "executor": "local",
     }
-    (place / "settings.yaml").write_text(yamlfile.dump(settings), encoding="utf-8")
+    (place / "settings.yaml").write_text(yaml_file.dump_yaml(settings), encoding="utf-8")
     command(place, "dumps", "submit", place / "settings.yaml")
     tokens = place / "tokens" / "t" / "d"
     command(place, "dumps", "merge", "--input", tokens, "--output-prefix", place / "merged" / "all")
