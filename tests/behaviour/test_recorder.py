@@ -47,7 +47,10 @@ def test_differences_name_files_and_lines(tmp_path: Path) -> None:
 
 
 def test_masks_take_folders_and_module_paths_away_and_nothing_else() -> None:
-    text = "python -m relayrun.control.chain end; relayrun.control.decisions, see relayrun/control/decisions.py and /x/relayrun.toml"
+    text = (
+        "python -m relayrun.control.chain end; relayrun.control.decisions, see relayrun/control/decisions.py "
+        "and /x/relayrun.toml"
+    )
     assert masked(text, {"X": Path("/x")}) == ("python -m <supervisor> end; <module>, see <file> and /X/relayrun.toml")
     assert masked("relayrun submit") == "relayrun submit"
     values = {"time": 3.0, "each": [{"time": 0.0, "n": 1}, {"time": None}]}
@@ -192,9 +195,13 @@ def test_a_name_of_a_user_is_imported_from_the_folder_alone(tmp_path: Path) -> N
 
 def test_a_string_that_leads_nowhere_is_found_wherever_it_stands(tmp_path: Path) -> None:
     files = {
-        "relayrun/__init__.py": '"""See `relayrun.chain.begin`."""\n',
-        "relayrun/control/chain/__init__.py": "def begin():\n    from relayrun.lost import x\n    return ['-m', 'relayrun.gone']\n",
-        "relayrun/part.py": 'PARTS = ["relayrun.control.chain:begin", "relayrun.control.chain:lost"]\nOTHER = b"relayrun.torn"\n',
+        "relayrun/__init__.py": '"""See `relayrun.control.chain.begin`."""\n',
+        "relayrun/control/chain/__init__.py": (
+            "def begin():\n    from relayrun.lost import x\n    return ['-m', 'relayrun.gone']\n"
+        ),
+        "relayrun/part.py": (
+            'PARTS = ["relayrun.control.chain:begin", "relayrun.control.chain:lost"]\nOTHER = b"relayrun.torn"\n'
+        ),
         "launchers/lib/job.sh": '"${RELAYRUN_HOST_PYTHON}" -m relayrun.away\nimport relayrun.missing\n',
         "container/relayrun.def": "Bootstrap: relayrun.sif\n",
     }
