@@ -209,7 +209,7 @@ def test_a_string_that_leads_nowhere_is_found_wherever_it_stands(tmp_path: Path)
     names, started = strings.scan(root)
     lost = strings.unresolved((each.text for each in names | started), root)
     assert {name.removeprefix("relayrun.") for name in lost} == {
-        *("lost:x", "gone", "chain:lost", "torn", "away", "missing")
+        *("lost:x", "gone", "control.chain:lost", "torn", "away", "missing")
     }
     assert {each.text for each in started} == {"relayrun.gone", "relayrun.away"}
     assert strings.of_the_host(root) == {"relayrun.away"}
