@@ -111,7 +111,7 @@ def rank_messages(run: Run, attempt: int, rank: int) -> str:
 
 
 @dataclass
-class LogFollower:
+class ChainLogFollower:
     """Goes along with the logs of a chain: `poll` gives what is new, of each job that comes."""
 
     run: Run

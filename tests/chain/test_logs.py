@@ -85,7 +85,7 @@ def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeyp
 def test_following_goes_on_from_job_to_job_and_misses_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     first = write_log(run, 1, out="a", err="b")
-    following = follow.LogFollower(run)
+    following = follow.ChainLogFollower(run)
     assert following.poll() == [(first.with_suffix(".out"), b"a"), (first, b"b")]
     assert following.poll() == []
     with open(first, "a") as file:

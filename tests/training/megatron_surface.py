@@ -19,7 +19,7 @@ from typing import Any
 import relayrun
 
 PACKAGE = Path(relayrun.__file__).parent
-BY_VERSION = PACKAGE / "training/megatron_core.py"
+BY_VERSION = PACKAGE / "train/megatron_versions.py"
 """What differs between versions: it asks for itself what is there."""
 OPTIONAL = {("moe_utils", "te_general_gemm"), ("layers", "fused_weight_gradient_mlp_cuda")}
 """Names that are there with TransformerEngine or Apex alone, and are set here."""

@@ -262,7 +262,7 @@ def test_when_wandb_is_on(environment: dict[str, str], mode: str | None) -> None
 @pytest.mark.alone
 def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(hook_list, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(attempt_hooks, "LEAVE_SECONDS", 0.3)
     hung: list[subprocess.Popen[bytes]] = []
 
     def start(*_arguments: Any) -> subprocess.Popen[bytes]:
@@ -270,7 +270,7 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
         hung.append(subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, bufsize=0))
         return hung[-1]
 
-    monkeypatch.setattr(hook_list, "_start", start)
+    monkeypatch.setattr(attempt_hooks, "_start", start)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
     made = attempt_hooks.TrackerProcesses(Run(tmp_path), 1, config, said.append)

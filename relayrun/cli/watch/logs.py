@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         print(follow.rank_messages(found, attempt, options.rank))
         return 0
     shown: Path | None = None
-    following = follow.LogFollower(found)
+    following = follow.ChainLogFollower(found)
     for path in follow.job_log_files(found, options.attempt):
         text, following.seen[path] = last_lines(path, options.lines)
         shown = print_log(path, text, shown)
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def follow_logs(run: Run, following: follow.LogFollower, shown: Path | None) -> None:
+def follow_logs(run: Run, following: follow.ChainLogFollower, shown: Path | None) -> None:
     """Print what is added to the logs, until the chain has ended and nothing comes any more, or a person ends it."""
     quiet = 0
     try:
