@@ -30,7 +30,7 @@ FAULTS = (
     Fault(
         name="one more failed attempt is allowed",
         room="chain",
-        function="at_end",
+        function="decide_at_end",
         old="if failed >= facts.max_failed_attempts:",
         new="if failed > facts.max_failed_attempts:",
         tests=("test_every_history_ends_in_progress_or_stop_within_k_attempts",),
@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         name="an attempt without progress earns a successor",
         room="chain",
-        function="at_end",
+        function="decide_at_end",
         old="if facts.durable_iteration > facts.base_iteration:",
         new="if facts.durable_iteration >= facts.base_iteration:",
         tests=("test_a_waiting_successor_is_postponed_after_a_failure_and_stays_the_same_job",),
@@ -46,7 +46,7 @@ FAULTS = (
     Fault(
         name="a cancelled predecessor is ignored",
         room="chain",
-        function="at_begin",
+        function="decide_at_start",
         old="if facts.predecessor_cancelled:",
         new="if facts.predecessor_cancelled and facts.stopped:",
         tests=("test_begin_stops_for_every_reason",),
@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         name="the last iteration is not enough",
         room="chain",
-        function="_all_done",
+        function="_all_done_reason",
         old="facts.durable_iteration >= facts.total_steps",
         new="facts.durable_iteration > facts.total_steps",
         tests=("test_begin_stops_for_every_reason",),
@@ -62,7 +62,7 @@ FAULTS = (
     Fault(
         name="a cancelled successor is replaced",
         room="chain",
-        function="note_cancelled",
+        function="record_cancelled_successor",
         old='job.state != "CANCELLED"',
         new='job.state != "FAILED"',
         tests=("test_a_successor_that_somebody_cancelled_is_not_replaced",),
@@ -70,7 +70,7 @@ FAULTS = (
     Fault(
         name="two successors stay",
         room="chain",
-        function="ensure",
+        function="ensure_successor",
         old="for job in found[1:]:",
         new="for job in found[2:]:",
         tests=("test_of_several_successors_one_is_left",),
@@ -86,8 +86,8 @@ FAULTS = (
     Fault(
         name="all bad nodes are excluded",
         room="chain",
-        function="excluded",
-        old="bad[: max(1, int(nodes * SHARE))]",
+        function="worst_nodes",
+        old="bad[: max(1, int(nodes * EXCLUDED_SHARE))]",
         new="bad",
         tests=("test_at_most_a_twentieth_of_the_nodes_or_one_is_excluded",),
     ),
@@ -102,7 +102,7 @@ FAULTS = (
     Fault(
         name="zeros of node names are lost",
         room="chain",
-        function="expand",
+        function="expand_nodelist",
         old=":0{len(first)}}",
         new="}",
         tests=("test_several_lost_nodes_are_all_blamed_and_only_slurm_can_say_so",),
@@ -110,7 +110,7 @@ FAULTS = (
     Fault(
         name="a quota is counted in bytes",
         room="chain",
-        function="_value",
+        function="_parse_number",
         old="int(number) * units[unit]",
         new="int(number)",
         tests=("test_the_row_of_a_long_path_has_two_lines",),
@@ -118,7 +118,7 @@ FAULTS = (
     Fault(
         name="a torn checkpoint is whole",
         room="records",
-        function="fault",
+        function="checkpoint_fault",
         old="if found != size:",
         new="if found > size:",
         tests=("test_a_torn_checkpoint_is_quarantined_and_the_one_before_counts",),
@@ -126,7 +126,7 @@ FAULTS = (
     Fault(
         name="a rewind does not cut the line",
         room="resume",
-        function="_backwards",
+        function="_lineage_backwards",
         old="limit = min(limit, commit.iteration - 1)",
         new="limit = max(limit, commit.iteration - 1)",
         tests=("test_an_attempt_that_went_back_behind_a_damaged_checkpoint_has_a_line_that_rises",),
@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         name="the lead has room for half a save",
         room="resume",
-        function="measured_lead",
+        function="measured_grace_period",
         old="+ 1.5 * save +",
         new="+ 0.5 * save +",
         tests=("test_a_measured_lead_covers_a_slow_step_and_a_slow_save_within_its_bounds",),
@@ -182,7 +182,7 @@ FAULTS = (
     Fault(
         name="a successor asks for GPUs in two ways",
         room="scheduler",
-        function="in_the_same_way",
+        function="gpu_options_like_script",
         old='if "gpus-per-node" in found and asks_for_gpus(script):',
         new='if "gpus-per-node" in found and not script:',
         tests=("test_a_successor_asks_for_gpus_as_its_script_does",),
@@ -190,7 +190,7 @@ FAULTS = (
     Fault(
         name="a job's name is read as fields",
         room="scheduler",
-        function="is_ambiguous",
+        function="is_job_text_ambiguous",
         old='text.count(" UserId=") > 1',
         new='text.count(" UserId=") > 2',
         tests=("test_no_text_of_a_persons_becomes_a_field",),
@@ -206,7 +206,7 @@ FAULTS = (
     Fault(
         name="one more failed restart is allowed",
         room="agent",
-        function="why_not_again",
+        function="why_no_restart",
         old="if failed >= facts.max_failed_rounds:",
         new="if failed > facts.max_failed_rounds:",
         tests=("test_rounds_in_a_row_without_progress_end_the_attempt",),
@@ -214,7 +214,7 @@ FAULTS = (
     Fault(
         name="restarts without progress are not counted",
         room="agent",
-        function="failed_in_a_row",
+        function="failed_restarts_in_a_row",
         old="known.next_iteration <= known.base_iteration",
         new="known.next_iteration < known.base_iteration",
         tests=("test_rounds_in_a_row_without_progress_end_the_attempt",),
@@ -222,7 +222,7 @@ FAULTS = (
     Fault(
         name="ports tell two failures apart",
         room="agent",
-        function="_plain",
+        function="_without_numbers",
         old='_NUMBER.sub("#", words)',
         new="words",
         tests=("test_the_same_error_at_the_same_iteration_ends_the_attempt_and_another_one_does_not",),
@@ -238,7 +238,7 @@ FAULTS = (
     Fault(
         name="an attempt that was overtaken publishes",
         room="checkpoint",
-        function="publish",
+        function="publish_checkpoint",
         old="if newest != attempt:",
         new="if newest < attempt:",
         tests=("test_an_attempt_that_is_no_longer_the_newest_publishes_nothing",),
@@ -246,7 +246,7 @@ FAULTS = (
     Fault(
         name="checkpoints that stay for good are removed",
         room="checkpoint",
-        function="prune",
+        function="prune_checkpoints",
         old="(keep_every and iteration % keep_every == 0)",
         new="(keep_every and iteration % keep_every == 1)",
         tests=("test_multiples_of_keep_every_and_the_newest_stay_for_good",),
@@ -254,7 +254,7 @@ FAULTS = (
     Fault(
         name="one checkpoint too many is kept",
         room="trainers",
-        function="Retention._take_away",
+        function="CheckpointRetention._take_away",
         old="line[: -self._keep_last]",
         new="line[: -self._keep_last - 1]",
         tests=("test_the_newest_stay",),
@@ -278,7 +278,7 @@ FAULTS = (
     Fault(
         name="a copy is not verified",
         room="mirror",
-        function="_Pass._copy",
+        function="_MirrorPass._copy",
         old="            if not found:\n                break",
         new="            if found is not None:\n                break",
         tests=("test_a_copy_that_is_wrong_on_its_way_is_copied_again",),
@@ -310,7 +310,7 @@ FAULTS = (
     Fault(
         name="a window that fits begins a row",
         room="data",
-        function="_greedy",
+        function="_pack_greedy",
         old="if size > left:",
         new="if size >= left:",
         tests=("test_a_packing_is_that_of_a_slow_reference[greedy]",),
@@ -318,7 +318,7 @@ FAULTS = (
     Fault(
         name="the fullest row is passed over",
         room="data",
-        function="_best_fit",
+        function="_pack_best_fit",
         old="at = bisect_left(open_rows, (size, -1))",
         new="at = bisect_left(open_rows, (size + 1, -1))",
         tests=("test_a_packing_is_that_of_a_slow_reference[best_fit]",),
@@ -342,7 +342,7 @@ FAULTS = (
     Fault(
         name="or means and",
         room="config",
-        function="_condition",
+        function="_parsed_condition",
         old='"and" if isinstance(op, ast.And) else "or"',
         new='"and"',
         tests=("test_a_condition_keeps_the_rows_that_it_means",),
@@ -358,7 +358,7 @@ FAULTS = (
     Fault(
         name="weights do not sum to one",
         room="mixture",
-        function="normalised",
+        function="normalise_weights",
         old="weight / largest / total for",
         new="weight / largest for",
         tests=("test_up_to_three_datasets_are_within_one_shard_and_one_is_used_up",),
@@ -366,7 +366,7 @@ FAULTS = (
     Fault(
         name="rows of all files have the same keys",
         room="shuffle",
-        function="keys",
+        function="row_keys",
         old="SeedSequence([seed, file])",
         new="SeedSequence([seed])",
         tests=("test_the_order_is_that_of_the_keys",),
@@ -374,7 +374,7 @@ FAULTS = (
     Fault(
         name="a text loses its last row",
         room="shuffle",
-        function="Cut.rows",
+        function="RowSplit.rows",
         old="-(-(lengths - self.overlap) // step))",
         new="(lengths - self.overlap) // step)",
         tests=("test_a_cut_is_that_of_a_slow_reference",),
@@ -382,7 +382,7 @@ FAULTS = (
     Fault(
         name="the smallest file goes first",
         room="tokenization",
-        function="split",
+        function="split_files",
         old="(-file.size, os.fsencode(file.path))",
         new="(file.size, os.fsencode(file.path))",
         tests=("test_the_largest_file_goes_onto_the_lightest_dump",),
@@ -390,7 +390,7 @@ FAULTS = (
     Fault(
         name="a file must fit all filters",
         room="tokenization",
-        function="find_files.is_wanted",
+        function="find_data_files.is_wanted",
         old="any(text in path for text in filter_in)",
         new="all(text in path for text in filter_in)",
         tests=("test_filters_look_at_the_path_below_the_folder_case_sensitive_and_links_not_resolved",),
@@ -398,7 +398,7 @@ FAULTS = (
     Fault(
         name="a number is taken for a text",
         room="tokenization",
-        function="_value",
+        function="_column_value",
         old="if value is not None and not isinstance(value, str):",
         new="if value is not None and not isinstance(value, (str, int)):",
         tests=("test_a_bad_line_costs_one_line[number-]",),
@@ -406,7 +406,7 @@ FAULTS = (
     Fault(
         name="the cheapest loss comes first",
         room="goodput",
-        function="losses",
+        function="lost_time_by_cause",
         old="(-(loss.lost + loss.starts), loss.cause)",
         new="(loss.lost + loss.starts, loss.cause)",
         tests=("test_every_second_of_a_run_is_in_the_part_where_it_belongs",),
@@ -414,7 +414,7 @@ FAULTS = (
     Fault(
         name="lost time is the time of starts",
         room="goodput",
-        function="losses",
+        function="lost_time_by_cause",
         old="if part in LOST",
         new="if part in START",
         tests=("test_every_second_of_a_run_is_in_the_part_where_it_belongs",),

@@ -7,6 +7,7 @@ found after a file has moved.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import shutil
 import subprocess
@@ -73,7 +74,19 @@ def spot(fault: Fault, tree: Tree) -> Spot:
         raise PlantError(f"{fault.name}: {fault.old!r} must stand once in {fault.function}; it stands in {places}")
     path, start, end = found[0]
     text = holders[path]
-    return Spot(path=path, text=text[:start] + text[start:end].replace(fault.old, fault.new) + text[end:])
+    planted = text[:start] + text[start:end].replace(fault.old, fault.new) + text[end:]
+    if unknown := _names(planted) - _names(text) - set(dir(builtins)):  # any test would catch a NameError
+        raise PlantError(f"{fault.name}: {path.relative_to(tree.root)} does not know {', '.join(sorted(unknown))}")
+    return Spot(path=path, text=planted)
+
+
+def _names(text: str) -> set[str]:
+    """Return the plain names that a module reads, binds, imports, defines or takes as arguments."""
+    nodes = list(ast.walk(ast.parse(text)))
+    found = {node.id for node in nodes if isinstance(node, ast.Name)}
+    found |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    found |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return found | {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
 
 
 def _functions(text: str, name: str) -> list[tuple[int, int]]:

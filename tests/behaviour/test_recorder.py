@@ -293,6 +293,14 @@ def test_a_fault_is_found_by_its_function_wherever_that_lies(tmp_path: Path) -> 
         plant.spot(Fault(**vars(FAULT) | {"old": "n + 3"}), plant.Tree.read(root))
 
 
+def test_a_fault_that_names_what_is_gone_is_refused(tmp_path: Path) -> None:
+    tree = plant.Tree.read(write_tree(tmp_path, PLACES))
+    for known in ("self", "Two", "len"):
+        assert known in plant.spot(Fault(**vars(FAULT) | {"new": f"{known} or n"}), tree).text
+    with pytest.raises(plant.PlantError, match=r"two\.py does not know FORMER"):
+        plant.spot(Fault(**vars(FAULT) | {"new": "n + FORMER"}), tree)
+
+
 def test_a_fault_whose_function_has_another_name_is_found_by_its_text(tmp_path: Path) -> None:
     root = write_tree(tmp_path, PLACES)
     renamed = Fault(**vars(FAULT) | {"function": "Two.former"})
