@@ -125,12 +125,14 @@ def twice(path: Path) -> list[str]:
 
 
 def sources() -> list[Path]:
-    inside = [*(ROOT / "relayrun/tokenization").rglob("*.py"), *(ROOT / "relayrun/shuffle").rglob("*.py")]
+    rooms = ("tokenize", "readers", "stores", "shards", "shuffle")
+    inside = [path for room in rooms for path in (ROOT / "relayrun/tokens" / room).rglob("*.py")]
     programs = [*(ROOT / "scripts/tokenization").glob("*.py"), *(ROOT / "launchers").glob("*.py")]
     return [*inside, *programs, ROOT / "relayrun/cli/data/dumps.py"]
 
 
 def test_no_default_stands_twice() -> None:
+    assert len(sources()) > 40
     options = ROOT / "relayrun/tokens/tokenize/options.py"
     assert len(twice(options)) == sum(value is not None for value in DEFAULTS.values())
     assert [line for path in sources() if path != options for line in twice(path)] == []
