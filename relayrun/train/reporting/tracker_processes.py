@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
@@ -21,10 +20,6 @@ from relayrun.errors import RelayrunError
 from relayrun.train.hooks import (
     Hook,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 LEAVE_SECONDS = 5.0
 """How long rank 0 waits for its feeds when its state is durable and its outcome is written. Less than the margin of
