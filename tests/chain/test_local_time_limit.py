@@ -33,6 +33,7 @@ def test_a_name_that_does_not_resolve_is_the_reason_and_not_the_time_limit(
     assert fatal is None
 
 
+@pytest.mark.long
 def test_a_chain_whose_start_eats_the_time_limit_says_so(make_run: MakeRun) -> None:
     run, plan = make_run(
         "--steps=1000",

@@ -51,6 +51,7 @@ def test_the_launchers_of_the_page_are_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None:
     """Sorted JSONL files, shuffled globally; the first job crashes behind iteration 4, the next one goes on from 3."""
     texts = genomes.write(tmp_path / "train")

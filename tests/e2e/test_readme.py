@@ -139,7 +139,10 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> NewMachine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", install_lines())
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=pytest.mark.long if number else ()) for number, line in enumerate(install_lines())],
+)
 def test_every_line_that_installs_relayrun_does(machine: NewMachine, line: str) -> None:
     """Where it is not installed; the address of this repository is that of the checkout."""
     line = line.replace("git+URL", f"git+file://localhost{machine.checkout}")

@@ -74,7 +74,13 @@ def test_its_shards_say_which_tokenizer_made_them_and_have_checksums(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bounds", [{"batch_size": 1}, {"batch_size": 3}, {"batch_bytes": 50}, {}])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"batch_size": 1},
+        *(pytest.param(more, marks=pytest.mark.long) for more in ({"batch_size": 3}, {"batch_bytes": 50}, {})),
+    ],
+)
 def test_batches_do_not_change_the_shard(tmp_path: Path, tokenizer: Path, bounds: dict[str, int]) -> None:
     texts = [*TEXTS, "a long one " * 100_000, *TEXTS]
     MegatronTokenWriter(tmp_path, str(tokenizer), **bounds).run(documents(texts))

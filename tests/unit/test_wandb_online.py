@@ -89,6 +89,7 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
+@pytest.mark.long
 def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
     with WandBService() as service:
         attempt(run, 1, base=0, last=30)

@@ -43,6 +43,7 @@ def start(python: str, *words: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_it_has_what_it_would_have_had() -> None:
     said = []
     for python in (sys.executable, warm.python()):
