@@ -14,9 +14,9 @@ from relayrun.errors import run_main
 
 
 def main() -> int:
-    """Run the one command of the supervisor that the command line names; return its exit code.
+    """Run the supervisor command that the command line names; return its exit code.
 
-    Raises RelayrunError where the run directory or the scheduler refuses what the command needs.
+    Raises RelayrunError if the run directory or the scheduler refuses what the command needs.
     """
     parser = argparse.ArgumentParser(prog="relayrun.control.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,7 +1,7 @@
 """Background processes of the supervisor: the sender of notices and the copier of checkpoints.
 
-They run beside the ranks with low priority, may be killed at any point, and the next one continues. A process that
-does not start, or fails, never fails the chain.
+They run beside the ranks with low priority, may be killed at any point, and the next one continues. A process that does
+not start, or fails, never fails the chain.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import user_python_path
 
 TERMINATE_SECONDS = 1.0
-"""From SIGTERM to SIGKILL: such a process says what it was at, and may be killed at any point."""
+"""Seconds from SIGTERM to SIGKILL: the process logs what it did, and may be killed at any point."""
 
 
 def background_environment(plan: Plan) -> dict[str, str]:
-    """The environment of such a process, in which it finds relayrun and what a site's jobs are given: a proxy, say."""
+    """Return the environment of a background process: relayrun's Python path and the site's variables."""
     return {
         **os.environ,
         **plan.environment,
@@ -38,7 +38,7 @@ def background_environment(plan: Plan) -> dict[str, str]:
 
 
 def end_process_group(process: subprocess.Popen[bytes], *, patience: float = 0.0) -> None:
-    """Wait `patience` seconds for a process that leads a session, then end it and what it started."""
+    """Wait `patience` seconds for a process that leads a session, then end the session."""
     steps: tuple[tuple[signal.Signals | None, float | None], ...] = (
         (None, patience),
         (signal.SIGTERM, TERMINATE_SECONDS),
@@ -54,22 +54,22 @@ def end_process_group(process: subprocess.Popen[bytes], *, patience: float = 0.0
 
 
 COPY_AGAIN_SECONDS = 900.0
-"""Between two passes, where no checkpoint was saved meanwhile: what failed may work now."""
+"""Interval between two passes without a new checkpoint: a copy that failed may work now."""
 
 
 class CheckpointCopier:
-    """Has the checkpoints of a run copied, where its config asks for it."""
+    """Starts the copy passes of a run whose config asks for a mirror."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
         self._plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: int | None = None
-        """What told of saves when the last pass began."""
+        """The value of `saved` at the last pass."""
         self._next = 0.0
 
     def look(self, saved: int) -> None:
-        """Start a pass where there is something new. `saved` changes with each save. Raises OSError, RelayrunError."""
+        """Start a pass if one is due. `saved` changes with each save. Raises OSError, RelayrunError."""
         if self._process is not None and self._process.poll() is None:
             return
         if saved == self._seen and time.monotonic() < self._next:
@@ -91,19 +91,19 @@ class CheckpointCopier:
             )
 
     def finish(self) -> None:
-        """End the pass that is under way: the job ends."""
+        """End the current pass, because the job ends."""
         if self._process is not None:
             end_process_group(self._process)
 
 
 NOTICES_END_SECONDS = 10.0
-"""For so long at most the end of a job waits until its notices are sent; the next command sends what is left."""
+"""Maximum seconds for which the end of a job waits until its notices are sent; the next command sends the rest."""
 NOTICES_LOOK_SECONDS = 60.0
-"""Between two looks of a job for what is to be told."""
+"""Interval between two looks of a job for due notices."""
 
 
 class NoticeSender:
-    """Writes the notices of a chain and has them sent. No error of it reaches its user."""
+    """Writes the notices of a chain and starts their sender. Its methods raise no errors."""
 
     def __init__(self, run: Run, plan: Plan, *, at_work: bool = True) -> None:
         self._run = run
@@ -114,16 +114,16 @@ class NoticeSender:
         self._complaints: list[str] = []
 
     def look(self) -> None:
-        """Write what is to be told, and have it sent, once a minute."""
+        """Write due notices and have them sent, once a minute."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + NOTICES_LOOK_SECONDS
             self.attend()
 
     def attend(self) -> None:
-        """Write what is to be told, and have it sent."""
+        """Write due notices and have them sent."""
         try:
             self._attend()
-        except Exception as error:  # nobody's message is worth a chain
+        except Exception as error:  # no notice may fail the chain
             self._complain([f"{type(error).__name__}: {error}"])
 
     def _attend(self) -> None:
@@ -138,7 +138,7 @@ class NoticeSender:
             self._process = self._start(policy)
 
     def _start(self, policy: NoticePolicy) -> subprocess.Popen[bytes]:
-        """Start the process; in a container's place the host's Python does it."""
+        """Start the sender; if its Python lives in a container, use the host's Python."""
         environment = background_environment(self._plan)
         arguments = [*policy.program[1:], str(self._run.path), "--job"]
         try:
@@ -147,7 +147,7 @@ class NoticeSender:
             return _start_sender([self._plan.host_python, *arguments], environment)
 
     def finish(self, seconds: float = 0.0) -> None:
-        """Wait so long for the process that sends, then end it."""
+        """Wait so many seconds for the sender, then end it."""
         if self._process is None:
             return
         try:
@@ -163,9 +163,9 @@ class NoticeSender:
 
 
 def send_notices(run: Run, plan: Plan, *, at_work: bool = True) -> None:
-    """Write what is to be told where a job ends, and have it sent, for a few seconds. No error comes out of it.
+    """Write the notices that are due at the end of a job and send them for a few seconds. Raises no errors.
 
-    `at_work`: it is a job of the chain, and no evaluation beside it.
+    `at_work`: the job belongs to the chain; False for an evaluation beside it.
     """
     messenger = NoticeSender(run, plan, at_work=at_work)
     messenger.attend()

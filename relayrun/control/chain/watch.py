@@ -1,13 +1,13 @@
 """The watch and the guard: two programs that run beside the ranks of an attempt.
 
-The watch updates the merged metrics, ends an attempt that hangs, and looks after the successor. A duty that fails
-does not keep the watch from the other duties, and no duty waits long for the scheduler: a rank that hangs must be
-seen. An attempt hangs if no node's heartbeat changes for `hang_timeout` seconds, or for ten times the usual
-duration of a step (while saving: of a save), if that is longer. The watch measures with its own clock, so the
-clocks of the nodes need not agree. Before it ends the ranks it asks each one for its Python stacks.
+The watch updates the merged metrics, ends an attempt that hangs, and queues a missing successor. A duty that fails does
+not keep the watch from the other duties, and no duty waits long for the scheduler: a rank that hangs must be seen. An
+attempt hangs if no node's heartbeat changes for `hang_timeout` seconds, or for ten times the usual duration of a step
+(while saving: of a save), if that is longer. The watch measures with its own clock, so the clocks of the nodes need not
+agree. Before it ends the ranks it asks each one for its Python stacks.
 
-The guard is a step of its own in a job that has no successor. If the batch script is killed, or the time limit
-comes, Slurm sends the guard SIGTERM and waits KillWait seconds; in that time the guard queues the job again.
+The guard is a step of its own in a job that has no successor. If the batch script is killed, or the time limit comes,
+Slurm sends the guard SIGTERM and waits KillWait seconds; in that time the guard requeues the job.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KILL_WAIT_SHARE = 2 / 3
 
 
 def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
-    """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on the batch host."""
+    """Wait for SIGTERM, then requeue the job if needed. `batch_pid`: the batch script's process on the batch host."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return _guard_job(run, number, batch_pid)
@@ -54,32 +54,33 @@ def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
 
 
 def _guard_job(run: Run, number: int, batch_pid: int) -> int:
-    plan = Plan.load(run)  # refuses the directory of a version that this one does not know
+    plan = Plan.load(run)  # refuses the run directory of a newer version
     scheduler = Slurm()
     attempt = run.attempt(number)
     own = scheduler.current_job_id()
     patience = KILL_WAIT_SHARE * scheduler.kill_wait()
     here, job = os.environ.get("SLURMD_NODENAME"), scheduler.query(own)
-    beside = job is not None and job.batch_host == here  # elsewhere the number is another process's, or nobody's
+    beside = job is not None and job.batch_host == here  # on another node the id names another process or none
     log_line(f"guarding attempt {number}, job {own}{'' if beside else f', from {here}: this is not the batch host'}")
     signal.sigwait({signal.SIGTERM})
-    killed = beside and not is_process_alive(batch_pid)  # a job that is cancelled, or at its limit, still has it
+    # a job that is cancelled or at its limit still has its batch script
+    killed = beside and not is_process_alive(batch_pid)
     deadline = time.monotonic() + patience
     while not attempt.end.exists() and not (beside and not is_process_alive(batch_pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
     if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
-        return 0  # seen to by the batch script, or by the successor, which could be queued after all
+        return 0  # the batch script closed the attempt, or a successor is queued
     begin = attempt.read_begin()
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0
-    with contextlib.suppress(SchedulerError):  # asked once: there may be seconds left
+    with contextlib.suppress(SchedulerError):  # asks once: only seconds may be left
         if stopped := jobs.stop_reason_of_job(Slurm(patience=0).query(own)):
             log_line(f"the chain ends: {stopped}")
             return 0
     log_line(
         f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again"
     )
-    scheduler.requeue(own)  # first: there may be seconds left
+    scheduler.requeue(own)  # first: only seconds may be left
     try:
         if (few := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
             return 0
@@ -94,7 +95,7 @@ def _guard_job(run: Run, number: int, batch_pid: int) -> int:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Whether there is such a process."""
+    """Return whether a process with this id exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -106,30 +107,30 @@ def is_process_alive(pid: int) -> bool:
 
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 60.0
-"""How long ranks have at least, behind their outcome, to go."""
+"""Minimum seconds for ranks to exit after their outcome."""
 ANSWER_SECONDS = 5.0
-"""How long ranks have to write their stacks."""
+"""Seconds for ranks to write their stacks."""
 RETRY_SECONDS = 60.0
 RETRY_CEILING = 1800.0
-"""Between two tries to queue a successor; each failed one doubles it."""
+"""Maximum interval between two tries to queue a successor; each failure doubles it."""
 AGENTS_FIRST_SECONDS = 30.0
-"""Where agents look for hangs, too, and know more, they have so many seconds more than the supervisor's limit."""
+"""Additional seconds before the watch ends ranks if agents, which know more, look for hangs too."""
 AGENT_SECONDS = 60.0
-"""How long agents have to end ranks that hang, before the whole step is ended."""
+"""Seconds for agents to end ranks that hang; then the watch ends the whole step."""
 PATIENCE = 10.0
-"""Seconds for which a controller that does not answer is asked again."""
+"""Seconds for which a question to a controller that does not answer is repeated."""
 UNWRITABLE_FACTOR = 5
-"""Ranks whose signs of life cannot be written, for a full disk, may be silent for this many times as long."""
+"""Factor on the hang limit if a full disk keeps ranks from writing heartbeats."""
 RESERVATION_SECONDS = 15.0
-"""Between two questions when the reservation ends; a person may move that."""
+"""Interval between two questions for the end of the reservation; a person may move it."""
 RARE_HEARTBEAT_LOOKS = 10
-"""Looks for another heartbeat between two that are rare: there is a file for each node."""
+"""Looks per interval of rare heartbeats: there is one file per node."""
 USUAL_STEPS = 10
-"""A step that takes this many times the usual one hangs."""
+"""A step hangs if it takes this many times the usual duration."""
 
 
 def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
-    """Seconds without a change after which an attempt with these heartbeats stands still."""
+    """Return the seconds without a change after which an attempt with these heartbeats hangs."""
     rare = longest_heartbeat_interval(beats)
     if not beats or all(beat.phase == "start" for beat in beats):
         return max(start_timeout, hang_timeout) + rare
@@ -137,7 +138,7 @@ def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeou
 
 
 class Watch:
-    """The supervisor's part beside one attempt."""
+    """The watch beside one attempt."""
 
     def __init__(self, run: Run, number: int) -> None:
         self.run = run
@@ -152,33 +153,34 @@ class Watch:
         self._copier = CheckpointCopier(run, self.plan)
         self._quota = QuotaMonitor(run, self.plan)
         self._complaints: dict[str, str] = {}
-        """What was last said about each duty that fails."""
+        """The last error that was logged for each duty that fails."""
         self._seen: list[Heartbeat] = []
         self._changed = self._next_beats = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
         self._pause = RETRY_SECONDS
         self._ended_hang = False
         self._handed_over: float | None = None
-        """When a hang was left to the agents, which end the ranks and may start them again."""
+        """Time at which a hang was left to the agents, which end the ranks and may restart them."""
         self._left: float | None = None
-        """When the ranks' outcome was first seen."""
+        """Time at which the ranks' outcome was first seen."""
         self._guarded = False
         self._commits = 0
-        """Bytes of commits.jsonl when evaluations and the campaign were last looked after."""
+        """Bytes of commits.jsonl at the last look at evaluations and the campaign."""
         self._next_look = self._next_reservation = 0.0
 
     def loop(self, batch_pid: int) -> None:
-        """Until SIGTERM, or until the batch script, this process of this node, has gone."""
+        """Run until SIGTERM, or until the batch script, a process of this node, has gone."""
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         leaving, told = os.pipe()
         os.set_blocking(told, False)
-        signal.set_wakeup_fd(told)  # a sleep would go on after the signal, and the end of the job with it
+        signal.set_wakeup_fd(told)  # a sleep would continue after the signal and delay the end of the job
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a mask is handed down, and the job waits for it
+        # a blocked signal is inherited, and the job waits for this process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while is_process_alive(batch_pid):
             self.look(batch_pid)
             if select.select([leaving], [], [], POLL_SECONDS)[0] and signal.SIGTERM in os.read(leaving, 1024):
-                break  # another signal is a duty's own
+                break  # other signals belong to a duty
         self._messenger.finish()
         self._copier.finish()
         self._try("the merged views", self._follow_to_the_end)
@@ -199,7 +201,7 @@ class Watch:
         self._messenger.look()
 
     def _observing(self) -> AttemptObserver | None:
-        """Who writes the records of a foreign program; None where it writes them itself."""
+        """Return the writer of a foreign program's records; None if the program writes them itself."""
         if self.begin is None:
             return None
 
@@ -212,10 +214,10 @@ class Watch:
         return follow(self.begin)
 
     def _try(self, what: str, duty: Callable[[], None]) -> None:
-        """Do one duty; what fails is said once and tried again with the next look."""
+        """Do one duty; an error is logged once, and the next look tries again."""
         try:
             duty()
-        except Exception as error:  # a defect in one duty must not end the others either
+        except Exception as error:  # a defect in one duty must not end the others
             words = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
             if self._complaints.get(what) != words:
                 log_line(f"{what}: left for later: {words}")
@@ -224,7 +226,6 @@ class Watch:
             self._complaints.pop(what, None)
 
     def _follow(self) -> None:
-        """Append what is new and whole in the attempt's metrics to the merged view."""
         self._views.update(attempt=self.attempt.number)
 
     def _follow_to_the_end(self) -> None:
@@ -254,14 +255,14 @@ class Watch:
             self._end_hang(beats, still)
 
     def _look_for_agents(self, since: float) -> None:
-        """See whether the agents have taken the hang: its record is put aside where another round begins."""
+        """Check whether the agents handle the hang: they move its record away when another restart begins."""
         if not self.attempt.hang.exists():
             self._handed_over, self._changed = None, time.monotonic()
         elif time.monotonic() - since > AGENT_SECONDS:
             self._end_step()
 
     def _writable(self) -> bool:
-        """Whether signs of life can be written; where not, the ranks' silence says little."""
+        """Return whether heartbeats can be written; if not, silent ranks prove little."""
         probe = self.attempt.heartbeats / ".watch"
         try:
             probe.touch()
@@ -271,7 +272,7 @@ class Watch:
         return True
 
     def _look_for_leaving(self) -> None:
-        """End ranks that said how they leave and then do not go; what they said holds."""
+        """End ranks that recorded an outcome and do not exit; the outcome holds."""
         now = time.monotonic()
         self._left = self._left or now
         if now - self._left > max(self.plan.hang_timeout, LEAVE_SECONDS):
@@ -279,11 +280,11 @@ class Watch:
             self._end_step()
 
     def _end_hang(self, beats: Sequence[Heartbeat], seconds: float) -> None:
-        """End the ranks, whatever else fails: only that is tried again. Raises SchedulerError where it fails."""
+        """End the ranks even if other steps fail: only that is retried. Raises SchedulerError if it fails."""
         job_id = self.scheduler.current_job_id()
         if not self.attempt.hang.exists():
             stacks = self.run.stacks(self.attempt.number)
-            asked = self._observer is None  # a foreign program may take the signal for something else
+            asked = self._observer is None  # the signal may mean something else to a foreign program
             try:
                 if asked:
                     self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
@@ -304,7 +305,7 @@ class Watch:
             log_line(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")
             try:
                 hang.write(self.attempt.hang)
-            except OSError as error:  # its words stand in the log
+            except OSError as error:  # the log has its words
                 log_line(f"{self.attempt.hang.name} not written: {error}")
         if self.plan.recovery == "node" and self.attempt.hang.exists():
             self._handed_over = time.monotonic()
@@ -312,7 +313,7 @@ class Watch:
             self._end_step()
 
     def _goes_on(self, beats: Sequence[Heartbeat]) -> bool:
-        """Whether something has moved since: while ranks were asked, agents may have begun another round."""
+        """Return whether a heartbeat has changed since: while ranks were asked, agents may have restarted them."""
         try:
             return self.attempt.read_heartbeats() != beats
         except (OSError, RunDirError):
@@ -323,9 +324,9 @@ class Watch:
         self._ended_hang = True
 
     def _guard(self, batch_pid: int) -> None:
-        """Start the guard of a job behind which no other waits, once its ranks have their step.
+        """Start the guard of a job without successor, once its ranks have their step.
 
-        Before that it could take their place in the job.
+        An earlier guard could take the place of the ranks in the job.
         """
         if self._guarded or not self._seen or not self.plan.auto_requeue:
             return
@@ -349,14 +350,14 @@ class Watch:
         self._guarded = True
 
     def _look_at_reservation(self, batch_pid: int) -> None:
-        """Have the ranks leave before a reservation ends that was made shorter since the attempt began."""
+        """Ask the ranks to leave if the reservation's end was moved forward since the attempt began."""
         if self.begin is None or "reservation" not in self.begin.options or self.attempt.stop.exists():
             return
         if time.monotonic() < self._next_reservation:
             return
         self._next_reservation = time.monotonic() + RESERVATION_SECONDS
         end, known = self.scheduler.reservation_end(self.begin.options["reservation"]), self.begin.job_end_time
-        if end is None or (known is not None and end > known - 1):  # the ranks know of it
+        if end is None or (known is not None and end > known - 1):  # the ranks know this end
             return
         if time.time() + RESERVATION_SECONDS >= end - self.begin.lead:
             log_line(
@@ -370,7 +371,9 @@ class Watch:
         return self.plan.training_nodes(nodes) * self.plan.ntasks_per_node
 
     def _look_at_saves(self) -> None:
-        """Submit the evaluation of a new checkpoint, begin runs that waited for it; also without one, now and then."""
+        """Submit evaluations of new checkpoints and start waiting runs; also from time to time without a new
+        checkpoint.
+        """
         size = failure_reason.log_size(str(self.attempt.commits))
         if size == self._commits and time.monotonic() < self._next_look:
             return
@@ -379,7 +382,7 @@ class Watch:
         campaign.start_due_members_of(self.run)
 
     def _look_after_successor(self) -> None:
-        """Queue the successor that could not be queued when the attempt began; note it when somebody cancels it."""
+        """Queue the successor that could not be queued when the attempt began; record when somebody cancels it."""
         if time.monotonic() < self._next_try:
             return
         self._next_try = time.monotonic() + self._pause

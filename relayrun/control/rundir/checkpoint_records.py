@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class ReadOnce(Generic[T]):
-    """The items of an iterator, to be gone through any number of times, also while another goes through them."""
+    """The items of an iterator, iterable any number of times, even while another iteration is under way."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._read: list[T] = []
@@ -63,44 +63,44 @@ BEGINNING = ResumePoint(iteration=0, path=None)
 
 @dataclass(frozen=True, kw_only=True)
 class LineageCommit:
-    """A commit of the line."""
+    """A commit of the lineage."""
 
     attempt: int
     commit: CheckpointCommit
     published: bool
-    """Whether this attempt published it. Otherwise the attempt began with it, and no attempt of this run has it on
-    record: another run's checkpoint, or a conversion's."""
+    """This attempt published it. Otherwise the attempt began with it, and no attempt of this run has a record of it:
+    another run's checkpoint, or a converted one."""
 
 
 class Lineage:
-    """The line of a run as it is when it is read: back from the newest attempt, each record once, as far as asked for.
+    """The lineage of a run when it is read: back from the newest attempt, each record once, only as far as needed.
 
-    Whoever waits for changes makes a new one each time.
+    To see changes, make a new object.
     """
 
     def __init__(self, run: Run, *, begun: Iterable[tuple[int, AttemptStart]] | None = None) -> None:
-        """`begun`: see `begun_backwards`, where somebody reads it besides."""
+        """`begun`: the result of `started_attempts_backwards`, if the caller reads it too."""
         self._run = run
         self._commits = ReadOnce(_lineage_backwards(run, started_attempts_backwards(run) if begun is None else begun))
 
     def backwards(self) -> Iterator[LineageCommit]:
-        """Every commit that counts, the newest first: iterations fall. Raises RunDirError if a record is damaged."""
+        """Yield every commit that counts, newest first: iterations fall. Raises RunDirError if a record is damaged."""
         return iter(self._commits)
 
     def line(self) -> list[CheckpointCommit]:
-        """Every commit that counts, rising, whether or not its folder is still there."""
+        """Return every commit that counts, by rising iteration, even if its folder is gone."""
         return [counted.commit for counted in self.backwards()][::-1]
 
     def newest_saves(self, most: int) -> list[float]:
-        """Seconds of the newest saves, at most so many, oldest first."""
+        """Return the seconds of at most `most` newest saves, oldest first."""
         seconds = (counted.commit.seconds for counted in self.backwards())
         return list(islice((value for value in seconds if value > 0), most))[::-1]
 
     def durable(self) -> ResumePoint:
-        """The newest whole checkpoint of the line.
+        """Return the newest whole checkpoint of the lineage.
 
-        Raises RunDirError if the line has checkpoints and none of them is whole: to start from the beginning
-        then would throw the run away, and the file system may only be away for a while.
+        Raises RunDirError if the lineage has checkpoints and none of them is whole: to start from the beginning then
+        would throw the run away, and the file system may only be away for a while.
         """
         newest: CheckpointCommit | None = None
         own = False
@@ -109,7 +109,7 @@ class Lineage:
             newest = newest or commit
             own = own or counted.published
             if own and not counted.published and not is_checkpoint_of(self._run, _resume_point_at(commit)):
-                break  # where another run's checkpoint, with which this one began, is the only whole one left
+                break  # only another run's checkpoint, with which this one began, is left
             if checkpoint_fault(commit) is None:
                 return _resume_point_at(commit)
         if newest is not None:
@@ -121,10 +121,10 @@ class Lineage:
         return BEGINNING
 
     def chosen_by_hand(self) -> ResumePoint | None:
-        """The checkpoint that a person set in the tracker file: an older, whole one of the line.
+        """Return the checkpoint that a person chose in the tracker file: an older, whole one of the lineage.
 
-        The program writes the tracker right after a commit, so a tracker that is older than the newest commit
-        is what a kill between the two left, and means nothing.
+        The program writes the tracker right after a commit, so a tracker that is older than the newest commit only
+        shows a kill between the two, and is ignored.
         """
         newest = next(self.backwards(), None)
         try:
@@ -142,9 +142,9 @@ class Lineage:
         return None
 
     def quarantine(self, base: ResumePoint, *, attempt: int) -> list[str]:
-        """Move checkpoints out of the way that lie beyond `base`: torn ones to .quarantine, whole ones to .superseded.
+        """Move checkpoints beyond `base` away: torn ones to .quarantine, whole ones to .superseded.
 
-        Nothing is deleted. Returns what was moved, in words, oldest first.
+        Nothing is deleted. Returns one line per moved checkpoint, oldest first.
         """
         beyond = takewhile(lambda commit: commit.iteration > base.iteration, (c.commit for c in self.backwards()))
         moved: list[str] = []
@@ -169,7 +169,7 @@ def _resume_point_at(commit: CheckpointCommit) -> ResumePoint:
 
 
 def started_attempts_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
-    """The attempts that have begun, the newest first: one that was killed before it began owns nothing."""
+    """Yield the attempts that have begun, newest first: an attempt that was killed before it began owns nothing."""
     for number in reversed(run.attempt_numbers()):
         if (begin := run.attempt(number).read_begin()) is not None:
             yield number, begin
@@ -179,7 +179,7 @@ def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> I
     limit = float("inf")
     """The highest iteration that still counts."""
     base: LineageCommit | None = None
-    """What the last of them began with, until the commit turns up that made it."""
+    """The checkpoint from which the newer attempt began, until its commit is found."""
     for number, begin in begun:
         attempt = run.attempt(number)
         for commit in attempt.commits_backwards():
@@ -189,7 +189,8 @@ def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> I
                 yield base
             base = None
             yield LineageCommit(attempt=number, commit=commit, published=True)
-            limit = min(limit, commit.iteration - 1)  # it went back: a rewind that met a damaged checkpoint
+            # iterations fall in an attempt after a rollback that met a damaged checkpoint
+            limit = min(limit, commit.iteration - 1)
         if base is not None and begin.base_iteration < base.commit.iteration:
             yield base
             base = None
@@ -210,19 +211,20 @@ def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> I
 
 
 def lineage_commits(run: Run) -> list[CheckpointCommit]:
-    """Every commit that counts now, rising, whether or not its folder is still there."""
+    """Return every commit that counts now, by rising iteration, even if its folder is gone."""
     return Lineage(run).line()
 
 
 def resume_point(run: Run) -> ResumePoint:
-    """The newest whole checkpoint now; see `Lineage.durable`."""
+    """Return the newest whole checkpoint now; see `Lineage.durable`."""
     return Lineage(run).durable()
 
 
 def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
-    """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion.
+    """Return whether this run made the checkpoint; a run may begin with another run's checkpoint, or a converted one.
 
-    What lies in its folder is its own, also where that is a link: a person may have moved a checkpoint to another disk.
+    A checkpoint in the run's folder is its own even if the folder is a link: a person may have moved it to another
+    disk.
     """
     if base.path is None:
         return False
@@ -230,7 +232,7 @@ def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
 
 
 def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
-    """The newest commit of the checkpoint that lies in this folder of whatever run; None where no run knows it.
+    """Return the newest commit of the checkpoint in this folder of any run; None if no run has a record of it.
 
     Raises RunDirError if a record is damaged.
     """
@@ -247,7 +249,7 @@ def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
 
 
 def checkpoint_fault(commit: CheckpointCommit) -> str | None:
-    """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
+    """Return the fault of a checkpoint on disk, as far as names and sizes show; None if it is whole."""
     if not path_exists(commit.path):
         return "missing"
     for name, size in commit.files.items():
@@ -261,34 +263,31 @@ def checkpoint_fault(commit: CheckpointCommit) -> str | None:
 
 
 _QUARANTINE_NAME = re.compile(r".*?(\d+)\D*-(\d{4,})(?:-\d+)?")
-"""The name of what lies in quarantine: its iteration, and the attempt that put it there."""
+"""Name of an entry in quarantine: its iteration, and the attempt that moved it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantineReason(Record):
-    """`.quarantine/iter_0000100-0007.json`: why a checkpoint lies in the folder beside it."""
+    """`.quarantine/iter_0000100-0007.json`: why `attempt` moved a checkpoint there. `time` is seconds since 1970."""
 
     iteration: int
     attempt: int
-    """Which put it there."""
     why: str
     time: float
-    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenCheckpoint:
-    """A checkpoint beyond the durable one from which nothing can start."""
+    """A checkpoint beyond the durable one from which no attempt can start."""
 
     iteration: int
     path: str
     why: str
     quarantined: bool
-    """Whether an attempt has moved it out of the way already."""
 
 
 def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> list[BrokenCheckpoint]:
-    """Checkpoints of later iterations than the durable one that are not whole, the newest first."""
+    """Return broken checkpoints of later iterations than the durable one, newest first."""
     found = {
         entry.iteration: BrokenCheckpoint(iteration=entry.iteration, path=entry.path, why=why, quarantined=False)
         for entry in _commits_after(line, durable)
@@ -301,16 +300,16 @@ def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> l
 
 
 def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str) -> Path:
-    """Move a checkpoint of this run out of the way, with the reason beside it; return where it lies now.
+    """Move a checkpoint of this run to quarantine, with the reason beside it; return its new path.
 
-    A folder that is away already (another program moved it) is none to move: then the reason alone is written.
+    If another program has already moved the folder, only the reason is written.
     """
     assert base.path is not None
     folder = run.checkpoints / ".quarantine"
     folder.mkdir(exist_ok=True)
     target = unused_name(folder, f"{Path(base.path).name}-{attempt:04}")
     reason = QuarantineReason(iteration=base.iteration, attempt=attempt, why=why, time=time.time())
-    reason.write(target.with_name(f"{target.name}.json"))  # first: no kill leaves a folder there that nobody explains
+    reason.write(target.with_name(f"{target.name}.json"))  # first: a kill must not leave a folder without a reason
     if Path(base.path).is_dir():
         os.rename(base.path, target)
         fsync_directory(folder)
@@ -319,13 +318,13 @@ def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str
 
 
 def quarantined_checkpoints(run: Run) -> list[BrokenCheckpoint]:
-    """Every checkpoint in quarantine with its reason, the newest first."""
+    """Return every checkpoint in quarantine with its reason, newest first."""
     return [_broken_checkpoint(run, *entry) for entry in reversed(_quarantine_folders(run))]
 
 
 def _broken_checkpoint(run: Run, iteration: int, attempt: int, folder: Path) -> BrokenCheckpoint:
     why = None
-    with contextlib.suppress(RunDirError):  # a damaged reason hides no checkpoint
+    with contextlib.suppress(RunDirError):  # a damaged reason must not hide the checkpoint
         reason = QuarantineReason.read(folder.with_name(f"{folder.name}.json"))
         why = None if reason is None else reason.why
     if why is None and (commit := _commit_before(run, iteration, before=attempt)) is not None:
@@ -343,7 +342,7 @@ def _commits_after(line: Lineage, durable: ResumePoint) -> list[CheckpointCommit
 
 
 def _quarantine_folders(run: Run) -> list[tuple[int, int, Path]]:
-    """(iteration, attempt that moved it, folder), in the order of the attempts."""
+    """Return (iteration, attempt that moved it, folder), in the order of the attempts."""
     folder = run.checkpoints / ".quarantine"
     try:
         names = os.listdir(folder)
@@ -354,7 +353,7 @@ def _quarantine_folders(run: Run) -> list[tuple[int, int, Path]]:
 
 
 def _commit_before(run: Run, iteration: int, *, before: int) -> CheckpointCommit | None:
-    """The record of the checkpoint that attempt `before` moved away."""
+    """Return the record of the checkpoint that attempt `before` moved away."""
     for number in reversed(run.attempt_numbers()):
         if number < before:
             for commit in reversed(run.attempt(number).read_commits()):

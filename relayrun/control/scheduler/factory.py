@@ -1,4 +1,4 @@
-"""The scheduler that a plan names. Slurm and the local scheduler are imported when they are used."""
+"""The one place that constructs schedulers. Slurm and the local scheduler are imported when they are used."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
 
 
 def scheduler_for_plan(plan: Plan, run: Run, *, patience: float = CONTROLLER_PATIENCE) -> Scheduler:
-    """The scheduler that a plan names; `patience` in seconds is `Slurm`'s."""
+    """Return the scheduler that a plan names. `patience`: seconds for which `Slurm` repeats a question."""
     if plan.scheduler == "slurm":
-        from relayrun.control.scheduler.slurm import Slurm  # either is paid for by those alone who use it
+        from relayrun.control.scheduler.slurm import Slurm  # imported only if it is used
 
         return Slurm(patience=patience)
     from relayrun.control.scheduler.local import LocalScheduler

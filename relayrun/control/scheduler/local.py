@@ -1,10 +1,10 @@
 """The local scheduler: a chain of jobs on one machine, with Slurm's signals and no daemon.
 
-The queue is a folder of the run directory; a job is one JSON file. `submit` only writes it. `run_queue`,
-held by the terminal that submitted, starts one job at a time (a singleton, like on Slurm) and treats it
-as Slurm does: SIGUSR2 to the batch script `signal_lead` seconds before the limit, SIGTERM to everything
-at the limit, SIGKILL after KILL_WAIT. If that terminal dies, the job gets SIGTERM, saves and ends.
-`AuxiliaryJobs` runs jobs that are not part of the chain beside it, one at a time.
+The queue is a folder of the run directory; a job is one JSON file, and `submit` only writes it. `run_queue`, held by
+the terminal that submitted, starts one job at a time (a singleton, like on Slurm) and treats it as Slurm does: SIGUSR2
+to the batch script `signal_lead` seconds before the limit, SIGTERM to all processes at the limit, SIGKILL after
+KILL_WAIT. If that terminal dies, the job gets SIGTERM, saves and ends. `AuxiliaryJobs` runs jobs outside the chain
+beside it, one at a time.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, Lo
 from relayrun.errors import SchedulerError
 
 AUXILIARY_POLL_SECONDS = 1.0
-"""Between two looks for jobs that run beside the chain."""
+"""Interval between two looks for auxiliary jobs."""
 AUXILIARY_KILL_WAIT = 5.0
-"""Seconds from SIGTERM to SIGKILL for them; the chain's job is not looked after meanwhile."""
+"""Seconds from SIGTERM to SIGKILL for auxiliary jobs; the chain's job is not watched meanwhile."""
 
 
 class AuxiliaryJobs:
-    """Runs the jobs that are no part of the chain, one at a time, while its owner waits for others."""
+    """Runs the jobs outside the chain, one at a time, while its owner waits for the chain's jobs."""
 
     def __init__(self, queue: LocalQueue, on_event: Callable[[str], None]) -> None:
         self._queue = queue
@@ -55,7 +55,7 @@ class AuxiliaryJobs:
         return self._running is not None
 
     def poll(self) -> None:
-        """Start what waits, end what is over its limit or cancelled, record what has ended."""
+        """Start a pending job, end a job that is cancelled or over its limit, and record a job that has ended."""
         if self._running is None:
             if time.monotonic() < self._next_look:
                 return
@@ -63,7 +63,7 @@ class AuxiliaryJobs:
             waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
             if waiting:
                 self._running = self._queue.start_job(waiting[0])
-                with contextlib.suppress(OSError), self._queue.locked():  # whoever looks on sees it waiting
+                with contextlib.suppress(OSError), self._queue.locked():  # until then a reader sees it pending
                     self._queue.write_job(self._running[0])
                 self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
             return
@@ -76,7 +76,7 @@ class AuxiliaryJobs:
             self._stop("CANCELLED")
 
     def end(self) -> None:
-        """End the one that runs."""
+        """End the running job."""
         if self._running is not None:
             self._stop("CANCELLED")
 
@@ -108,13 +108,13 @@ REQUEUE_EXIT_CODE = 75
 """Exit code of a job whose supervisor failed; see `launchers/lib/again.sh`."""
 
 DISK_RETRY_SECONDS = 3600.0
-"""Seconds for which who runs the queue tries again what a full or silent disk refuses."""
+"""Seconds for which `run_queue` retries reads and writes that a full or silent disk refuses."""
 
 T = TypeVar("T")
 
 
 class LocalScheduler:
-    """A `Scheduler` for one run directory."""
+    """The `Scheduler` of one run directory."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -128,11 +128,11 @@ class LocalScheduler:
 
     @property
     def nodes(self) -> None:
-        return None  # there is one, which every job has
+        return None  # there is one node
 
     @property
     def fallback_jobs(self) -> None:
-        return None  # who runs the queue sees how each job ends
+        return None  # `run_queue` sees how each job ends
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         return self.submit(plan, script, options={})
@@ -190,10 +190,10 @@ class LocalScheduler:
             raise SchedulerError(message, where=self._queue.folder, hint=hint) from None
 
     def note_stop(self, job_id: str, user: str) -> None:
-        """Nowhere: its jobs are files of the run directory."""
+        """Do nothing: the jobs are files of the run directory, which did not accept STOP either."""
 
     def cancelled_by(self, job_id: str) -> None:
-        return None  # one file for all users
+        return None  # the record has no user
 
     def postpone(self, job_id: str, *, delay: int) -> None:
         with self._queue.locked():
@@ -208,11 +208,11 @@ class LocalScheduler:
             self._queue.write_job(replace(self._queue.read_job(job_id), requeue_delay=delay))
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        with self._queue.locked():  # no process is needed: who runs the queue sees it
+        with self._queue.locked():  # no process is needed: `run_queue` sees the end
             self._queue.write_job(replace(self._queue.read_job(job_id), guarded=True))
 
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
-        # SIGKILL cannot be handed on by the one who gets it, so the starter takes SIGQUIT for it
+        # a process cannot forward SIGKILL, so the starter forwards SIGQUIT as SIGKILL
         number = signal.SIGQUIT if number == signal.SIGKILL else number
         with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
             os.kill(int(self._starter_pid.read_text()), number)
@@ -225,10 +225,9 @@ class LocalScheduler:
         return self._seen(self._queue.read_job(job_id)) if self._queue.path(job_id).exists() else None
 
     def _seen(self, job: LocalJob) -> Job:
-        """A job as who asks sees it."""
         state = job.state
         if state == "RUNNING" and not self._queue.is_being_run():
-            state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
+            state = "NODE_FAIL"  # the runner of the queue was killed, and the job with it
         if state == "RUNNING" and job.cancel_requested:
             state = "CANCELLED"
         return Job(
@@ -254,11 +253,11 @@ class LocalScheduler:
         return self.live(self.every_job())
 
     def every_job(self) -> list[LocalJob]:
-        """The jobs of the queue, as they are on record."""
+        """Return the jobs of the queue, as recorded."""
         return self._queue.every_job()
 
     def live(self, every: Sequence[LocalJob]) -> list[Job]:
-        """Those of the chain, of these, that wait or run."""
+        """The given jobs that belong to the chain and are pending or running."""
         jobs = [self._seen(job) for job in every if not job.auxiliary]
         return [job for job in jobs if job.live]
 
@@ -275,13 +274,13 @@ class LocalScheduler:
             f"--pid-file={self._starter_pid}",
             "--",
         ]
-        return RankLaunch(command=[plan.host_python, *starter])  # which picks a free port
+        return RankLaunch(command=[plan.host_python, *starter])  # it picks a free port
 
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
-        """Run the queued jobs until none is left, the chain's one by one. `poll` is called several times a second.
+        """Run the queued jobs until none is left, the chain's jobs one by one. `poll` is called several times a second.
 
-        KeyboardInterrupt cancels the running job and what is queued, waits for the end, and is raised again.
-        Raises SchedulerError if somebody runs this queue already.
+        KeyboardInterrupt cancels the running job and the queued jobs, waits for the end, and is raised again. Raises
+        SchedulerError if another process runs this queue.
         """
         self._queue.folder.mkdir(parents=True, exist_ok=True)
         with open(self._queue.folder / "runner.lock", "w") as lock:
@@ -296,7 +295,7 @@ class LocalScheduler:
 
             def look() -> None:
                 for duty in (poll, auxiliary.poll):
-                    with contextlib.suppress(OSError):  # neither a full disk nor a closed terminal ends the chain's job
+                    with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the chain's job
                         duty()
 
             def waiting() -> list[LocalJob]:
@@ -318,9 +317,9 @@ class LocalScheduler:
                 auxiliary.end()
 
     def _patiently(self, failure: str, work: Callable[[], T], on_event: Callable[[str], None]) -> T:
-        """Do what reads or writes the queue, again and again while the disk refuses it.
+        """Call `work`, which reads or writes the queue, again and again while the disk refuses it.
 
-        Raises SchedulerError after DISK_PATIENCE, with the reason in STOP if that can be written.
+        Raises SchedulerError after DISK_RETRY_SECONDS, with the reason in STOP if that can be written.
         """
         deadline, pause, said = time.monotonic() + DISK_RETRY_SECONDS, 0.1, False
         while True:
@@ -369,7 +368,6 @@ class LocalScheduler:
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 
     def _recorded(self, job: LocalJob) -> bool:
-        """Record that a job runs; return whether the disk took it."""
         try:
             with self._queue.locked():
                 self._queue.write_job(_with_start(self._queue.read_job(job.id), job))
@@ -378,7 +376,7 @@ class LocalScheduler:
         return True
 
     def _close(self, started: LocalJob, state: str, code: int) -> LocalJob:
-        """Record how a job ended, or queue it again; return it as it stands then."""
+        """Record how a job ended, or queue it again; return its new record."""
         with self._queue.locked():
             job = _with_start(self._queue.read_job(started.id), started)
             job = replace(job, state=state, exit_code=code, end_time=time.time())
@@ -393,15 +391,16 @@ class LocalScheduler:
         return job
 
     def _goes_on(self) -> bool:
-        """Whether a job whose batch script was killed, which can do nothing more, shall be followed by another."""
+        """Return whether a job whose batch script was killed, and could not do anything itself, needs a successor."""
         return self._run.plan.exists() and Plan.load(self._run).auto_requeue and stop_reason(self._run) is None
 
     def _again(self, job: LocalJob) -> LocalJob:
-        """Queue a job whose supervisor failed once more, later each time, unless another waits behind it.
+        """Requeue a job whose supervisor failed, later each time, unless another job waits behind it.
 
-        It is what `launchers/lib/again.sh` does on Slurm.
+        `launchers/lib/again.sh` does this on Slurm.
         """
-        others = (other for other in self._queue.every_job() if other.id != job.id)  # its own may not say RUNNING yet
+        # its own record may not say RUNNING yet
+        others = (other for other in self._queue.every_job() if other.id != job.id)
         if any(other.state == "PENDING" and not other.auxiliary for other in others):
             return job
         failed = job.failed_begins + 1
@@ -449,11 +448,11 @@ class LocalScheduler:
     def _cancel_requested(self, job_id: str) -> bool:
         try:
             return self._queue.read_job(job_id).cancel_requested
-        except OSError:  # it is read again soon
+        except OSError:  # the next poll reads it again
             return False
 
     def _bury_orphans(self) -> None:
-        """A job that still counts as running when a new runner starts has lost its own."""
+        """Record the end of jobs that still count as running when a new runner starts: they lost their own runner."""
         for job in self._queue.every_job():
             if job.state == "RUNNING":
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -464,11 +463,11 @@ class LocalScheduler:
 
 
 def _with_start(record: LocalJob, job: LocalJob) -> LocalJob:
-    """The record of a job with what only who started it knows."""
+    """Add the start of a job, which only the process that started it knows, to its record."""
     return replace(record, state="RUNNING", pid=job.pid, start_time=job.start_time, end_time=job.end_time)
 
 
 def print_event(text: str) -> None:
-    """An event of the queue, for a person."""
-    with contextlib.suppress(OSError):  # the terminal may have gone, or be a file on a full disk
+    """Print an event of the queue for a person."""
+    with contextlib.suppress(OSError):  # the terminal may be closed, or a file on a full disk
         print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)

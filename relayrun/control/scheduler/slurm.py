@@ -1,4 +1,4 @@
-"""Slurm through its commands: the scheduler of a chain, and the jobs of many chains by one question."""
+"""The scheduler of a chain through Slurm's commands, and the jobs of many chains by one question."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from relayrun.errors import ConfigError, SchedulerError
 from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
-"""How long a job may take to end before nobody waits for its final state any more."""
+"""Seconds for which `cancelled` waits until a completing job has its final state."""
 
 LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"}
-"""Flags of a reservation behind whose end jobs that wait still start: it comes again, or they do without it."""
+"""Flags of a reservation after whose end pending jobs still start: it repeats, or its jobs go on without it."""
 
 COMMAND_SECONDS = 120.0
-"""How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
+"""Time limit of one command. A command that hangs would hold the nodes to the end of the job."""
 
 
 class Slurm:
     """Slurm through its commands, each of which has a time limit.
 
-    For `patience` seconds, questions are asked again whatever the error, orders where the controller did not answer.
+    For `patience` seconds a question is repeated after any error, and an order if the controller did not answer.
     """
 
     def __init__(self, *, patience: float = CONTROLLER_PATIENCE, pause: float = 2.0) -> None:
@@ -81,7 +81,7 @@ class Slurm:
         return SlurmFallbackJobs(self)
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
-        Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
+        Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # without this folder a job dies without a log
         try:
             self.test(script)
         except SchedulerError as error:
@@ -94,31 +94,31 @@ class Slurm:
         try:
             if evaluation is not None:
                 self.test(evaluation)
-        except SchedulerError as error:  # else checkpoints would stay without results, and a log alone would say so
+        except SchedulerError as error:  # else the results would be missing and only a log would say why
             raise SchedulerError(f"the job of an evaluation: {error.message}", hint="change evaluation.job") from None
         return self.submit(plan, script, options={})
 
     def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
-        """Ask Slurm whether it would accept the script, with these options of sbatch; queues nothing.
+        """Ask Slurm whether it would accept the script with these options of sbatch; nothing is queued.
 
-        Returns its words. Raises SchedulerError.
+        Returns Slurm's message. Raises SchedulerError.
         """
         further = [f"--{name}={value}" for name, value in (options or {}).items()]
         return self.order(["sbatch", "--test-only", *further, str(script)], words=True)
 
     def partitions(self) -> list[dict[str, str]]:
-        """Every partition as `scontrol show partition` has it, by the names of its fields. Raises SchedulerError."""
+        """Return the fields of every partition, as `scontrol show partition` prints them. Raises SchedulerError."""
         text = self.ask(["scontrol", "show", "partition", "--oneliner"])
         rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
         return [row for row in rows if "PartitionName" in row]
 
     def adopt(self, job: Job, plan: Plan) -> None:
-        if job.name != plan.job_name:  # from here on it is a singleton of its chain
+        if job.name != plan.job_name:  # from here on the job is a singleton of its chain
             self.order(["scontrol", "update", f"JobId={job.id}", f"JobName={plan.job_name}"])
-        if plan.auto_requeue != job.requeue:  # Slurm brings back a job that loses its node, until another one follows
+        if plan.auto_requeue != job.requeue:  # Slurm requeues a job that loses its node, until a successor is queued
             try:
                 self.order(["scontrol", "update", f"JobId={job.id}", f"Requeue={int(plan.auto_requeue)}"])
-            except SchedulerError:  # a site may allow it to nobody; only one mode cannot do without
+            except SchedulerError:  # a site may forbid it; only the mode `requeue` needs it
                 if plan.mode == "requeue":
                     raise
 
@@ -137,10 +137,10 @@ class Slurm:
         )
 
     def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
-        """Queue one job, whatever sbatch says: it can queue a job and report an error all the same.
+        """Queue one job exactly once: sbatch may queue a job and report an error all the same.
 
-        So each job carries a word of its own in its comment, and is looked for by it before the next try.
-        `name` is the job's, `comment` one that is its own already. Returns its id; raises SchedulerError.
+        So each job carries a unique word in its comment, and a retry first looks for it. `name` is the job's name,
+        `comment` a comment that is already unique. Returns the job's id; raises SchedulerError.
         """
         comment = comment or f"{COMMENT_PREFIX}{secrets.token_hex(6)}"
         command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
@@ -177,7 +177,7 @@ class Slurm:
         try:
             command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State"]
             found = re.search(r"CANCELLED by (\d+)", self._once(command))
-        except SchedulerError:  # without accounting nobody knows
+        except SchedulerError:  # no accounting
             return None
         if found is None:
             return None
@@ -191,19 +191,19 @@ class Slurm:
 
     def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
         changes = ["Requeue=0"] if followed else []
-        if job.begin_failed and not followed:  # a job that comes back must know which nodes it left out for that
+        if job.begin_failed and not followed:  # a requeued job must know which nodes it excludes for that reason
             changes.append(f"Comment={BEGIN_FAILED_COMMENT}0@{job.begin_failed_on}")
-        else:  # its StdOut says nothing: the script opened its log itself
+        else:  # Slurm's StdOut is /dev/null: the script opens its log itself
             changes.append(f"Comment={COMMENT_PREFIX}log={log}" if log else "Comment=")
         self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
         job = self._seen_once(job_id)
         if job is None or not job.requeue:
-            with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
+            with contextlib.suppress(SchedulerError):  # refused while the job ends; by then it is set
                 self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
         later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job)
-        # each by itself: a site may refuse one. Such a list is one process: with the first order Slurm ends this job
+        # separate updates, since a site may refuse one, but a single process: the requeue ends this job
         updates = [
             " ".join([f"update JobId={job_id}", *changes]) for changes in (later, fewer_nodes_changes(few)) if changes
         ]
@@ -212,19 +212,19 @@ class Slurm:
                 self.order(["scontrol"], [f"requeue {job_id}", *updates])
             else:
                 self.order(["scontrol", "requeue", job_id])
-        except SchedulerError as error:  # by the guard, or by the batch script before it
+        except SchedulerError as error:  # the guard or the batch script requeued it before
             if "pending execution" not in error.message:
                 raise
 
     def _seen_once(self, job_id: str) -> Job | None:
-        """The job; None where Slurm does not say. It is asked once, where there may be seconds for what counts."""
+        """Return the job, or None if Slurm does not report it. Asks once: only seconds may be left."""
         try:
             return parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
         except (SchedulerError, KeyError):
             return None
 
     def _nodes_come_back(self, job: Job | None) -> list[str]:
-        """Changes by which a job whose `begin` worked may have the nodes again where it had failed before."""
+        """Return the changes that allow a job whose `begin` worked the nodes where `begin` had failed before."""
         if job is None or not job.begin_failed_on:
             return []
         tried = set(job.begin_failed_on.split(","))
@@ -237,9 +237,9 @@ class Slurm:
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
         step = [*self._step_on_batch_host(job_id), f"--output={escape_file_pattern(str(log))}", "--export=ALL"]
-        environment = clean_environment(os.environ)  # srun would take the job's own options from it
+        environment = clean_environment(os.environ)  # else srun takes the job's own options from it
         devnull = subprocess.DEVNULL
-        try:  # it ends with the job; nobody waits for it
+        try:  # it ends with the job
             subprocess.Popen([*step, *command], env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
         except OSError as error:
             raise SchedulerError(f"srun: {error}") from None
@@ -247,29 +247,31 @@ class Slurm:
     def run_beside(self, job_id: str, command: Sequence[str], *, nodes: int) -> str:
         """Run a program beside the ranks of a running job: on the batch host, or once on each of its nodes.
 
-        Return what it printed. Raises SchedulerError.
+        Returns its output. Raises SchedulerError.
         """
         step = self._step_on_batch_host(job_id) if nodes == 1 else _step_beside(job_id, nodes=nodes)
         return self._once([*step, *command])
 
     def _step_on_batch_host(self, job_id: str) -> list[str]:
-        """What starts one task where the batch script of a running job runs: each Slurm counts nodes in its own way."""
+        """Return the srun command for one task on the batch host, by name: Slurm versions count a job's nodes
+        differently.
+        """
         job = self.query(job_id)
         if job is None or not job.batch_host:
             raise SchedulerError(f"Slurm does not say on which node the batch script of job {job_id} runs")
         return [*_step_beside(job_id, nodes=1), f"--nodelist={job.batch_host}"]
 
     def kill_wait(self) -> float:
-        """Seconds from SIGTERM to SIGKILL when a job is ended."""
+        """Return the seconds from SIGTERM to SIGKILL at the end of a job."""
         found = re.search(r"^KillWait\s*=\s*(\d+)", self.ask(["scontrol", "show", "config"]), re.M)
         return float(found[1]) if found else 30.0
 
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         word = f"--signal={number.name.removeprefix('SIG')}"
         if number != signal.SIGKILL:
-            self.order(["scancel", word, job_id])  # to all steps and not to the batch script
+            self.order(["scancel", word, job_id])  # to all steps, but not to the batch script
             return
-        # SIGKILL to a job cancels it, batch script and all; so to each of its steps
+        # SIGKILL to a job cancels the job and its batch script, so each step gets it
         steps = self.ask(
             ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"], answer="Invalid job id"
         ).split()
@@ -285,9 +287,7 @@ class Slurm:
                 return None
             raise
         name = None
-        if is_job_text_ambiguous(
-            text
-        ):  # some text of a person's looks like the fields around it; the name alone stands first
+        if is_job_text_ambiguous(text):  # the job's name contains text that looks like a field
             command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
             name = self.ask(command, answer="Invalid job id").removesuffix("\n")
         return parse_job(text, name=name)
@@ -301,20 +301,20 @@ class Slurm:
         flags = set(found.get("Flags", "").split(","))
         if for_good and flags & LASTING_RESERVATIONS:
             return math.inf
-        if "FLEX" in flags:  # a job may go on behind the end of such a one
+        if "FLEX" in flags:  # jobs may go on after its end
             return None
         return parse_timestamp(found.get("EndTime", ""))
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
-            # Until its batch script, in which this runs, is gone, a job that Slurm ends is COMPLETING, whatever
+            # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever
             # the cause. It was cancelled if it was neither its limit, nor a preemption, nor one of its nodes
             # (a lost one is no longer in its own list).
             return not job.at_limit and not job.preempted and not self._node_is_down(nodes)
         deadline = time.monotonic() + COMPLETING_SECONDS
         while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
-            time.sleep(1)  # a successor may start before Slurm has written down how its predecessor ended
+            time.sleep(1)  # a successor may start before Slurm has recorded the end of its predecessor
             job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
 
@@ -323,11 +323,11 @@ class Slurm:
         return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
 
     def live_ids(self) -> set[str]:
-        """Ids of all queued and running jobs of everybody, an element of an array as `12_3`."""
+        """Return ids of all queued and running jobs of all users; an array element is `12_3`."""
         return set(self.ask(["squeue", "--noheader", "--array", "--format=%i"]).split())
 
     def max_array_size(self) -> int:
-        """Most elements of a job array; 0 where the cluster takes none."""
+        """Return the maximum number of elements of a job array; 0 if the cluster accepts no arrays."""
         config = self.ask(["scontrol", "show", "config"])
         limits = re.findall(
             r"^MaxArraySize\s*=\s*(\d+)|^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", config, re.M
@@ -338,7 +338,9 @@ class Slurm:
         return self.jobs_named(plan.job_name, anyone=anyone)
 
     def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
-        """Queued and running jobs with this name: this user's, or anyone's. Raises SchedulerError."""
+        """Return the queued and running jobs with this name: this user's, or with `anyone` every user's. Raises
+        SchedulerError.
+        """
         whose = [] if anyone else ["--me"]
         text = self.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
@@ -348,11 +350,11 @@ class Slurm:
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         nodes = self.nodes.expand(job.nodes)
-        # one port per job: jobs that share a node must not meet; and another one each time that it is queued again
+        # one port per job and requeue: jobs that share a node must not meet
         port = 20_000 + (int(job.id) + 7_001 * int(os.environ.get("SLURM_RESTART_COUNT") or 0)) % 20_000
         if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
-            command.insert(1, "--overlap")  # else a step waits where another one has not ended
+            command.insert(1, "--overlap")  # else a step waits until another step ends
         elif plan.recovery == "node":
             command = self.agent_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
         else:
@@ -365,7 +367,7 @@ class Slurm:
         )
 
     def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
-        """What stands before a program that a job starts once for every rank."""
+        """Return the command prefix that starts a program once per rank."""
         return [
             "srun",
             "--kill-on-bad-exit=1",
@@ -377,7 +379,7 @@ class Slurm:
         ]
 
     def agent_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
-        """What stands before a program that a job starts once a node, with the processors of all its ranks."""
+        """Return the command prefix that starts a program once per node, with the processors of all its ranks."""
         return [
             "srun",
             "--kill-on-bad-exit=1",
@@ -395,18 +397,18 @@ class Slurm:
         return ["srun", "--export=ALL", *one, *plan.srun_options]
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
-        """Run a command that changes nothing and return what it printed.
+        """Run a command that changes nothing and return its output.
 
-        Any error is tried again: a list of those that pass by is never whole. `answer`: the error that has these words
-        is an answer. Raises SchedulerError.
+        Any error is retried: no list of transient errors is complete. `answer`: an error that contains these words is
+        an answer and is raised. Raises SchedulerError.
         """
         return self._run(command, again=lambda error: not (answer and answer in error.message))
 
     def order(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
-        """Run a command that changes something, and may do so twice; return what it printed.
+        """Run a command that changes something, and may safely run twice; return its output.
 
-        It is tried again where the controller did not answer. A refusal is raised as a SchedulerError.
-        `lines`: orders for its standard input. `words`: return what it said on standard error, too.
+        It is retried if the controller did not answer. Raises SchedulerError for a refusal. `lines`: orders for its
+        standard input. `words`: also return its standard error.
         """
         return self._run(command, lines, words=words, again=lambda error: isinstance(error, NoAnswerError))
 
@@ -436,7 +438,7 @@ class Slurm:
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:
-    """What starts one task a node as a step of a running job that takes nothing from its other steps."""
+    """Return the srun command for one task per node that takes no resources from the other steps of a running job."""
     return [
         "srun",
         f"--jobid={job_id}",
@@ -453,12 +455,12 @@ def _step_beside(job_id: str, *, nodes: int) -> list[str]:
 
 
 def whole_job_command(srun_options: Sequence[str]) -> list[str]:
-    """What starts one task that has all of its job, although srun would bind it to the processors of one."""
+    """Return the command prefix for one task with all processors of its job, which srun would bind to fewer."""
     return ["srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--export=ALL", *srun_options]
 
 
 def escape_file_pattern(path: str) -> str:
-    """A path inside a Slurm file name pattern, where `%` begins a field."""
+    """Escape a path for a Slurm file name pattern, in which `%` begins a field."""
     if "\n" in path:
         raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
     return path.replace("%", "%%")
@@ -466,16 +468,16 @@ def escape_file_pattern(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedJob:
-    """A job, and why it waits, in Slurm's words; empty where it does not."""
+    """A job and its pending reason in Slurm's words; the reason is empty if the job does not wait."""
 
     job: Job
     reason: str
 
 
 def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[QueuedJob]]:
-    """Return the queued and running jobs, whoever submitted them, by job name.
+    """Return the queued and running jobs of all users, by job name.
 
-    The controller is asked again for `patience` seconds. Raises SchedulerError.
+    The question is repeated for `patience` seconds. Raises SchedulerError.
     """
     found: dict[str, list[QueuedJob]] = {name: [] for name in names}
     if not names:

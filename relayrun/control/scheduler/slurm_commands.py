@@ -7,12 +7,11 @@
     JobId=1 JobName=TEXT UserId=... Account=... JobState=... NodeList=... Network=TEXT Command=TEXT
     WorkDir=TEXT Comment=TEXT StdErr=TEXT StdIn=TEXT StdOut=TEXT Power=... TresPerNode=...
 
-A name, comment, argument or path may contain ` JobState=COMPLETED`. So fields are read only between the name and the
-network (or the command), where Slurm writes accounts in small letters; fields behind all texts are read from the end.
-If the name itself may contain fields, there is a second ` UserId=`, and the caller asks Slurm for the name.
+A text may contain ` JobState=COMPLETED`. So fields are read only between the name and the network (or the command),
+where Slurm writes accounts in small letters; fields behind all texts are read from the end. If the name may contain
+fields, there is a second ` UserId=`, and the caller asks Slurm for the name.
 
 `check_sbatch_options` knows the options of the installed sbatch, plugins of the site included, or a list kept here.
-GPUs are requested by `--gpus-per-node` or by another option, never by two options.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from relayrun.slurmtime import parse_time
 
 
 def asks_for_gpus(options: Mapping[str, str | None]) -> bool:
-    """Whether one of these options asks for GPUs, so that `--gpus-per-node` must not."""
+    """True if one of these options requests GPUs; `--gpus-per-node` must not be given beside it."""
     by_name = any(name in options for name in ("gpus", "gpus-per-task", "gpus-per-socket"))
     listed = f"{options.get('gres') or ''},{options.get('tres-per-task') or ''}"
     return by_name or any(_is_gpu_resource(part) for part in listed.split(","))
 
 
 def gres_with_gpus(gres: str, gpus: str) -> str:
-    """The option `gres` with other GPUs: their number, or type and number; without GPUs where `gpus` is 0.
+    """Return the option `gres` with other GPUs: a number, or type and number; without GPUs if `gpus` is 0.
 
-    A type in `gres` stays where `gpus` names none.
+    A type in `gres` stays if `gpus` names none.
     """
     parts = []
     for part in gres.split(","):
@@ -53,7 +52,7 @@ def gres_with_gpus(gres: str, gpus: str) -> str:
 
 
 def gpu_options_like_script(options: Mapping[str, str], script: Mapping[str, str | None]) -> dict[str, str]:
-    """A job's options, read back from Slurm, for a script whose own options ask for GPUs in their way."""
+    """Return a job's options, read back from Slurm, with GPUs requested in the way of the script's own options."""
     found = dict(options)
     if "gpus-per-node" in found and asks_for_gpus(script):
         gpus = found.pop("gpus-per-node").partition("(")[0]
@@ -67,13 +66,13 @@ def _is_gpu_resource(part: str) -> bool:
 
 
 COMMENT_PREFIX = "relayrun:"
-"""Begins the comment of every job that is submitted here; a word of the job's own follows."""
+"""Prefix of the comment of every job that relayrun submits; a unique word follows."""
 
 BEGIN_FAILED_COMMENT = f"{COMMENT_PREFIX}begin-failed="
-"""Begins the comment of a job whose `begin` failed; `launchers/lib/again.sh` writes `COUNT@NODES` behind it."""
+"""Prefix of the comment of a job whose `begin` failed; `launchers/lib/again.sh` appends `COUNT@NODES`."""
 
 STOPPED_BY_COMMENT = f"{COMMENT_PREFIX}stopped-by="
-"""Begins the comment of a job whose chain a person has ended; the user follows. `launchers/lib/again.sh` reads it."""
+"""Prefix of the comment of a job whose chain a person ended; the user follows. `launchers/lib/again.sh` reads it."""
 
 _KEPT_OPTIONS = {
     "NumNodes": "nodes",
@@ -86,18 +85,18 @@ _KEPT_OPTIONS = {
     "ExcNodeList": "exclude",
     "CPUs/Task": "cpus-per-task",
 }
-"""Fields of scontrol whose values hold for successors, with the option that sets them. Memory and GPUs too."""
+"""Fields of scontrol that apply to successors, with the option that sets them. Memory and GPUs are added below."""
 
 
 def is_job_text_ambiguous(text: str) -> bool:
-    """Whether only the job's name, from elsewhere, tells where its fields begin."""
+    """True if the text of a job can only be parsed with the job's name from another source."""
     return text.count(" UserId=") > 1
 
 
 def job_fields(text: str, *, name: str | None = None) -> dict[str, str]:
-    """The fields of one job, without those that have no value; `name`: the job's, if it is known.
+    """Return the non-empty fields of one job; `name`: the job's name, if it is known.
 
-    `JobName` is whole. `Comment` is there where it is one word, as ours are.
+    `JobName` is complete. `Comment` is present if it is one word, as relayrun's comments are.
     """
     start, known = _after_name(text, name)
     texts = re.compile(r" (?:Network|Command)=").search(text, start)
@@ -105,7 +104,7 @@ def job_fields(text: str, *, name: str | None = None) -> dict[str, str]:
     for field, value in _FIELD.findall(core):
         known.setdefault(field, value)
     if comment := re.search(r" Comment=(\S*) +StdErr=|.* Comment=(\S*)\s*$", rest):
-        known["Comment"] = comment[1] or comment[2] or ""  # one that was emptied is shown as such
+        known["Comment"] = comment[1] or comment[2] or ""  # an emptied comment is shown as empty
     tail = rest[max(rest.rfind(" Power="), rest.rfind(" StdOut="), 0) :]
     for field, value in _FIELD.findall(tail):
         if field.startswith("TresPer"):
@@ -117,7 +116,7 @@ _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
 
 
 def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
-    """Where what follows the name begins, and the fields before."""
+    """Return the position behind the name, and the fields before it."""
     job_id = re.match(r"\s*JobId=(\d+)", text)
     known = {"JobId": job_id[1]} if job_id else {}
     begin = text.find(" JobName=")
@@ -133,7 +132,7 @@ def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
 
 
 def parse_job(text: str, *, name: str | None = None) -> Job:
-    """Return the job of one line of `scontrol show job --oneliner`; `name`: its name, where `is_ambiguous`."""
+    """Parse one line of `scontrol show job --oneliner`; `name`: the job's name, needed if `is_job_text_ambiguous`."""
     known = job_fields(text, name=name)
     options = {option: known[field] for field, option in _KEPT_OPTIONS.items() if field in known}
     if "MinMemoryCPU" in known:
@@ -156,9 +155,9 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         end_time=end if limit is not None or not is_live_state(state) else None,
         submit_time=parse_timestamp(known.get("SubmitTime", "")),
         eligible_time=parse_timestamp(known.get("EligibleTime", "")),
-        start_time=None if state == "PENDING" else start,  # until then it is a guess
+        start_time=None if state == "PENDING" else start,  # while pending it is Slurm's guess
         options=options,
-        at_limit=known.get("Reason") == "TimeLimit"  # also of a job whose reservation was over
+        at_limit=known.get("Reason") == "TimeLimit"  # also for a job whose reservation ended
         or (start is not None and end is not None and limit is not None and end - start >= limit),
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
@@ -169,7 +168,7 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
 
 
 def parse_timestamp(text: str) -> float | None:
-    """Seconds since 1970 of one of Slurm's times, which are such seconds or local ones; None where it is none."""
+    """Convert one of Slurm's times, seconds since 1970 or local time, to seconds since 1970; None if it is no time."""
     if text.isdecimal():
         return float(text)
     try:
@@ -179,42 +178,42 @@ def parse_timestamp(text: str) -> float | None:
 
 
 class NotInstalledError(SchedulerError):
-    """Slurm's commands are not on this machine."""
+    """Slurm's commands are not installed on this machine."""
 
 
 class NoAnswerError(SchedulerError):
-    """The command failed in a way that another try may mend: it says nothing about what was asked."""
+    """The command failed in a way that a retry may mend; the error does not answer the question."""
 
 
 class TimedOutError(NoAnswerError):
-    """The command took longer than it may."""
+    """The command exceeded its time limit."""
 
 
 class TooManyJobsError(SchedulerError):
-    """So many jobs are there that Slurm takes no more now."""
+    """Slurm accepts no more jobs now because of the number of jobs."""
 
 
 COMMANDS_WITH_TIMES = ("sacct", "scontrol", "squeue")
-"""Commands whose times a program reads; those of `sbatch --test-only` are for people."""
+"""Commands whose times a program reads; times of `sbatch --test-only` are for people."""
 EPOCH_TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
-"""Times are seconds since 1970: local ones come twice in the night in which summer time ends."""
+"""Makes Slurm print times as seconds since 1970: local times are ambiguous in the night when summer time ends."""
 
 _NO_ANSWER = re.compile(
     r"Unable to contact|Connection (refused|reset)|timed out|Zero Bytes|Transport endpoint|backup|authentication"
     r"|munge|temporarily|try again|Socket|No route|Unable to establish|Cannot allocate",
     re.I,
 )
-"""What an order that did not reach the controller, or whose answer was lost, is known to say."""
+"""Messages of an order that did not reach the controller, or whose answer was lost."""
 
 _TOO_MANY = re.compile(r"(Max|Grp)Submit")
-"""What sbatch says where the number of jobs is the trouble, and not the job."""
+"""Words of sbatch's message if the number of jobs is the reason for the refusal, and not the job."""
 
 
 def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, words: bool = False) -> str:
-    """Run one command, for at most so many seconds; return what it printed.
+    """Run one command for at most `seconds`; return its output.
 
-    `lines`: orders for its standard input. `words`: return what it said on standard error, too. Raises
-    NotInstalledError, TimedOutError, NoAnswerError, TooManyJobsError, or a plain SchedulerError where Slurm refused.
+    `lines`: orders for its standard input. `words`: also return its standard error. Raises NotInstalledError,
+    TimedOutError, NoAnswerError, TooManyJobsError, or a plain SchedulerError for a refusal.
     """
     try:
         done = subprocess.run(
@@ -234,9 +233,9 @@ def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seco
         ) from None
     except subprocess.TimeoutExpired:
         raise TimedOutError(f"{command[0]}: no answer within {seconds:.0f} s") from None
-    except OSError as error:  # no memory or no process for the command
+    except OSError as error:  # no memory or no free process slot
         raise NoAnswerError(f"{command[0]}: {error}") from None
-    if done.returncode == 0 and not (lines and done.stderr):  # it says of the last order alone how it went
+    if done.returncode == 0 and not (lines and done.stderr):  # the exit code is that of the last order alone
         return done.stdout + done.stderr if words else done.stdout
     message = done.stderr.strip() or f"exit code {done.returncode}"
     if done.returncode < 0 or _NO_ANSWER.search(message):
@@ -246,7 +245,7 @@ def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seco
 
 
 KNOWN_SBATCH_VERSION = "22.05.8"
-"""The Slurm whose options stand in KNOWN."""
+"""Slurm version of KNOWN_SBATCH_OPTIONS."""
 
 _SBATCH_OPTIONS = """
     account array bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
@@ -266,18 +265,18 @@ _SBATCH_HELP_SECONDS = 20.0
 
 
 def option_names_in(text: str) -> frozenset[str]:
-    """Long names of options in what `sbatch --help` or `sbatch --usage` prints."""
+    """Return the long option names in the output of `sbatch --help` or `sbatch --usage`."""
     return frozenset(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", text))
 
 
 @functools.cache
 def installed_sbatch_options() -> frozenset[str] | None:
-    """The options of the sbatch that is installed here; None where there is none, or it prints no list."""
+    """Return the options of the installed sbatch; None if there is no sbatch or it prints no list."""
     try:
         texts = [
             run_slurm_command(["sbatch", option], seconds=_SBATCH_HELP_SECONDS) for option in ("--help", "--usage")
         ]
-    except SchedulerError:  # not installed, or without the file that names its cluster
+    except SchedulerError:  # not installed, or not configured
         return None
     names = option_names_in("\n".join(texts))
     return names | _UNLISTED_SBATCH_OPTIONS if "job-name" in names else None
@@ -286,11 +285,11 @@ def installed_sbatch_options() -> frozenset[str] | None:
 _UNLISTED_SBATCH_OPTIONS = frozenset(
     {"kill-on-invalid-dep", "mem-bind", "network", "ntasks-per-gpu", "open-mode", "wait-all-nodes"}
 )
-"""Options that every sbatch takes and not every one lists."""
+"""Options that every sbatch accepts but not every sbatch lists."""
 
 
 def check_sbatch_options(names: Iterable[str], *, where: str) -> None:
-    """Raise ConfigError, with the nearest name, for the first that sbatch does not have. `where`: the setting."""
+    """Raise ConfigError, with the nearest name, for the first option that sbatch lacks. `where`: the setting."""
     names = list(names)
     if not names:
         return

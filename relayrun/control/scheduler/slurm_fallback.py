@@ -1,9 +1,9 @@
-"""Slurm jobs that start only if another one fails: `--dependency=afternotok`.
+"""Slurm jobs that start only if another job fails: `--dependency=afternotok`.
 
-Measured on Slurm 22.05. Such a job starts about a second after the other one has ended with an error, was killed or
-was cancelled, also while that one was still queued. It goes on waiting while the other one is queued again: by itself,
-after the loss of its node. Slurm cancels it when the other one ends with exit code 0. It can be moved behind another
-job as long as it has not started. Which job it waits for stands in its comment, since Slurm forgets that at its start.
+Measured on Slurm 22.05: such a job starts about a second after the other job has ended with an error, was killed, or
+was cancelled, even if it was still queued. It keeps waiting while Slurm requeues the other job after the loss of its
+node. Slurm cancels it when the other job ends with exit code 0. It can be moved behind another job until it starts. Its
+comment holds the job that it waits for, since Slurm forgets the dependency at its start.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time
 
 FALLBACK_OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
-"""Options of the chain's jobs that its fallback job always has: where it may run, and who pays."""
+"""Options of the chain's jobs that its fallback job always gets: where it may run, and who pays."""
 
 TIME_OPTIONS = ("time", "time-min", "begin", "deadline")
-"""Options of the chain's jobs that it never has."""
+"""Options of the chain's jobs that the fallback job never gets."""
 
 
 class FallbackCommands(Protocol):
-    """Slurm's commands: `relayrun.control.scheduler.slurm.Slurm`."""
+    """The commands of `relayrun.control.scheduler.slurm.Slurm` that fallback jobs use."""
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
-        """Run a command that changes nothing and return what it printed."""
+        """Run a command that changes nothing and return its output."""
 
     def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
-        """Run a command that changes something, and may do so twice; return what it printed."""
+        """Run a command that changes something, and may safely run twice; return its output."""
 
     def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
-        """Queued and running jobs with this name: this user's, or anyone's."""
+        """Return the queued and running jobs with this name: this user's, or with `anyone` every user's."""
 
     def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
-        """Queue one job, whatever sbatch says; return its id."""
+        """Queue one job exactly once; return its id."""
 
 
 class SlurmFallbackJobs:
@@ -57,12 +57,12 @@ class SlurmFallbackJobs:
         first = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes", time]
         small = _option_words({option: options[option] for option in FALLBACK_OPTIONS if options.get(option)})
         whole = _option_words({option: value for option, value in options.items() if option not in TIME_OPTIONS})
-        try:  # a partition may have a least number of nodes, and sbatch take a job that waits there for ever
+        try:  # a partition may require several nodes; without a test, sbatch queues a job that waits for ever
             self._slurm.order(["sbatch", "--test-only", time, *small, str(script)])
             return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_order_comment(order))
         except NoAnswerError:
             raise
-        except SchedulerError:  # a site may demand GPUs, or several nodes, of every job
+        except SchedulerError:  # a site may require GPUs or several nodes for every job
             return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_order_comment(order))
 
     def move(self, job_id: str, order: FallbackOrder) -> None:

@@ -1,4 +1,4 @@
-"""The nodes of a Slurm cluster: which there are, whether enough are up, and which of them a queued job may have."""
+"""The nodes of a Slurm cluster: their names, whether enough are up, and the nodes that a queued job may use."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from relayrun.control.scheduler.slurm_commands import NoAnswerError
 from relayrun.errors import SchedulerError
 
 _NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
-"""What sbatch says where nodes that are up, and not excluded, are too few; where one that the job asks for by its name
-is excluded; and of one that the cluster does not have."""
+"""Messages of sbatch if too few nodes are up and not excluded, if a node that the job requests by name is excluded, and
+if a named node does not exist."""
 
 NODES_TEST_SECONDS = 20.0
-"""How long sbatch may take, all tries together, to say whether nodes suffice: ranks or the order to queue a job wait.
-It costs a controller more than any other question."""
+"""Time limit of sbatch, retries included, for `suffice`: ranks or the order to queue a job wait. No other question
+costs the controller more."""
 
 
 class NodeCommands(Protocol):
-    """Slurm's commands: `relayrun.control.scheduler.slurm.Slurm`."""
+    """The commands of `relayrun.control.scheduler.slurm.Slurm` that node control uses."""
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
-        """Run a command that changes nothing and return what it printed."""
+        """Run a command that changes nothing and return its output."""
 
     def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
-        """Run a command that changes something, and may do so twice; return what it printed."""
+        """Run a command that changes something, and may safely run twice; return its output."""
 
     def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
-        """Ask Slurm whether it would accept the script, with these options of sbatch; queues nothing."""
+        """Ask Slurm whether it would accept the script with these options of sbatch; nothing is queued."""
 
 
 class SlurmNodes:
@@ -50,7 +50,7 @@ class SlurmNodes:
     def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
         try:
             self._hasty.test(script, slurm_commands.gpu_options_like_script(options, plan.sbatch_options))
-        except SchedulerError as error:  # what else it refuses says nothing of nodes
+        except SchedulerError as error:  # other refusals do not concern nodes
             if isinstance(error, NoAnswerError):
                 raise
             return not says_too_few_nodes(error)
@@ -64,10 +64,12 @@ class SlurmNodes:
 
 
 def says_too_few_nodes(error: SchedulerError) -> bool:
-    """Whether sbatch refuses a job because the nodes that it may have are too few."""
+    """True if sbatch refused a job because too few nodes may be used."""
     return _NO_NODES.search(error.message) is not None
 
 
 def fewer_nodes_changes(few: MinimumNodes | None) -> list[str]:
-    """Changes by which a job starts with fewer nodes: of these alone Slurm would still have all of its tasks there."""
+    """Return the changes that let a job start with fewer nodes; without NumTasks Slurm would keep the tasks of all
+    nodes.
+    """
     return [] if few is None else [f"NumNodes={few.nodes}-{few.of}", f"NumTasks={few.tasks}"]
