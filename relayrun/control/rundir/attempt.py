@@ -25,6 +25,23 @@ R = TypeVar("R", bound=Record)
 COMMITS_NAME, METRICS_NAME = "commits.jsonl", "metrics.jsonl"
 
 
+class PathIn:
+    """An attribute for a file or folder: `path / name` of its object, computed once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self._attribute = attribute
+
+    def __get__(self, instance: Any, owner: type) -> Path:
+        if instance is None:
+            return Path(self._name)
+        found: Path = instance.path / self._name
+        vars(instance)[self._attribute] = found
+        return found
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One start of the run inside one Slurm job: the names of its files, and its records.
@@ -37,6 +54,66 @@ class Attempt:
     folder: str
     _kept: dict[str, tuple[FileIdentity, Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    begin = PathIn("begin.json")
+    """Written by the supervisor before the ranks start; see `read_begin` and `fall_back`."""
+    end = PathIn("end.json")
+    """Written once by the supervisor after the ranks have gone; see `read_end`."""
+    outcome = PathIn("outcome.json")
+    """Written by rank 0 when it leaves on purpose."""
+    commits = PathIn(COMMITS_NAME)
+    """One line per published checkpoint, by rank 0."""
+    rewinds = PathIn("rewinds.jsonl")
+    """One line per rollback, by rank 0 before the rollback happens; see `rundir.restarts`."""
+    rounds = PathIn("rounds.jsonl")
+    """One line per failed restart inside the attempt's job, by the coordinator; see `rundir.restarts`."""
+    node_health = PathIn("node_health.jsonl")
+    """Findings about nodes, by the coordinator or ranks; see `rundir.node_health`."""
+    hand_over = PathIn("hand_over.json")
+    """The end of a foreign program's restart, between the coordinator and the watch; see `rundir.restarts`."""
+    round = PathIn("round.json")
+    """The base of a foreign program's newest restart, by the coordinator; see `rundir.restarts`."""
+    memory_intervals = PathIn("memory_intervals.jsonl")
+    """One line per choice of `checkpoint.memory_interval: auto`, with its measurements, by rank 0."""
+    metrics = PathIn(METRICS_NAME)
+    """One line per iteration, by rank 0."""
+    failed_saves = PathIn("failed_saves.jsonl")
+    """One line per failed save (iteration, error, time), by rank 0."""
+    started = PathIn("started.json")
+    """Times of rank 0's way to its first step; see `rundir.records.StartTimes`."""
+    data = PathIn("data.json")
+    """The data order of this attempt (phases, data sets, counts) at its start, by rank 0."""
+    stop = PathIn("stop")
+    """Its existence asks the ranks to save and leave; its text gives the reason."""
+    heartbeats = PathIn("heartbeat")
+    """One file per node, by its first rank; see `rundir.records.Heartbeat`."""
+    failures = PathIn("failures")
+    """One file per rank that failed and could record it; see `rundir.records.RankFailure`."""
+    agents = PathIn("agents")
+    """One log per node, by its agent if each agent is a step of its own: the job's log ends with the batch host."""
+    setup = PathIn("setup.sh")
+    """The script with the lines of `job.setup`; only if there are some."""
+    setup_failed = PathIn("setup_failed")
+    """The failed line of `job.setup` and its exit code."""
+    not_started = PathIn("not_started")
+    """The reason in words if the batch script did not start the ranks."""
+    retry_successor = PathIn("successor.owed")
+    """Its existence means that the successor could not be queued yet; `watch` retries."""
+    successor = PathIn("successor.json")
+    """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
+    made_place = PathIn("made_place")
+    """Id of the job that replaces this attempt's job, which the chain itself, and no person, cancels.
+
+    Several agents may write `successor` at the same time; only this file is never overwritten with an older state.
+    """
+    client = PathIn("client")
+    """A folder of messages between a foreign program and the supervisor; see `relayrun.control.trainers`."""
+    data_paths = PathIn("data_paths")
+    """The shards of a run with Megatron-LM if they are too many for a command line."""
+    guard_log = PathIn("guard.log")
+    """The log of the guard; see `chain.watch`."""
+    hang = PathIn("hang.json")
+    """Written by the supervisor when it ends an attempt that hangs."""
+
     @cached_property
     def path(self) -> Path:
         return Path(self.folder)
@@ -44,149 +121,6 @@ class Attempt:
     @property
     def number(self) -> int:
         return int(self.path.name)
-
-    @cached_property
-    def begin(self) -> Path:
-        """Written by the supervisor before the ranks start; see `read_begin` and `fall_back`."""
-        return self.path / "begin.json"
-
-    @cached_property
-    def end(self) -> Path:
-        """Written once by the supervisor after the ranks have gone; see `read_end`."""
-        return self.path / "end.json"
-
-    @property
-    def outcome(self) -> Path:
-        """Written by rank 0 when it leaves on purpose."""
-        return self.path / "outcome.json"
-
-    @cached_property
-    def commits(self) -> Path:
-        """One line per published checkpoint, by rank 0."""
-        return self.path / COMMITS_NAME
-
-    @property
-    def rewinds(self) -> Path:
-        """One line per rollback, by rank 0 before the rollback happens; see `rundir.restarts`."""
-        return self.path / "rewinds.jsonl"
-
-    @cached_property
-    def rounds(self) -> Path:
-        """One line per failed restart inside the attempt's job, by the coordinator; see `rundir.restarts`."""
-        return self.path / "rounds.jsonl"
-
-    @property
-    def node_health(self) -> Path:
-        """Findings about nodes, by the coordinator or ranks; see `rundir.node_health`."""
-        return self.path / "node_health.jsonl"
-
-    @property
-    def hand_over(self) -> Path:
-        """The end of a foreign program's restart, between the coordinator and the watch; see `rundir.restarts`."""
-        return self.path / "hand_over.json"
-
-    @property
-    def round(self) -> Path:
-        """The base of a foreign program's newest restart, by the coordinator; see `rundir.restarts`."""
-        return self.path / "round.json"
-
-    @property
-    def memory_intervals(self) -> Path:
-        """One line per choice of `checkpoint.memory_interval: auto`, with its measurements, by rank 0."""
-        return self.path / "memory_intervals.jsonl"
-
-    @cached_property
-    def metrics(self) -> Path:
-        """One line per iteration, by rank 0."""
-        return self.path / METRICS_NAME
-
-    @cached_property
-    def failed_saves(self) -> Path:
-        """One line per failed save (iteration, error, time), by rank 0."""
-        return self.path / "failed_saves.jsonl"
-
-    @property
-    def started(self) -> Path:
-        """Times of rank 0's way to its first step; see `rundir.records.StartTimes`."""
-        return self.path / "started.json"
-
-    @property
-    def data(self) -> Path:
-        """The data order of this attempt (phases, data sets, counts) at its start, by rank 0."""
-        return self.path / "data.json"
-
-    @property
-    def stop(self) -> Path:
-        """Its existence asks the ranks to save and leave; its text gives the reason."""
-        return self.path / "stop"
-
-    @property
-    def heartbeats(self) -> Path:
-        """One file per node, by its first rank; see `rundir.records.Heartbeat`."""
-        return self.path / "heartbeat"
-
-    @property
-    def failures(self) -> Path:
-        """One file per rank that failed and could record it; see `rundir.records.RankFailure`."""
-        return self.path / "failures"
-
-    @property
-    def agents(self) -> Path:
-        """One log per node, by its agent if each agent is a step of its own: the job's log ends with the batch host."""
-        return self.path / "agents"
-
-    @property
-    def setup(self) -> Path:
-        """The script with the lines of `job.setup`; only if there are some."""
-        return self.path / "setup.sh"
-
-    @property
-    def setup_failed(self) -> Path:
-        """The failed line of `job.setup` and its exit code."""
-        return self.path / "setup_failed"
-
-    @property
-    def not_started(self) -> Path:
-        """The reason in words if the batch script did not start the ranks."""
-        return self.path / "not_started"
-
-    @property
-    def retry_successor(self) -> Path:
-        """Its existence means that the successor could not be queued yet; `watch` retries."""
-        return self.path / "successor.owed"
-
-    @property
-    def successor(self) -> Path:
-        """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
-        return self.path / "successor.json"
-
-    @property
-    def made_place(self) -> Path:
-        """Id of the job that replaces this attempt's job, which the chain itself, and no person, cancels.
-
-        Several agents may write `successor` at the same time; only this file is never overwritten with an older state.
-        """
-        return self.path / "made_place"
-
-    @property
-    def client(self) -> Path:
-        """A folder of messages between a foreign program and the supervisor; see `relayrun.control.trainers`."""
-        return self.path / "client"
-
-    @property
-    def data_paths(self) -> Path:
-        """The shards of a run with Megatron-LM if they are too many for a command line."""
-        return self.path / "data_paths"
-
-    @property
-    def guard_log(self) -> Path:
-        """The log of the guard; see `chain.watch`."""
-        return self.path / "guard.log"
-
-    @property
-    def hang(self) -> Path:
-        """Written by the supervisor when it ends an attempt that hangs."""
-        return self.path / "hang.json"
 
     def read_begin(self) -> AttemptStart | None:
         """Return begin.json; None while the attempt has not begun. Raises RunDirError if the record is damaged."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.control.rundir import checkpoint_records
+from relayrun.control.rundir.attempt import PathIn
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
@@ -119,6 +120,15 @@ class EvaluationDir:
 
     path: Path
 
+    wanted = PathIn("wanted")
+    submitted = PathIn("submitted.json")
+    not_queued = PathIn("not_queued.json")
+    claim = PathIn("claim.json")
+    exported = PathIn("exported")
+    model = PathIn("model")
+    scores = PathIn("scores.json")
+    result = PathIn("result.json")
+
     @property
     def iteration(self) -> int:
         return int(self.path.name.removeprefix("iter_").partition("-")[0])
@@ -126,38 +136,6 @@ class EvaluationDir:
     @property
     def attempt(self) -> int:
         return int(self.path.name.rpartition("-")[2])
-
-    @property
-    def wanted(self) -> Path:
-        return self.path / "wanted"
-
-    @property
-    def submitted(self) -> Path:
-        return self.path / "submitted.json"
-
-    @property
-    def not_queued(self) -> Path:
-        return self.path / "not_queued.json"
-
-    @property
-    def claim(self) -> Path:
-        return self.path / "claim.json"
-
-    @property
-    def exported(self) -> Path:
-        return self.path / "exported"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def scores(self) -> Path:
-        return self.path / "scores.json"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
 
 
 def evaluation_dir(run: Run, iteration: int, attempt: int) -> EvaluationDir:

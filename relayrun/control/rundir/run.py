@@ -24,10 +24,9 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
-from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.attempt import Attempt, PathIn
 from relayrun.control.rundir.records import foreign_owner
 from relayrun.files import path_exists, read_bytes, write_atomic
 
@@ -45,114 +44,47 @@ class Run:
     path: Path
     _attempts: dict[int, Attempt] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config"
-
-    @cached_property
-    def plan(self) -> Path:
-        return self.path / PLAN_NAME
-
-    @property
-    def job_script(self) -> Path:
-        return self.path / "job.sbatch"
-
-    @property
-    def fallback_script(self) -> Path:
-        """The rendered fallback job, see `chain.fallback`."""
-        return self.path / "fallback.sbatch"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def data_cache(self) -> Path:
-        """Indices of the data sets, if the config names no folder for them."""
-        return self.path / "data_cache"
-
-    @cached_property
-    def attempts(self) -> Path:
-        return self.path / ATTEMPTS_NAME
-
-    @property
-    def attempts_view(self) -> Path:
-        return self.path / "attempts.jsonl"
-
-    @property
-    def metrics_view(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def views(self) -> Path:
-        """Progress of the merged views; see `rundir.merged_metrics`."""
-        return self.path / "views.json"
-
-    @property
-    def streams(self) -> Path:
-        """Ids of the run in W&B and TensorBoard; see `rundir.tracker_runs`."""
-        return self.path / "streams.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """One folder of event files per tracker run."""
-        return self.path / "tensorboard"
-
-    @cached_property
-    def evaluations(self) -> Path:
-        """One folder per evaluated checkpoint; see `rundir.evaluations`."""
-        return self.path / "evaluations"
-
-    @property
-    def evaluations_view(self) -> Path:
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def evaluation_policy(self) -> Path:
-        """The checkpoints that are evaluated, by the newest submit."""
-        return self.evaluations / "policy.json"
-
-    @property
-    def evaluation_script(self) -> Path:
-        """The job that evaluates one checkpoint, given its iteration and attempt."""
-        return self.path / "evaluation.sbatch"
-
-    @property
-    def strikes(self) -> Path:
-        """One line per node that was blamed for a failed attempt."""
-        return self.path / "nodes.jsonl"
-
-    @cached_property
-    def node_health(self) -> Path:
-        """One line per measurement of the run's nodes; see `rundir.node_health`."""
-        return self.path / "node_health.jsonl"
-
-    @cached_property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tracker(self) -> Path:
-        """The newest published iteration as a number, under Megatron's file name."""
-        return self.checkpoints / "latest_checkpointed_iteration.txt"
-
-    @property
-    def progress(self) -> Path:
-        """Starts of jobs and checkpoints, one line each, in the format of Megatron-LM's progress.txt; by rank 0."""
-        return self.path / "progress.txt"
-
-    @property
-    def owners(self) -> Path:
-        """One line per user who took the run over, including the first."""
-        return self.path / "owners.jsonl"
-
-    @cached_property
-    def triggers(self) -> Path:
-        return self.path / "triggers"
-
-    @property
-    def debug(self) -> Path:
-        return self.path / "debug"
+    config = PathIn("config")
+    plan = PathIn(PLAN_NAME)
+    job_script = PathIn("job.sbatch")
+    fallback_script = PathIn("fallback.sbatch")
+    """The rendered fallback job, see `chain.fallback`."""
+    manifest = PathIn("manifest.json")
+    data_cache = PathIn("data_cache")
+    """Indices of the data sets, if the config names no folder for them."""
+    attempts = PathIn(ATTEMPTS_NAME)
+    attempts_view = PathIn("attempts.jsonl")
+    metrics_view = PathIn("metrics.jsonl")
+    views = PathIn("views.json")
+    """Progress of the merged views; see `rundir.merged_metrics`."""
+    streams = PathIn("streams.json")
+    """Ids of the run in W&B and TensorBoard; see `rundir.tracker_runs`."""
+    tensorboard = PathIn("tensorboard")
+    """One folder of event files per tracker run."""
+    evaluations = PathIn("evaluations")
+    """One folder per evaluated checkpoint; see `rundir.evaluations`."""
+    evaluations_view = PathIn("evaluations.jsonl")
+    evaluation_policy = PathIn("evaluations/policy.json")
+    """The checkpoints that are evaluated, by the newest submit."""
+    evaluation_script = PathIn("evaluation.sbatch")
+    """The job that evaluates one checkpoint, given its iteration and attempt."""
+    strikes = PathIn("nodes.jsonl")
+    """One line per node that was blamed for a failed attempt."""
+    node_health = PathIn("node_health.jsonl")
+    """One line per measurement of the run's nodes; see `rundir.node_health`."""
+    checkpoints = PathIn("checkpoints")
+    tracker = PathIn("checkpoints/latest_checkpointed_iteration.txt")
+    """The newest published iteration as a number, under Megatron's file name."""
+    progress = PathIn("progress.txt")
+    """Starts of jobs and checkpoints, one line each, in the format of Megatron-LM's progress.txt; by rank 0."""
+    owners = PathIn("owners.jsonl")
+    """One line per user who took the run over, including the first."""
+    triggers = PathIn("triggers")
+    debug = PathIn("debug")
+    code = PathIn("code")
+    """Snapshots of the code; see `relayrun.submit.code_snapshot`."""
+    stop = PathIn(STOP_NAME)
+    """Its existence ends the chain; its first line is the reason."""
 
     def debug_of(self, attempt: int) -> Path:
         """Return the folder of an attempt's stacks, traces, NCCL log and environment."""
@@ -161,16 +93,6 @@ class Run:
     def stacks(self, attempt: int) -> Path:
         """Return the folder for the Python stacks (`rank-0012.txt`) that an attempt's ranks write on SIGUSR1."""
         return self.debug_of(attempt) / "stacks"
-
-    @property
-    def code(self) -> Path:
-        """Snapshots of the code; see `relayrun.submit.code_snapshot`."""
-        return self.path / "code"
-
-    @cached_property
-    def stop(self) -> Path:
-        """Its existence ends the chain; its first line is the reason."""
-        return self.path / STOP_NAME
 
     def config_revision(self, revision: int) -> Path:
         return self.config / f"{revision:04}.yaml"
@@ -191,8 +113,7 @@ class Run:
         return _numbers(f"{self.path}/{ATTEMPTS_NAME}", _ATTEMPT_NAME)
 
     def newest_begun(self) -> Attempt | None:
-        """Return the newest attempt that has begun: if its `begin` was killed, an attempt has a directory but owns
-        nothing.
+        """Return the newest attempt that has begun; the directory of a killed `begin` does not count.
 
         Raises RunDirError if its record is damaged.
         """
