@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -25,8 +24,8 @@ def main() -> int:
         command.add_argument("--run-dir", type=Path, required=True)
         if name not in ("begin", "fallback", "tell"):
             command.add_argument("--attempt", type=int, required=True)
-        if name in ("watch", "guard"):  # a job that an earlier version began does not say it
-            command.add_argument("--batch-pid", type=int, default=os.getppid())
+        if name in ("watch", "guard"):
+            command.add_argument("--batch-pid", type=int, required=True)
         if name == "end":
             command.add_argument("--exit-code", type=int, required=True)
         if name == "orphaned":

@@ -29,7 +29,7 @@ from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
 from relayrun.control.rundir.run import Run, is_owned_by_this_user, is_stopped, stop_reason
 from relayrun.control.scheduler import job_history, slurm
 from relayrun.control.scheduler.base import Job, Scheduler
-from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 
@@ -366,9 +366,7 @@ def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> 
 
 def _jobs_here(run: Run) -> list[Job]:
     """Return the pending and running jobs of a run on this machine, from its local queue, whatever the plan says."""
-    from relayrun.control.scheduler.local import LocalScheduler  # not needed on a cluster
-
-    scheduler = LocalScheduler(run)
+    scheduler = local_scheduler(run)
     return scheduler.live(scheduler.every_job())
 
 

@@ -141,7 +141,7 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
         folder.path.mkdir()
         queued = None
     except FileExistsError:  # an earlier supervisor was killed, or could not reach the scheduler
-        queued = scheduler.named(name)
+        queued = scheduler.find_job(name)
     arguments = [f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"]
     try:
         job_id = queued or scheduler.submit_auxiliary(plan, script, name=name, arguments=arguments, limit=time_limit)

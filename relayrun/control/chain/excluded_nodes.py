@@ -257,7 +257,7 @@ def next_job_options(
     by_hand |= set(scheduler.nodes.expand(wished)) if wished else set()
     bad: list[str] = []
     if by_hand or strikes or tried:
-        known = scheduler.nodes.known()  # sbatch refuses unknown nodes
+        known = scheduler.nodes.all_nodes()  # sbatch refuses unknown nodes
         by_hand &= known
         bad = [node for node in dict.fromkeys([*tried, *_bad_nodes(plan, strikes)]) if node in known - by_hand]
         asked, found = found, _with_exclude(by_hand | set(bad), found)
@@ -289,7 +289,7 @@ def update_pending_job_nodes(run: Run, plan: Plan, scheduler: Scheduler, job_id:
         before = set(control.expand(options["exclude"])) if "exclude" in options else set()
         wished = plan.sbatch_options.get("exclude")
         ours = before & {strike.node for strike in strikes} - set(control.expand(wished) if wished else ())
-        known, worst = control.known(), _bad_nodes(plan, strikes)
+        known, worst = control.all_nodes(), _bad_nodes(plan, strikes)
         bad = [node for node in worst if node in ours or node in known - before] + sorted(ours - set(worst))
         given = before - ours
         after = given | _replaceable_nodes(run, plan, control, options, given=given, bad=bad)
@@ -300,7 +300,7 @@ def update_pending_job_nodes(run: Run, plan: Plan, scheduler: Scheduler, job_id:
     least, _, most = job.options.get("nodes", "1").partition("-")
     count = _startable_node_count(run, plan, control, options)
     if count is not None and (count := min(count, int(most or least))) != int(least):
-        control.do_with(job_id, _fewest(plan, count, of=int(most or least)))
+        control.allow_fewer(job_id, _fewest(plan, count, wanted=int(most or least)))
 
 
 def requeue_node_count(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> MinimumNodes | None:
@@ -314,19 +314,19 @@ def requeue_node_count(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) 
         is None
     ):
         return None
-    return _fewest(plan, count, of=plan.nodes_of_job)  # also if all are up: the last start may have had fewer
+    return _fewest(plan, count, wanted=plan.nodes_of_job)  # also if all are up: the last start may have had fewer
 
 
-def would_wait_for_nodes(run: Run, few: MinimumNodes) -> bool:
+def would_wait_for_nodes(run: Run, minimum: MinimumNodes) -> bool:
     """Return whether the running job, requeued, would wait for nodes that are not up.
 
     Slurm 22.05 no longer changes a job that has lost nodes, so it would wait for all of them.
     """
-    return few.nodes < few.of and bool(_lost_nodes(run))
+    return minimum.nodes < minimum.wanted and bool(_lost_nodes(run))
 
 
-def _fewest(plan: Plan, count: int, *, of: int) -> MinimumNodes:
-    return MinimumNodes(nodes=count, of=of, tasks=count * plan.ntasks_per_node)
+def _fewest(plan: Plan, count: int, *, wanted: int) -> MinimumNodes:
+    return MinimumNodes(nodes=count, wanted=wanted, tasks=count * plan.ntasks_per_node)
 
 
 def _startable_node_count(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) -> int | None:
@@ -340,7 +340,7 @@ def _startable_node_count(run: Run, plan: Plan, control: NodeControl, options: M
     without = [*filter(None, [options.get("exclude")]), *sorted(_lost_nodes(run))]
     asked = {**options, "exclude": ",".join(without)} if without else options
     for count in plan.node_counts:
-        if control.suffice(plan, run.job_script, {**asked, "nodes": str(count)}):
+        if control.enough_up(plan, run.job_script, {**asked, "nodes": str(count)}):
             if count < plan.nodes_of_job:
                 log_line(
                     f"the next job starts with {count} nodes or more: those that are up are not {plan.nodes_of_job}"
@@ -376,7 +376,10 @@ def _replaceable_nodes(
     """The bad nodes that can be excluded while enough healthy nodes remain, worst first."""
     needed = {"nodes": str(plan.nodes)} if plan.outlives_nodes and "nodes" not in options else {}
     gone, count = given | _lost_nodes(run) if bad else given, len(bad)
-    while count and not control.suffice(plan, run.job_script, _with_exclude(gone | set(bad[:count]), options) | needed):
+    while count:
+        asked = _with_exclude(gone | set(bad[:count]), options) | needed
+        if control.enough_up(plan, run.job_script, asked):
+            break
         count //= 2
     if kept := bad[count:]:
         log_line(

@@ -248,11 +248,11 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
     if other := _replacement_of(plan, scheduler, attempt, own):
         return other
     try:
-        few = excluded_nodes.requeue_node_count(run, plan, scheduler, own)
+        minimum = excluded_nodes.requeue_node_count(run, plan, scheduler, own)
     except SchedulerError as error:
         log_line(f"with how many nodes job {own} may start is not known: {error.message}")
-        few = None
-    if few is not None and excluded_nodes.would_wait_for_nodes(run, few):
+        minimum = None
+    if minimum is not None and excluded_nodes.would_wait_for_nodes(run, minimum):
         # cancelled meanwhile: the next try of `end` sees it
         if cancelled := cancelled_successor_reason(attempt, scheduler):
             raise SchedulerError(cancelled)
@@ -265,7 +265,7 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
                 f"no job can take the place of job {own}, which may wait for nodes that are not up: {error.message}"
             )
     log_line(f"job {own} is queued again, not before {delay} s from now")
-    scheduler.requeue(own, delay=delay, few=few)
+    scheduler.requeue(own, delay=delay, minimum=minimum)
     return own
 
 

@@ -300,7 +300,7 @@ def _queue_successor(
 
 def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
     try:
-        scheduler.settle(job, followed=followed, log=failure_reason.stderr_file())
+        scheduler.confirm_begin(job, followed=followed, log=failure_reason.stderr_file())
     except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
         log_line(f"job {job.id} stays as it is: {error.message}")
 

@@ -32,8 +32,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Hang, Heartbeat
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Scheduler
-from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.control.trainers.base import AttemptObserver
 from relayrun.control.trainers.observer import RestartObserver
 from relayrun.control.trainers.registry import trainer_of
@@ -55,7 +54,7 @@ def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
 
 def _guard_job(run: Run, number: int, batch_pid: int) -> int:
     plan = Plan.load(run)  # refuses the run directory of a newer version
-    scheduler = Slurm()
+    scheduler = slurm_scheduler()
     attempt = run.attempt(number)
     own = scheduler.current_job_id()
     patience = KILL_WAIT_SHARE * scheduler.kill_wait()
@@ -74,7 +73,7 @@ def _guard_job(run: Run, number: int, batch_pid: int) -> int:
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0
     with contextlib.suppress(SchedulerError):  # asks once: only seconds may be left
-        if stopped := jobs.stop_reason_of_job(Slurm(patience=0).query(own)):
+        if stopped := jobs.stop_reason_of_job(slurm_scheduler(patience=0).query(own)):
             log_line(f"the chain ends: {stopped}")
             return 0
     log_line(
@@ -82,13 +81,13 @@ def _guard_job(run: Run, number: int, batch_pid: int) -> int:
     )
     scheduler.requeue(own)  # first: only seconds may be left
     try:
-        if (few := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
+        if (minimum := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
             return 0
-        if excluded_nodes.would_wait_for_nodes(run, few):
+        if excluded_nodes.would_wait_for_nodes(run, minimum):
             job_id = jobs.ensure_replacement(run, plan, scheduler, attempt, own=own, delay=0)
             jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=job_id)
         else:
-            scheduler.nodes.do_with(own, few)
+            scheduler.nodes.allow_fewer(own, minimum)
     except (SchedulerError, OSError) as error:
         log_line(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
     return 0
@@ -398,4 +397,4 @@ class Watch:
         self._pause = RETRY_SECONDS
         job = self.scheduler.query(own)
         if job is not None:
-            self.scheduler.settle(job, followed=not self.plan.outlives_nodes, log=failure_reason.stderr_file())
+            self.scheduler.confirm_begin(job, followed=not self.plan.outlives_nodes, log=failure_reason.stderr_file())

@@ -14,11 +14,7 @@ from relayrun.errors import RunDirError
 from relayrun.files import read_json
 
 PLAN_FORMAT = 2
-"""Format number of the run directory.
-
-1   before formats were counted; plan.json has no number 2   views.json records how far the merged views are; lines are
-appended
-"""
+"""Format number of the run directory; `Plan.migrate` converts an older one, and a newer one is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +128,7 @@ class Plan(Record):
             raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
 
     def migrate(self, run: Run) -> Plan:
-        """Convert the run directory of a chain that goes on to this version's format; return its plan.
-
-        From 1 to 2 no record changes: without views.json, the views are rewritten at their next update.
-        """
-        if self.format == PLAN_FORMAT:
-            return self
+        """Convert the run directory of a chain that goes on to this version's format; return its plan."""
         plan = replace(self, format=PLAN_FORMAT)
         plan.write(run.plan)
         return plan
@@ -195,10 +186,10 @@ def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
     """
     try:
         entry = read_json(f"{run.path}/{PLAN_NAME}")
-        number = int(entry.get("format", 1))
+        number = int(entry["format"])
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
     if number > PLAN_FORMAT:
         raise RunDirError(

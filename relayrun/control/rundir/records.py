@@ -146,7 +146,7 @@ class AttemptStart(Record):
     job_end_time: float | None
     """Time at which the time limit is reached; None without a limit."""
     job_submit_time: float | None = None
-    """Time at which the job was queued. None here and below: the scheduler does not report it."""
+    """Time of its submit or requeue. None here and below: the scheduler does not report it."""
     job_eligible_time: float | None = None
     """Time from which only a lack of nodes kept the job from starting."""
     job_start_time: float | None = None
@@ -307,7 +307,7 @@ class AttemptEnd(Record):
     progress: bool
     """This attempt raised the durable iteration."""
     end_time: float
-    action: str = ""
+    action: str
     """The decision: stop, continue, retry or end."""
     delay: int = 0
     """Seconds after which a retry begins."""
@@ -315,5 +315,4 @@ class AttemptEnd(Record):
     @property
     def verdict(self) -> str | None:
         """The reason if the chain ends here; None if it goes on."""
-        ends = self.action == "stop" if self.action else self.cause in ("exit", "fatal", "cancelled")
-        return self.reason if ends else None
+        return self.reason if self.action == "stop" else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from relayrun.control.rundir.plan import Plan
+from relayrun.errors import SchedulerError
 
 CONTROLLER_PATIENCE = 600.0
 """Seconds for which a question to a controller that does not answer is repeated."""
@@ -75,11 +77,6 @@ class Job:
     """Nodes, separated by commas, that the job excludes because its `begin` failed there; successors may use them."""
 
     @property
-    def begin_failed(self) -> bool:
-        """The job was requeued because its `begin` failed."""
-        return bool(self.begin_failed_on)
-
-    @property
     def live(self) -> bool:
         """The job is queued or runs."""
         return is_live_state(self.state)
@@ -100,8 +97,7 @@ class RankLaunch:
     """With spare nodes: names of the job's nodes; `command` starts one step on each of them, see
     `relayrun.control.agent.step_per_node`."""
     signal_command: Sequence[str] = ()
-    """Command that sends the requested signal to all ranks; empty if the batch script signals the task starter itself.
-    """
+    """Command that sends the signal to all ranks; empty if the batch script signals the task starter itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """MASTER_ADDR and MASTER_PORT, if they are known before the ranks start."""
 
@@ -110,7 +106,7 @@ class MinimumNodes(NamedTuple):
     """The smallest size at which a job may start."""
 
     nodes: int
-    of: int
+    wanted: int
     """Number of nodes that the job gets if they are up."""
     tasks: int
 
@@ -121,16 +117,16 @@ class NodeControl(Protocol):
     def expand(self, nodes: str) -> list[str]:
         """Return the node names of a compressed list, in the order of the ranks."""
 
-    def known(self) -> set[str]:
+    def all_nodes(self) -> set[str]:
         """Return the names of all nodes."""
 
-    def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
+    def enough_up(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
         """Return whether enough nodes are up for a job with these options, including its excluded nodes."""
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Set the excluded nodes of a queued job to exactly these nodes."""
 
-    def do_with(self, job_id: str, few: MinimumNodes) -> None:
+    def allow_fewer(self, job_id: str, minimum: MinimumNodes) -> None:
         """Let a queued job start with fewer nodes than it asks for; it gets all of them if they are up."""
 
 
@@ -168,100 +164,122 @@ class FallbackJobs(Protocol):
         """Record in a queued job of the chain how many consecutive `begin`s failed before it, and on which nodes."""
 
 
-class Scheduler(Protocol):
-    """Slurm, or the local scheduler. Every method may raise SchedulerError."""
+class Scheduler(ABC):
+    """Slurm, or the local scheduler. Every method may raise SchedulerError.
 
-    @property
-    def nodes(self) -> NodeControl | None:
-        """None if jobs cannot choose among nodes."""
+    A new batch system implements the eleven abstract methods. The defaults of the others fit a scheduler without nodes
+    to choose among, reservations, comments in jobs, or a record of users.
+    """
 
-    @property
-    def fallback_jobs(self) -> FallbackJobs | None:
-        """None if a job whose batch script is killed comes back without them."""
-
+    @abstractmethod
     def current_job_id(self) -> str:
         """Return the id of the job that this process runs in."""
 
+    @abstractmethod
     def query(self, job_id: str) -> Job | None:
         """Return the job, or None if the scheduler has forgotten it."""
 
-    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
-        """Return when this reservation, and the jobs in it, end; None if the jobs go on or the scheduler does not
-        report it.
-
-        `for_good`: return the time from which no further job of it can start; infinity if the reservation repeats, or
-        if jobs may go on without it.
-        """
-
+    @abstractmethod
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         """Return the queued and running jobs of the chain: this user's, or with `anyone` every user's."""
 
-    def named(self, name: str) -> str | None:
+    @abstractmethod
+    def find_job(self, name: str) -> str | None:
         """Return the id of a queued or running job of this user with this name."""
 
-    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
-        """Queue the first job of a chain after every possible check; return its id.
-
-        `evaluation`: the script of the evaluation jobs, which is checked as well.
-        """
-
+    @abstractmethod
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         """Queue `script` as a singleton of its job name, to start after `delay` seconds or later; return its id."""
 
+    @abstractmethod
     def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
         """Queue a job outside the chain that no other job waits for; return its id. `limit`: in seconds."""
 
-    def adopt(self, job: Job, plan: Plan) -> None:
-        """Make a running job a job of the chain: set its name, and whether it is requeued after the loss of a node."""
-
+    @abstractmethod
     def cancel(self, job_id: str) -> None:
         """Cancel one job by id; a job that has already ended is no error."""
 
-    def note_stop(self, job_id: str, user: str) -> None:
-        """Record in a job of the chain that this user ended the chain; `query` returns it as `Job.stopped_by`."""
-
+    @abstractmethod
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
-        """Return whether somebody cancelled the job, which began on `nodes`. Also correct in the last seconds of that
-        job.
+        """Return whether somebody cancelled the job, which began on `nodes`. Also correct in the job's last seconds.
 
         May wait until the scheduler has recorded how the job ended.
         """
 
-    def cancelled_by(self, job_id: str) -> str | None:
-        """Return the name of the user who cancelled the job; None if it is not known."""
-
-    def postpone(self, job_id: str, *, delay: int) -> None:
-        """Delay the start of a queued job to `delay` seconds from now or later."""
-
-    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
-        """Report that the running job has begun: its earlier failures no longer count.
-
-        `followed`: its successor is queued, so the job need not be requeued after the loss of a node. `log`: the file
-        of its standard error, for people who ask the scheduler.
-        """
-
-    def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
+    @abstractmethod
+    def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
         """Requeue the running job under its id, to start after `delay` seconds or later. May end the caller.
 
-        `few`: the size with which the job may start if not all of its nodes are up.
+        `minimum`: the size with which the job may start if not all of its nodes are up.
         """
 
-    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        """Have the running job requeued if its batch script is killed. `command` runs
-        `relayrun.control.chain.watch.run_guard`.
-        """
-
+    @abstractmethod
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         """Send a signal to the ranks of the running job, but not to its batch script."""
 
+    @abstractmethod
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         """Return how the ranks of this running job, or its agents (one per node), are started and signalled.
 
         `leave_signal`: the signal that asks the ranks to save and leave.
         """
 
+    @property
+    def nodes(self) -> NodeControl | None:
+        """None if jobs cannot choose among nodes."""
+        return None
+
+    @property
+    def fallback_jobs(self) -> FallbackJobs | None:
+        """None if a job whose batch script is killed comes back without them."""
+        return None
+
+    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
+        """Queue the first job of a chain after every possible check; return its id.
+
+        `evaluation`: the script of the evaluation jobs, which is checked as well.
+        """
+        return self.submit(plan, script, options={})
+
+    def adopt(self, job: Job, plan: Plan) -> None:
+        """Make a running job a job of the chain: set its name, and whether it is requeued after the loss of a node."""
+        return
+
+    def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
+        """Report that the running job has begun: its earlier failures no longer count.
+
+        `followed`: its successor is queued, so the job need not be requeued after the loss of a node. `log`: the file
+        of its standard error, for people who ask the scheduler.
+        """
+        return
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        """Have the running job requeued if its batch script is killed. `command` runs `chain.watch.run_guard`."""
+        return
+
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        """Delay the start of a queued job to `delay` seconds from now or later."""
+        raise SchedulerError("this scheduler cannot delay a queued job")
+
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+        """Return when this reservation, and the jobs in it, end; None if the jobs go on or it is not known.
+
+        `for_good`: return the time from which no further job of it can start; infinity if the reservation repeats, or
+        if jobs may go on without it.
+        """
+        return None
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        """Record in a job of the chain that this user ended the chain; `query` returns it as `Job.stopped_by`."""
+        return
+
+    def cancelled_by(self, job_id: str) -> str | None:
+        """Return the name of the user who cancelled the job; None if it is not known."""
+        return None
+
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         """Return the command prefix with which a job outside the chain starts one task with so many processors."""
+        return []
 
 
 JOB_VARIABLE_PREFIXES = (

@@ -30,6 +30,7 @@ from relayrun.control.scheduler.base import (
     Job,
     MinimumNodes,
     RankLaunch,
+    Scheduler,
     is_live_state,
 )
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
@@ -113,7 +114,7 @@ DISK_RETRY_SECONDS = 3600.0
 T = TypeVar("T")
 
 
-class LocalScheduler:
+class LocalScheduler(Scheduler):
     """The `Scheduler` of one run directory."""
 
     def __init__(self, run: Run) -> None:
@@ -125,17 +126,6 @@ class LocalScheduler:
         if not job_id:
             raise SchedulerError(f"not inside a local job: {JOB_ID_VARIABLE} is not set")
         return job_id
-
-    @property
-    def nodes(self) -> None:
-        return None  # there is one node
-
-    @property
-    def fallback_jobs(self) -> None:
-        return None  # `run_queue` sees how each job ends
-
-    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
-        return self.submit(plan, script, options={})
 
     def adopt(self, job: Job, plan: Plan) -> None:
         with self._queue.locked():
@@ -171,7 +161,7 @@ class LocalScheduler:
             )
         )
 
-    def named(self, name: str) -> str | None:
+    def find_job(self, name: str) -> str | None:
         return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
 
     def cancel(self, job_id: str) -> None:
@@ -189,21 +179,15 @@ class LocalScheduler:
             message = f"job {job_id} is not cancelled: {error.strerror}"
             raise SchedulerError(message, where=self._queue.folder, hint=hint) from None
 
-    def note_stop(self, job_id: str, user: str) -> None:
-        """Do nothing: the jobs are files of the run directory, which did not accept STOP either."""
-
-    def cancelled_by(self, job_id: str) -> None:
-        return None  # the record has no user
-
     def postpone(self, job_id: str, *, delay: int) -> None:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job_id), eligible_time=time.time() + delay))
 
-    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
+    def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
 
-    def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
+    def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job_id), requeue_delay=delay))
 
@@ -246,9 +230,6 @@ class LocalScheduler:
         job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
 
-    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
-        return None
-
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         return self.live(self.every_job())
 
@@ -260,9 +241,6 @@ class LocalScheduler:
         """The given jobs that belong to the chain and are pending or running."""
         jobs = [self._seen(job) for job in every if not job.auxiliary]
         return [job for job in jobs if job.live]
-
-    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
-        return []
 
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         del leave_signal  # the batch script sends it

@@ -8,15 +8,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO
 
 from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
 from relayrun.errors import SchedulerError
-from relayrun.files import write_json
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -34,7 +33,6 @@ class LocalJob(Record):
     eligible_time: float
     """The job does not start before this time (`--begin`)."""
     submit_time: float | None = None
-    """None in a queue of an earlier version."""
     state: str = "PENDING"
     pid: int | None = None
     start_time: float | None = None
@@ -50,15 +48,6 @@ class LocalJob(Record):
     requeue_delay: int | None = None
     """Set by `requeue`: seconds after its end at which the job is queued again."""
     failed_begins: int = 0
-
-    def write(self, path: Path) -> None:
-        """Write it so that a queue that an earlier version runs, which says `beside` for `auxiliary`, reads it, too."""
-        write_json(path, asdict(self) | {"beside": self.auxiliary})
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Self:
-        """A queue of an earlier version says `beside` for `auxiliary`."""
-        return super().of({"auxiliary": value["beside"], **value} if "beside" in value else value)
 
 
 class LocalQueue:

@@ -20,11 +20,13 @@ import difflib
 import functools
 import os
 import re
+import secrets
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
-from relayrun.control.scheduler.base import Job, clean_environment, is_live_state
+from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Job, clean_environment, is_live_state
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.slurmtime import parse_time
 
@@ -242,6 +244,105 @@ def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seco
         raise NoAnswerError(f"{command[0]}: {message}")
     kind = TooManyJobsError if _TOO_MANY.search(message) else SchedulerError
     raise kind(f"{command[0]}: {message}")
+
+
+COMMAND_SECONDS = 120.0
+"""Time limit of one command. A command that hangs would hold the nodes to the end of the job."""
+
+
+class SlurmCommands:
+    """Questions and orders to Slurm, each with a time limit.
+
+    For `patience` seconds a question is repeated after any error, and an order if the controller did not answer.
+    """
+
+    def __init__(self, *, patience: float = CONTROLLER_PATIENCE, pause: float = 2.0) -> None:
+        self._patience = patience
+        self._pause = pause
+
+    def ask(self, command: Sequence[str], *, answer: str = "") -> str:
+        """Run a command that changes nothing and return its output.
+
+        Any error is retried: no list of transient errors is complete. `answer`: an error that contains these words is
+        an answer and is raised. Raises SchedulerError.
+        """
+        return self._run(command, again=lambda error: not (answer and answer in error.message))
+
+    def order(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        """Run a command that changes something, and may safely run twice; return its output.
+
+        It is retried if the controller did not answer. Raises SchedulerError for a refusal. `lines`: orders for its
+        standard input. `words`: also return its standard error.
+        """
+        return self._run(command, lines, words=words, again=lambda error: isinstance(error, NoAnswerError))
+
+    def _run(
+        self,
+        command: Sequence[str],
+        lines: Sequence[str] = (),
+        *,
+        again: Callable[[SchedulerError], bool],
+        words: bool = False,
+    ) -> str:
+        deadline, pause = time.monotonic() + self._patience, self._pause
+        while True:
+            try:
+                return self._once(command, lines, words=words)
+            except NotInstalledError:
+                raise
+            except SchedulerError as error:
+                if not again(error) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+    def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
+        return run_slurm_command(command, lines, seconds=seconds, words=words)
+
+    def update_job(self, job_id: str, *changes: str) -> None:
+        """Change fields of a job by `scontrol update`. Raises SchedulerError."""
+        self.order(["scontrol", "update", f"JobId={job_id}", *changes])
+
+    def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
+        """Ask Slurm whether it would accept the script with these options of sbatch; nothing is queued.
+
+        Returns Slurm's message. Raises SchedulerError.
+        """
+        further = [f"--{name}={value}" for name, value in (options or {}).items()]
+        return self.order(["sbatch", "--test-only", *further, str(script)], words=True)
+
+    def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
+        """Queue one job exactly once: sbatch may queue a job and report an error all the same.
+
+        So each job carries a unique word in its comment, and a retry first looks for it. `name` is the job's name,
+        `comment` a comment that is already unique. Returns the job's id; raises SchedulerError.
+        """
+        comment = comment or f"{COMMENT_PREFIX}{secrets.token_hex(6)}"
+        command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
+        deadline, pause = time.monotonic() + self._patience, self._pause
+        while True:
+            try:
+                job_id = self._once(command).strip().split(";")[0]
+                if not job_id.isdecimal():
+                    raise SchedulerError(f"sbatch: no job id in its answer {job_id!r}")
+                return job_id
+            except SchedulerError as error:
+                rows = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
+                found = [row.partition("|")[0] for row in rows if row.partition("|")[2] == comment]
+                if found:
+                    return found[0]
+                if not isinstance(error, NoAnswerError) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+    def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
+        """Return the queued and running jobs with this name: this user's, or with `anyone` every user's."""
+        whose = [] if anyone else ["--me"]
+        text = self.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
+        rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+        return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 
 
 KNOWN_SBATCH_VERSION = "22.05.8"
