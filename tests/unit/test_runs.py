@@ -144,7 +144,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
         (move_run, "append_line"),
         (move_run, "write_json"),
         (move_run, "fsync_directory"),
-        (move_run, "checksum_of"),
+        (move_run, "file_checksum"),
         (os, "rename"),
         (shutil, "rmtree"),
     ]:
@@ -451,7 +451,7 @@ def test_a_run_with_queued_evaluations_is_refused(run: Run, tmp_path: Path, caps
     plan = run.plan.read_text()
     replace(Plan.load(run), scheduler="slurm").write(run.plan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command.queue, "ask", lambda _: queue)
+        patch.setattr(command.queue, "query_queue", lambda _: queue)
         assert main(["runs", "move", str(run.path), str(tmp_path / "x")]) == 1
     said = capsys.readouterr().err
     assert "jobs that evaluate its checkpoints write into its directory: 7 (pending), 8 (running)" in said
