@@ -22,6 +22,7 @@ from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.control.scheduler.local import print_event
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
+from relayrun.files import folder_lock
 from relayrun.submit import campaign as submission
 from relayrun.submit import campaign as view
 from relayrun.watch import unsent_notices
@@ -177,7 +178,7 @@ def stop(folder: Path) -> int:
     whole, user = Campaign.load(folder), user_name(os.geteuid())
     failed = False
     try:
-        with campaign.campaign_lock(folder) as mine:  # nobody is between two runs
+        with folder_lock(folder) as mine:  # nobody is between two runs
             if not mine:
                 raise RunDirError("somebody begins runs of it right now", where=folder, hint="try again")
             campaign.write_campaign_stop(folder, f"stopped by {user}")

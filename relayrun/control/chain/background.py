@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from typing import IO
 
 from relayrun.control.chain.job_script import python_path
 from relayrun.control.job_log import log_line
@@ -25,36 +26,12 @@ from relayrun.control.scheduler.base import user_python_path
 
 TERMINATE_SECONDS = 1.0
 """Seconds from SIGTERM to SIGKILL: the process logs what it did, and may be killed at any point."""
-
-
-def background_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment of a background process: relayrun's Python path and the site's variables."""
-    return {
-        **os.environ,
-        **plan.environment,
-        "PYTHONPATH": ":".join([*python_path(plan), *user_python_path(os.environ)]),
-        "PYTHONSAFEPATH": "1",
-    }
-
-
-def end_process_group(process: subprocess.Popen[bytes], *, patience: float = 0.0) -> None:
-    """Wait `patience` seconds for a process that leads a session, then end the session."""
-    steps: tuple[tuple[signal.Signals | None, float | None], ...] = (
-        (None, patience),
-        (signal.SIGTERM, TERMINATE_SECONDS),
-        (signal.SIGKILL, None),
-    )
-    for number, seconds in steps:
-        if number is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-            return
-
-
 COPY_AGAIN_SECONDS = 900.0
 """Interval between two passes without a new checkpoint: a copy that failed may work now."""
+NOTICES_END_SECONDS = 10.0
+"""Maximum seconds for which the end of a job waits until its notices are sent; the next command sends the rest."""
+NOTICES_LOOK_SECONDS = 60.0
+"""Interval between two looks of a job for due notices."""
 
 
 class CheckpointCopier:
@@ -77,29 +54,14 @@ class CheckpointCopier:
         self._seen, self._next = saved, time.monotonic() + COPY_AGAIN_SECONDS
         policy = MirrorPolicy.read_own(mirror.mirror_policy_path(self._run))
         if policy is not None:
-            self._process = self._start(policy.program)
-
-    def _start(self, program: list[str]) -> subprocess.Popen[bytes]:
-        with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
-            return subprocess.Popen(
-                ["nice", "-n", "19", *program, str(self._run.path)],
-                env=background_environment(self._plan),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            command = ["nice", "-n", "19", *policy.program, str(self._run.path)]
+            with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
+                self._process = _start_process(command, self._plan, log)
 
     def finish(self) -> None:
         """End the current pass, because the job ends."""
         if self._process is not None:
             end_process_group(self._process)
-
-
-NOTICES_END_SECONDS = 10.0
-"""Maximum seconds for which the end of a job waits until its notices are sent; the next command sends the rest."""
-NOTICES_LOOK_SECONDS = 60.0
-"""Interval between two looks of a job for due notices."""
 
 
 class NoticeSender:
@@ -139,12 +101,11 @@ class NoticeSender:
 
     def _start(self, policy: NoticePolicy) -> subprocess.Popen[bytes]:
         """Start the sender; if its Python lives in a container, use the host's Python."""
-        environment = background_environment(self._plan)
         arguments = [*policy.program[1:], str(self._run.path), "--job"]
         try:
-            return _start_sender([policy.program[0], *arguments], environment)
+            return _start_process([policy.program[0], *arguments], self._plan)
         except OSError:
-            return _start_sender([self._plan.host_python, *arguments], environment)
+            return _start_process([self._plan.host_python, *arguments], self._plan)
 
     def finish(self, seconds: float = 0.0) -> None:
         """Wait so many seconds for the sender, then end it."""
@@ -167,17 +128,31 @@ def send_notices(run: Run, plan: Plan, *, at_work: bool = True) -> None:
 
     `at_work`: the job belongs to the chain; False for an evaluation beside it.
     """
-    messenger = NoticeSender(run, plan, at_work=at_work)
-    messenger.attend()
-    messenger.finish(NOTICES_END_SECONDS)
+    sender = NoticeSender(run, plan, at_work=at_work)
+    sender.attend()
+    sender.finish(NOTICES_END_SECONDS)
 
 
-def _start_sender(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start_process(
+    command: list[str], plan: Plan, output: int | IO[bytes] = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session, in which it finds relayrun and the site's variables, such as a proxy."""
+    path = ":".join([*python_path(plan), *user_python_path(os.environ)])
     return subprocess.Popen(
         command,
-        env=environment,
+        env={**os.environ, **plan.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
     )
+
+
+def end_process_group(process: subprocess.Popen[bytes], *, patience: float = 0.0) -> None:
+    """Wait `patience` seconds for a process that leads a session, then end the session."""
+    for number, seconds in ((0, patience), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return

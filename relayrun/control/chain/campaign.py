@@ -32,6 +32,7 @@ from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
+from relayrun.files import folder_lock
 
 PATIENCE = 5.0
 """Seconds for which a question to a controller that does not answer is repeated."""
@@ -55,7 +56,7 @@ class CannotStartError(RelayrunError):
 class Readiness:
     """The condition of a member that has not started."""
 
-    base: ResumePoint | None
+    base: ResumePoint | None = None
     """The checkpoint to start from; None: the member waits, or never starts."""
     why: str = ""
     stuck: bool = False
@@ -127,7 +128,7 @@ def start_due_in_campaign(
         return CampaignPass()
     if whole.owner != os.geteuid() or (whole.scheduler == "local" and not from_terminal):
         return CampaignPass(stuck=_stuck(_judged(folder, whole, waiting)))
-    with campaign.campaign_lock(folder, patience=patience) as mine:
+    with folder_lock(folder, patience=patience) as mine:
         judged = _judged(folder, whole, waiting)
         if not mine or campaign.campaign_stop_reason(folder) is not None:
             return CampaignPass(stuck=_stuck(judged))
@@ -250,9 +251,7 @@ def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> R
             return None
         refused = MemberRefused.read(campaign.member_refused_path(folder, member.name))
     except _UNREADABLE as error:
-        return Readiness(
-            base=None, why=f"the records of {member.name} cannot be read: {_error_line(error)}", stuck=True
-        )
+        return Readiness(why=f"the records of {member.name} cannot be read: {_error_line(error)}", stuck=True)
     ready = condition_readiness(whole, member)
     if ready.base is None or refused is None:
         return ready
@@ -268,32 +267,31 @@ def condition_readiness(whole: Campaign, member: CampaignMember) -> Readiness:
     try:
         return _readiness_after_run(before, whole.member(before).run, member)
     except _UNREADABLE as error:
-        words = f"waits for {before}, whose records cannot be read: {_error_line(error)}"
-        return Readiness(base=None, why=words, stuck=True)
+        return Readiness(why=f"waits for {before}, whose records cannot be read: {_error_line(error)}", stuck=True)
 
 
 def _readiness_after_run(before: str, run: Run, member: CampaignMember) -> Readiness:
     """`condition_readiness` of a member that waits for the run `before`. Raises the errors of unreadable records."""
     if not run.plan.exists():
-        return Readiness(base=None, why=f"waits for {before}, which is not at {run.path} any more", stuck=True)
+        return Readiness(why=f"waits for {before}, which is not at {run.path} any more", stuck=True)
     ended = stop_reason(run)
     how = "" if ended is None else f", which ended: {ended}"
     if member.iteration is None:
         if ended is None:
-            return Readiness(base=None, why=f"waits for the end of {before}")
+            return Readiness(why=f"waits for the end of {before}")
         if not decisions.is_done_reason(ended):
-            return Readiness(base=None, why=f"waits for {before}{how}", stuck=True)
+            return Readiness(why=f"waits for {before}{how}", stuck=True)
         base = checkpoint_records.resume_point(run) if member.source else BEGINNING
         if member.source and base.path is None:
-            return Readiness(base=None, why=f"waits for a checkpoint of {before}, which has none", stuck=True)
+            return Readiness(why=f"waits for a checkpoint of {before}, which has none", stuck=True)
     else:
-        commits = (each.commit for each in checkpoint_records.Lineage(run).backwards())
+        commits = checkpoint_records.Lineage(run).beyond(member.iteration - 1)
         commit = next((each for each in commits if each.iteration == member.iteration), None)
         fault = None if commit is None else checkpoint_records.checkpoint_fault(commit)
         if commit is None or fault is not None:
             why = f"waits for iteration {member.iteration} of {before}" + (f" ({fault})" if fault else "") + how
-            return Readiness(base=None, why=why, stuck=ended is not None)
-        base = ResumePoint(iteration=commit.iteration, path=commit.path)
+            return Readiness(why=why, stuck=ended is not None)
+        base = ResumePoint.of(commit)
     return _readiness_after_evaluation(before, run, base) if member.evaluated else Readiness(base=base)
 
 
@@ -302,17 +300,17 @@ def _readiness_after_evaluation(before: str, run: Run, base: ResumePoint) -> Rea
     what = f"waits for the evaluation of {before}:{base.iteration}"
     folder = None if base.path is None else evaluations.evaluation_of_checkpoint(run, base.path)
     if folder is None:
-        return Readiness(base=None, why=f"{what}, which is another run's checkpoint", stuck=True)
+        return Readiness(why=f"{what}, which is another run's checkpoint", stuck=True)
     result = EvaluationResult.read(folder.result)
     if result is not None and result.status == "done":
         return Readiness(base=base)
     if result is not None and not evaluations.may_retry(folder, result):
         error = f": {result.error.partition(chr(10))[0]}" if result.error else ""
         why = f"{what}, which failed{error}; to have it tried again, remove {folder.path}"
-        return Readiness(base=None, why=why, stuck=True)
+        return Readiness(why=why, stuck=True)
     if not run.evaluation_policy.exists():
-        return Readiness(base=None, why=f"{what}, which has no section `evaluation` any more", stuck=True)
-    return Readiness(base=None, why=f"{what}, which has no result yet", awaited=(run, folder), what=what)
+        return Readiness(why=f"{what}, which has no section `evaluation` any more", stuck=True)
+    return Readiness(why=f"{what}, which has no result yet", awaited=(run, folder), what=what)
 
 
 def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> int:
@@ -385,11 +383,8 @@ def stuck_lines(stuck: Mapping[str, str]) -> list[str]:
     """Return one line per reason, with the members that share it."""
     groups: dict[str, list[str]] = {}
     for name, why in stuck.items():
-        groups.setdefault(why, []).append(name)
-    return [
-        f"{', '.join(names)}: {why}" if any(names) else f"nothing more of it begins: {why}"
-        for why, names in groups.items()
-    ]
+        groups.setdefault(why, []).append(name or "nothing more of it begins")
+    return [f"{', '.join(names)}: {why}" for why, names in groups.items()]
 
 
 def _error_line(error: BaseException) -> str:

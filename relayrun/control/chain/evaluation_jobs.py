@@ -8,8 +8,6 @@ and if two jobs exist all the same, the second finds the claim of the first and 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +26,7 @@ from relayrun.control.rundir.run import Run, is_owned_by_this_user
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
+from relayrun.files import folder_lock
 
 LOCK_PATIENCE = 5.0
 """Seconds of waiting for another process that submits evaluations of the same run."""
@@ -65,34 +64,16 @@ def submit_awaited_evaluation(run: Run, folder: EvaluationDir) -> None:
 
 @contextlib.contextmanager
 def _evaluation_lock(run: Run, *, patience: float) -> Iterator[bool]:
-    """Hold the lock of a run's evaluations, which other processes than its chain submit too; yield whether it was
-    acquired.
+    """Hold the lock of a run's evaluations, which other processes than its chain submit too; yield whether it is held.
 
-    `patience`: seconds of waiting for it. A file system without locks gives it to everybody: of two jobs, the second
-    finds the claim of the first.
+    A file system without locks gives it to everybody: of two jobs, the second finds the claim of the first.
     """
-    try:
-        fd = os.open(run.evaluations / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:  # there are no evaluations, or the disk is full: the next write reports that
-        yield True
-        return
-    try:
-        yield _locked(fd, time.monotonic() + patience)
-    finally:
-        os.close(fd)
-
-
-def _locked(fd: int, deadline: float) -> bool:
-    while True:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.1)
-        except OSError:
-            return True
+            held = stack.enter_context(folder_lock(run.evaluations, patience=patience))
+        except OSError:  # no evaluations, no locks, or a full disk, which the next write reports
+            held = True
+        yield held
 
 
 def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:

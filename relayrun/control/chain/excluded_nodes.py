@@ -114,14 +114,8 @@ def task_ends(log: str) -> list[TaskEnd]:
     for line in log.splitlines():
         ended = ended or _TERMINATING.match(line) is not None
         if task := _TASK_END.match(line):
-            found.append(
-                TaskEnd(
-                    nodes=expand_nodelist(task[1]),
-                    tasks=set(map(int, expand_nodelist(task[2]))),
-                    what=task[3].strip(),
-                    ended=ended,
-                )
-            )
+            nodes, tasks = expand_nodelist(task[1]), set(map(int, expand_nodelist(task[2])))
+            found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended))
     return found
 
 
@@ -162,9 +156,7 @@ def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFa
             return primary[0]
         if not said:
             return end
-    if primary:
-        return primary[0]
-    return _killed_by_itself(ends)
+    return primary[0] if primary else _killed_by_itself(ends)
 
 
 def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
@@ -222,13 +214,14 @@ def record_node_failures(run: Run, attempt: int, blame: dict[str, str], *, now: 
         if node in known:
             continue
         entry = NodeFailureRecord(node=node, attempt=attempt, reason=reason[:200], time=now, sick=sick)
-        append_line(run.strikes, asdict(entry))
+        append_line(run.node_failures, asdict(entry))
 
 
-def worst_nodes(strikes: Iterable[NodeFailureRecord], *, nodes: int, now: float) -> list[str]:
+def worst_nodes(failures: Iterable[NodeFailureRecord], *, nodes: int, now: float | None = None) -> list[str]:
     """Return the nodes that the next jobs exclude, worst first; `nodes` is the number of nodes of a job."""
+    now = time.time() if now is None else now
     counts: dict[str, list[float]] = {}
-    for entry in strikes:
+    for entry in failures:
         if now - entry.time < FAILURE_EXPIRE_SECONDS:
             counts.setdefault(entry.node, []).extend([entry.time] * (FAILURES_TO_EXCLUDE if entry.sick else 1))
     bad = [node for node, times in counts.items() if len(times) >= FAILURES_TO_EXCLUDE]
@@ -237,7 +230,7 @@ def worst_nodes(strikes: Iterable[NodeFailureRecord], *, nodes: int, now: float)
 
 
 def read_node_failures(run: Run) -> list[NodeFailureRecord]:
-    return [NodeFailureRecord.of(entry) for entry in read_lines(run.strikes)]
+    return [NodeFailureRecord.of(entry) for entry in read_lines(run.node_failures)]
 
 
 def next_job_options(
@@ -247,19 +240,22 @@ def next_job_options(
 
     `tried`: nodes on which `begin` has just failed. Raises SchedulerError.
     """
-    strikes = read_node_failures(run)
+    failures = read_node_failures(run)
     found = _without_reduced_nodes(plan, options)
-    if scheduler.nodes is None or not (strikes or tried or plan.outlives_nodes):
+    if scheduler.nodes is None or not (failures or tried or plan.outlives_nodes):
         return found
-    wished = plan.sbatch_options.get("exclude")
-    by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
-    by_hand -= {strike.node for strike in strikes}  # excluded by us, and failures expire
-    by_hand |= set(scheduler.nodes.expand(wished)) if wished else set()
+    by_hand = _expanded(scheduler.nodes, options.get("exclude"))
+    by_hand -= {each.node for each in failures}  # excluded by us, and failures expire
+    by_hand |= _expanded(scheduler.nodes, plan.sbatch_options.get("exclude"))
     bad: list[str] = []
-    if by_hand or strikes or tried:
+    if by_hand or failures or tried:
         known = scheduler.nodes.all_nodes()  # sbatch refuses unknown nodes
         by_hand &= known
-        bad = [node for node in dict.fromkeys([*tried, *_bad_nodes(plan, strikes)]) if node in known - by_hand]
+        bad = [
+            node
+            for node in dict.fromkeys([*tried, *worst_nodes(failures, nodes=plan.nodes)])
+            if node in known - by_hand
+        ]
         asked, found = found, _with_exclude(by_hand | set(bad), found)
     try:
         if bad:
@@ -278,29 +274,28 @@ def update_pending_job_nodes(run: Run, plan: Plan, scheduler: Scheduler, job_id:
     A node that it excludes stays excluded, which may be a person's wish, unless we recorded failures of it and it is
     needed now. Raises SchedulerError.
     """
-    control, strikes = scheduler.nodes, read_node_failures(run)
-    if control is None or not (strikes or plan.outlives_nodes):  # nothing to ask Slurm for
+    control, failures = scheduler.nodes, read_node_failures(run)
+    if control is None or not (failures or plan.outlives_nodes):  # nothing to ask Slurm for
         return
     job = scheduler.query(job_id)
     if job is None:
         return
     options = _without_reduced_nodes(plan, job.options)
-    if strikes:
-        before = set(control.expand(options["exclude"])) if "exclude" in options else set()
-        wished = plan.sbatch_options.get("exclude")
-        ours = before & {strike.node for strike in strikes} - set(control.expand(wished) if wished else ())
-        known, worst = control.all_nodes(), _bad_nodes(plan, strikes)
+    if failures:
+        before = _expanded(control, options.get("exclude"))
+        ours = before & {each.node for each in failures} - _expanded(control, plan.sbatch_options.get("exclude"))
+        known, worst = control.all_nodes(), worst_nodes(failures, nodes=plan.nodes)
         bad = [node for node in worst if node in ours or node in known - before] + sorted(ours - set(worst))
         given = before - ours
         after = given | _replaceable_nodes(run, plan, control, options, given=given, bad=bad)
         if after != before:
             control.exclude(job_id, sorted(after))
-            log_line(f"job {job_id} leaves out {', '.join(sorted(after)) or 'no node'}; see {run.strikes}")
+            log_line(f"job {job_id} leaves out {', '.join(sorted(after)) or 'no node'}; see {run.node_failures}")
             options = _with_exclude(after, options)
     least, _, most = job.options.get("nodes", "1").partition("-")
     count = _startable_node_count(run, plan, control, options)
     if count is not None and (count := min(count, int(most or least))) != int(least):
-        control.allow_fewer(job_id, _fewest(plan, count, wanted=int(most or least)))
+        control.allow_fewer(job_id, _minimum(plan, count, wanted=int(most or least)))
 
 
 def requeue_node_count(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> MinimumNodes | None:
@@ -308,13 +303,10 @@ def requeue_node_count(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) 
     if scheduler.nodes is None or not plan.outlives_nodes:
         return None
     job = scheduler.query(job_id)
-    if (
-        job is None
-        or (count := _startable_node_count(run, plan, scheduler.nodes, _without_reduced_nodes(plan, job.options)))
-        is None
-    ):
-        return None
-    return _fewest(plan, count, wanted=plan.nodes_of_job)  # also if all are up: the last start may have had fewer
+    options = None if job is None else _without_reduced_nodes(plan, job.options)
+    count = None if options is None else _startable_node_count(run, plan, scheduler.nodes, options)
+    # also if all are up: the last start may have had fewer
+    return None if count is None else _minimum(plan, count, wanted=plan.nodes_of_job)
 
 
 def would_wait_for_nodes(run: Run, minimum: MinimumNodes) -> bool:
@@ -325,7 +317,7 @@ def would_wait_for_nodes(run: Run, minimum: MinimumNodes) -> bool:
     return minimum.nodes < minimum.wanted and bool(_lost_nodes(run))
 
 
-def _fewest(plan: Plan, count: int, *, wanted: int) -> MinimumNodes:
+def _minimum(plan: Plan, count: int, *, wanted: int) -> MinimumNodes:
     return MinimumNodes(nodes=count, wanted=wanted, tasks=count * plan.ntasks_per_node)
 
 
@@ -341,20 +333,21 @@ def _startable_node_count(run: Run, plan: Plan, control: NodeControl, options: M
     asked = {**options, "exclude": ",".join(without)} if without else options
     for count in plan.node_counts:
         if control.enough_up(plan, run.job_script, {**asked, "nodes": str(count)}):
-            if count < plan.nodes_of_job:
-                log_line(
-                    f"the next job starts with {count} nodes or more: those that are up are not {plan.nodes_of_job}"
-                )
+            if (wanted := plan.nodes_of_job) > count:
+                log_line(f"the next job starts with {count} nodes or more: those that are up are not {wanted}")
             return count
     return None
+
+
+def _expanded(control: NodeControl, nodes: str | None) -> set[str]:
+    return set(control.expand(nodes)) if nodes else set()
 
 
 def _lost_nodes(run: Run) -> set[str]:
     """Return the nodes that the newest attempt has lost: Slurm may notice minutes later."""
     newest = run.newest_begun()
-    return (
-        set() if newest is None else {node for failed in restarts.read_failed_restarts(newest) for node in failed.lost}
-    )
+    failed = [] if newest is None else restarts.read_failed_restarts(newest)
+    return {node for each in failed for node in each.lost}
 
 
 def _without_reduced_nodes(plan: Plan, options: Mapping[str, str]) -> dict[str, str]:
@@ -364,10 +357,6 @@ def _without_reduced_nodes(plan: Plan, options: Mapping[str, str]) -> dict[str, 
     """
     ours = plan.outlives_nodes and int(options.get("nodes", "1").partition("-")[0]) <= plan.nodes_of_job
     return {name: value for name, value in options.items() if not (ours and name == "nodes")}
-
-
-def _bad_nodes(plan: Plan, strikes: Sequence[NodeFailureRecord]) -> list[str]:
-    return worst_nodes(strikes, nodes=plan.nodes, now=time.time())
 
 
 def _replaceable_nodes(
@@ -381,10 +370,8 @@ def _replaceable_nodes(
         if control.enough_up(plan, run.job_script, asked):
             break
         count //= 2
-    if kept := bad[count:]:
-        log_line(
-            f"without {', '.join(kept)} this job has too few nodes that are up; so it may run there; see {run.strikes}"
-        )
+    if kept := ", ".join(bad[count:]):
+        log_line(f"without {kept} this job has too few nodes that are up; so it may run there; see {run.node_failures}")
     return set(bad[:count])
 
 

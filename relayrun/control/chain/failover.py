@@ -93,7 +93,7 @@ def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: J
 def _was_replaced(newest: Attempt | None, job: Job) -> bool:
     """Return whether the chain itself cancelled the job, which was its newest that began."""
     begin = newest.read_begin() if newest is not None else None
-    return newest is not None and begin is not None and begin.job_id == job.id and newest.made_place.exists()
+    return newest is not None and begin is not None and begin.job_id == job.id and newest.replaced_by.exists()
 
 
 def _queue_next(

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.job_log import LOG_PREFIX
+from relayrun.control.rundir import node_health, restarts, time_limit
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.records import RankFailure
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, RankFailure
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.registry import trainer_of
 from relayrun.files import last_bytes
 
 TAIL_BYTES = 200_000
@@ -114,22 +120,51 @@ def first_failure_text(log: str, failures: Sequence[RankFailure]) -> str:
     return f"{who} on {', '.join(first.nodes[:4])}: {first.what}"
 
 
-def not_started_text(attempt: Attempt) -> str:
-    """Return why the batch script did not start the ranks; it may have had no space to record it."""
-    try:
-        words = attempt.not_started.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        words = ""
-    return _one_line(words) or "the batch script could not start the ranks"
+def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> tuple[str, str | None]:
+    """Return the first failure of an attempt without outcome, and why every other attempt would fail too, in words."""
+    if attempt.not_started.exists():  # on a full disk it is empty
+        return _file_line(attempt.not_started) or "the batch script could not start the ranks", None
+    if exit_code < SIGNAL_EXIT_CODE and (line := _file_line(attempt.setup_failed)):
+        return line, line
+    log, failures = first_failure_log(plan, attempt), read_failures(attempt)
+    earlier = range(plan.submitted_after_attempt + 1, attempt.number)
+    fatal = fatal_reason(
+        log,
+        failures,
+        exit_code=exit_code,
+        ntasks=plan.rank_count(started.options),
+        began=_any_rank_was_alive(plan, attempt),
+        worked_before=any(run.attempt(number).started.exists() for number in earlier),
+        program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
+    )
+    who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt) or first_failure_text(log, failures)
+    if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # time was not short
+        return who, fatal
+    short = time_limit.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)
+    return "; ".join(filter(None, [who, short])), fatal
 
 
-def setup_failure_text(attempt: Attempt, *, exit_code: int) -> str:
-    """Return in one line which line of `job.setup` failed; empty if none did, or if a signal ended it."""
-    try:
-        words = attempt.setup_failed.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return _one_line(words) if exit_code < SIGNAL_EXIT_CODE else ""
+def _any_rank_was_alive(plan: Plan, attempt: Attempt) -> bool:
+    """Return whether a rank was ever alive. A foreign trainer's heartbeat is the observer's, so it proves nothing."""
+    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
+
+
+def _why_no_restart(attempt: Attempt) -> str:
+    failed = restarts.read_failed_restarts(attempt)[-1:]
+    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
+
+
+def attempt_log(attempt: Attempt) -> str:
+    """Return the standard error of the attempt's job since the attempt, or its last restart, began."""
+    started = attempt.read_begin()
+    since = max((failed.log_size for failed in restarts.read_failed_restarts(attempt) if failed.again), default=0)
+    return "" if started is None else log_tail(started.log, since=max(since, started.log_offset))
+
+
+def first_failure_log(plan: Plan, attempt: Attempt) -> str:
+    """Return the log used to find the first failure, without srun's lines about agents, which all exit together."""
+    log = attempt_log(attempt)
+    return log if plan.recovery == "job" else excluded_nodes.without_task_ends(log)
 
 
 def fatal_reason(
@@ -179,6 +214,13 @@ def _no_task_started(log: str, ntasks: int) -> bool:
     ends = excluded_nodes.task_ends(log)
     codes = tuple(f"Exited with exit code {code}" for code in NOT_STARTED_CODES)
     return not ends or len({task for end in ends if end.what.startswith(codes) for task in end.tasks}) >= ntasks
+
+
+def _file_line(path: Path) -> str:
+    try:
+        return _one_line(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
 
 
 def _one_line(text: str) -> str:

@@ -41,35 +41,30 @@ def job_script(plan: Plan, run: Run) -> str:
         "requeue" if plan.auto_requeue else "no-requeue": None,
         **({"no-kill": None} if plan.outlives_nodes else {}),  # the loss of a node does not end the job
     }
-    lines = [
+    variables = {
+        "RELAYRUN_RUN_DIR": str(run.path),
+        "RELAYRUN_ROOT": plan.package_root,
+        "RELAYRUN_HOST_PYTHON": plan.host_python,
+        "RELAYRUN_JOB_NAME": plan.job_name,
+        "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
+        "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
+        "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
+        "RELAYRUN_LOG_FOLDER": plan.log_folder,
+    }
+    if plan.outlives_nodes:  # for again.sh
+        variables["RELAYRUN_NODE_COUNTS"] = " ".join(map(str, plan.node_counts))
+        variables["RELAYRUN_NTASKS_PER_NODE"] = str(plan.ntasks_per_node)
+    return _text(
         *_header(plan, options),
         "set -euo pipefail",
-        *export_lines(
-            {
-                "RELAYRUN_RUN_DIR": str(run.path),
-                "RELAYRUN_ROOT": plan.package_root,
-                "RELAYRUN_HOST_PYTHON": plan.host_python,
-                "RELAYRUN_JOB_NAME": plan.job_name,
-                "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
-                "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
-                "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
-                "RELAYRUN_LOG_FOLDER": plan.log_folder,
-            }
-            | (_node_counts(plan) if plan.outlives_nodes else {})
-        ),
+        *export_lines(variables),
         "",
         # copied and not sourced: the package itself may be away
         *(_launcher_text(name) for name in ("again.sh", "log.sh")),
         'within 600 grep -q . "${RELAYRUN_ROOT}/launchers/lib/job.sh" || again "reading launchers/lib/job.sh" "$?"',
         "# shellcheck source=/dev/null",
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _node_counts(plan: Plan) -> dict[str, str]:
-    counts = " ".join(map(str, plan.node_counts))
-    return {"RELAYRUN_NODE_COUNTS": counts, "RELAYRUN_NTASKS_PER_NODE": str(plan.ntasks_per_node)}
+    )
 
 
 def fallback_script(plan: Plan, run: Run) -> str:
@@ -86,18 +81,17 @@ def fallback_script(plan: Plan, run: Run) -> str:
     }
     if limit >= 5 * FALLBACK_GIVE_UP_SECONDS:  # Slurm may send it a minute early
         options["signal"] = f"B:USR2@{FALLBACK_GIVE_UP_SECONDS}"
+    variables = {
+        "RELAYRUN_RUN_DIR": str(run.path),
+        "RELAYRUN_ROOT": plan.package_root,
+        "RELAYRUN_HOST_PYTHON": plan.host_python,
+        "RELAYRUN_JOB_NAME": plan.fallback_job_name,
+        "RELAYRUN_LOG_FOLDER": plan.log_folder,
+    }
     lines = [
         *_header(plan, options),
         "set -euo pipefail",
-        *export_lines(
-            {
-                "RELAYRUN_RUN_DIR": str(run.path),
-                "RELAYRUN_ROOT": plan.package_root,
-                "RELAYRUN_HOST_PYTHON": plan.host_python,
-                "RELAYRUN_JOB_NAME": plan.fallback_job_name,
-                "RELAYRUN_LOG_FOLDER": plan.log_folder,
-            }
-        ),
+        *export_lines(variables),
         "",
         _launcher_text("again.sh"),
         "trap - EXIT  # this job is none of the chain's: it does not queue itself again",
@@ -105,6 +99,10 @@ def fallback_script(plan: Plan, run: Run) -> str:
         *(_launcher_text(name) for name in ("log.sh", "fallback.sh")),
     ]
     return "\n".join(lines)
+
+
+def _text(*lines: str) -> str:
+    return "\n".join(lines) + "\n"
 
 
 def _launcher_text(name: str) -> str:
@@ -141,27 +139,22 @@ def program_script(
         "output": "/dev/null",  # as in `job_script`
         "no-requeue": None,  # a requeued job would find its own claim
     }
-    return (
-        "\n".join(
-            [
-                *_header(plan, every),
-                "set -euo pipefail",
-                f"RELAYRUN_LOG_FOLDER={shlex.quote(plan.log_folder)}",
-                f"RELAYRUN_RUN_DIR={shlex.quote(str(fallback))}",
-                f'RELAYRUN_JOB_NAME="${{SLURM_JOB_NAME:-{name}}}"',
-                '[[ -n "${SLURM_JOB_ID:-}" ]] || relayrun_log_is_open=1 # the queue of one machine has opened it',
-                _launcher_function("again.sh", "within"),
-                _launcher_text("log.sh"),
-                *export_lines(environment),
-                # the submitter's PYTHONPATH comes last
-                f'export PYTHONPATH={shlex.quote(":".join(python_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
-                *(f"module load {shlex.quote(module)}" for module in plan.modules),
-                *setup_lines(plan.setup),
-                *(f"{shlex.join(words)} || true" for words in before),
-                f'exec {shlex.join(command)} "$@"',
-            ]
-        )
-        + "\n"
+    return _text(
+        *_header(plan, every),
+        "set -euo pipefail",
+        f"RELAYRUN_LOG_FOLDER={shlex.quote(plan.log_folder)}",
+        f"RELAYRUN_RUN_DIR={shlex.quote(str(fallback))}",
+        f'RELAYRUN_JOB_NAME="${{SLURM_JOB_NAME:-{name}}}"',
+        '[[ -n "${SLURM_JOB_ID:-}" ]] || relayrun_log_is_open=1 # the queue of one machine has opened it',
+        _launcher_function("again.sh", "within"),
+        _launcher_text("log.sh"),
+        *export_lines(environment),
+        # the submitter's PYTHONPATH comes last
+        f'export PYTHONPATH={shlex.quote(":".join(python_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
+        *(f"module load {shlex.quote(module)}" for module in plan.modules),
+        *setup_lines(plan.setup),
+        *(f"{shlex.join(words)} || true" for words in before),
+        f'exec {shlex.join(command)} "$@"',
     )
 
 
@@ -193,18 +186,13 @@ def setup_script(lines: Sequence[str], *, report: str) -> str:
 
     A signal to the ranks may arrive while the lines run. It must not end them: a file carries the same request.
     """
-    return (
-        "\n".join(
-            [
-                "#!/usr/bin/env bash",
-                "set -euo pipefail",
-                "trap '' USR1 USR2",
-                *setup_lines(lines, report=report),
-                "trap - USR1 USR2",
-                'exec "$@"',
-            ]
-        )
-        + "\n"
+    return _text(
+        "#!/usr/bin/env bash",
+        "set -euo pipefail",
+        "trap '' USR1 USR2",
+        *setup_lines(lines, report=report),
+        "trap - USR1 USR2",
+        'exec "$@"',
     )
 
 
@@ -214,10 +202,9 @@ def python_path(plan: Plan) -> list[str]:
 
 
 def _header(plan: Plan, options: Mapping[str, str | None]) -> list[str]:
-    lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
-    return lines + [
-        "#SBATCH --" + name + ("" if value is None else f"={_quote(value)}") for name, value in options.items()
-    ]
+    words = (name if value is None else f"{name}={_quote(value)}" for name, value in options.items())
+    note = f"# {plan.run}: rendered by relayrun; a submit writes it anew"
+    return ["#!/usr/bin/env bash", note, *(f"#SBATCH --{word}" for word in words)]
 
 
 def attempt_environment(
@@ -234,18 +221,13 @@ def attempt_environment(
     `leave_signal`: a signal's name without SIG; empty if only a file asks the ranks to leave. `leave_from`: seconds
     since 1970, before which Slurm's warning of the time limit comes too early.
     """
-    return (
-        "\n".join(
-            [
-                *export_lines(environment),
-                f"modules=({shlex.join(modules)})",
-                f"task_command=({shlex.join(task_command)})",
-                f"signal_command=({shlex.join(signal_command)})",
-                f"leave_signal={shlex.quote(leave_signal)}",
-                *([f"leave_from={leave_from}"] if leave_from else []),
-            ]
-        )
-        + "\n"
+    return _text(
+        *export_lines(environment),
+        f"modules=({shlex.join(modules)})",
+        f"task_command=({shlex.join(task_command)})",
+        f"signal_command=({shlex.join(signal_command)})",
+        f"leave_signal={shlex.quote(leave_signal)}",
+        *([f"leave_from={leave_from}"] if leave_from else []),
     )
 
 
@@ -291,15 +273,8 @@ def task_command(
     before = ["bash", str(setup)] if plan.setup else []
     if nodes:
         where = [word for word in program[: program.index("--")] if word.startswith(("--run-dir=", "--attempt="))]
-        before += [
-            plan.host_python,
-            "-P",
-            "-m",
-            "relayrun.control.agent.step_per_node",
-            *where,
-            f"--nodes={','.join(nodes)}",
-            "--",
-        ]
+        step_per_node = [plan.host_python, "-P", "-m", "relayrun.control.agent.step_per_node"]
+        before += [*step_per_node, *where, f"--nodes={','.join(nodes)}", "--"]
     return [*before, *starter, "bash", str(rank), *plan.command_prefix, *program]
 
 

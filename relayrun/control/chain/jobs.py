@@ -77,10 +77,8 @@ def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: 
             scheduler.signal_ranks(job.id, leave)
             told.append(f"the ranks of job {job.id} are asked to save and leave")
         except SchedulerError as error:
-            told.append(
-                f"job {job.id} ({job.state.lower()}) could not be asked to leave ({error.message}): `relayrun cancel` "
-                "ends it at once"
-            )
+            who = f"job {job.id} ({job.state.lower()}) could not be asked to leave ({error.message})"
+            told.append(f"{who}: `relayrun cancel` ends it at once")
     reason = f"stopped by {user}{unwritten}"
     with contextlib.suppress(OSError):
         reason = stop_reason(run) or reason
@@ -226,11 +224,9 @@ def continue_chain(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt,
     cancelled = cancelled_successor_reason(attempt, scheduler)
     if cancelled is not None:
         return cancelled
-    started = attempt.read_begin()
+    options = _begin_options(attempt)
     try:
-        ensure_successor(
-            run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay
-        )
+        ensure_successor(run, plan, scheduler, attempt, own=own, options=options, delay=delay)
     except SchedulerError as error:  # for example a limit of submitted jobs: a requeue needs no second job
         if pending_jobs(plan, scheduler, own=own):  # it was queued all the same
             return None
@@ -261,9 +257,8 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
         except SchedulerError as error:
             if found := pending_jobs(plan, scheduler, own=own):  # it was queued all the same, or by another agent
                 return found[0].id
-            log_line(
-                f"no job can take the place of job {own}, which may wait for nodes that are not up: {error.message}"
-            )
+            waits = f"job {own}, which may wait for nodes that are not up"
+            log_line(f"no job can take the place of {waits}: {error.message}")
     log_line(f"job {own} is queued again, not before {delay} s from now")
     scheduler.requeue(own, delay=delay, minimum=minimum)
     return own
@@ -274,16 +269,18 @@ def ensure_replacement(run: Run, plan: Plan, scheduler: Scheduler, attempt: Atte
 
     Slurm 22.05 no longer changes a job that has lost nodes, so it would wait for as many nodes as before.
     """
-    started = attempt.read_begin()
     for job in pending_jobs(plan, scheduler, own=own)[:1]:  # Slurm may not have answered when the attempt ended
         _adapt_pending_job(run, plan, scheduler, job.id, delay=0)
-    job_id = ensure_successor(
-        run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay
-    )
-    log_line(
-        f"job {job_id} goes on in the place of job {own}, which has lost a node and would wait for as many as before"
-    )
+    options = _begin_options(attempt)
+    job_id = ensure_successor(run, plan, scheduler, attempt, own=own, options=options, delay=delay)
+    lost = f"job {own}, which has lost a node and would wait for as many as before"
+    log_line(f"job {job_id} goes on in the place of {lost}")
     return job_id
+
+
+def _begin_options(attempt: Attempt) -> dict[str, str]:
+    started = attempt.read_begin()
+    return started.options if started else {}
 
 
 def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str) -> None:
@@ -292,14 +289,14 @@ def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job
     The replacement is recorded first: the next `begin` would take the cancellation for a person's wish. Raises
     SchedulerError and OSError.
     """
-    write_atomic(attempt.made_place, job_id)
+    write_atomic(attempt.replaced_by, job_id)
     scheduler.cancel(own)
 
 
 def _replacement_of(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> str | None:
     """Return the job that already replaces `own`; in mode `requeue` any pending job does."""
-    if attempt.made_place.exists():
-        return attempt.made_place.read_text()
+    if attempt.replaced_by.exists():
+        return attempt.replaced_by.read_text()
     found = pending_jobs(plan, scheduler, own=own) if plan.mode == "requeue" else []
     return found[0].id if found else None
 

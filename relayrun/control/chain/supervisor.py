@@ -14,6 +14,7 @@ import os
 import shlex
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from relayrun.control import chain_state, decisions
@@ -167,16 +168,15 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
     if reason is None and record.action in ("continue", "retry"):
         reason = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if reason is not None:
-        words = failure_reason.log_excerpt(_attempt_log(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
-        stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
+        log = failure_reason.attempt_log(attempt) if record.cause in ("failed", "fatal", "hang") else ""
+        stop_chain(run, plan, scheduler, reason, own_job=own, words=failure_reason.log_excerpt(log))
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # else the next job's `watch` already writes them
         _update_views(run)  # last: by now the chain has been continued or ended
         background.send_notices(run, plan)
-    over = record.action == "end" or stop_reason(run) is not None  # perhaps no later process starts the next run
-    campaign.start_due_members_of(
-        run, leaves=record.action == "end", patience=CONTROLLER_PATIENCE if over else campaign.PATIENCE
-    )
+    leaves = record.action == "end"
+    over = leaves or stop_reason(run) is not None  # perhaps no later process starts the next run
+    campaign.start_due_members_of(run, leaves=leaves, patience=CONTROLLER_PATIENCE if over else campaign.PATIENCE)
     return 0 if record.cause in ("done", "saved", "exit") else EXIT_ATTEMPT_FAILED
 
 
@@ -190,21 +190,18 @@ def _update_views(run: Run) -> None:
 
 def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
     """Return the measured grace period of the next attempt and the duration of an evaluation, in seconds."""
-    newest = islice(
-        merged_metrics.newest_valid_lines(run), 2 * time_limit.GRACE_STEPS
-    )  # an evaluated iteration has two lines
-    steps = [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1]
+    # an evaluated iteration has two lines
+    newest = islice(merged_metrics.newest_valid_lines(run), 2 * time_limit.GRACE_STEPS)
     evaluations = merged_metrics.evaluation_seconds(run, time_limit.GRACE_SAVES)
     measured = time_limit.measured_grace_period(
-        steps,
+        [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1],
         line.newest_saves(time_limit.GRACE_SAVES),
         floor=plan.lead_floor,
         ceiling=plan.lead_ceiling,
         evaluation_seconds=evaluations,
     )
-    return plan.lead if measured is None else measured, time_limit.percentile(
-        evaluations, 0.95
-    ) if evaluations else None
+    evaluation = time_limit.percentile(evaluations, 0.95) if evaluations else None
+    return plan.lead if measured is None else measured, evaluation
 
 
 def _time_limit(plan: Plan, job: Job) -> float:
@@ -320,8 +317,7 @@ def _attempt_start(attempt: Attempt) -> AttemptStart:
 
 
 def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
-    """Return in words that the reservation of the attempt's job has ended, or leaves no time for another job; else
-    empty.
+    """Return a sentence if the reservation of the attempt's job has ended, or leaves no time for another job.
 
     Slurm removes an ended reservation from a job that it still ends.
     """
@@ -349,11 +345,13 @@ def _close(
     started = _attempt_start(attempt)
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
-    failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
+    failure, fatal = "", None
+    if not (outcome or hang):
+        failure, fatal = failure_reason.why_failed(run, plan, attempt, started, exit_code)
     now = checkpoint_records.resume_point(run)
     facts = decisions.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
-        outcome_reason=fatal or (_with_shortage(plan, attempt, outcome) if outcome else ""),
+        outcome_reason=fatal or (_leave_reason(plan, attempt, outcome) if outcome else ""),
         failure=failure,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
@@ -379,20 +377,29 @@ def _close(
         action=decision.action,
         delay=decision.delay,
     )
-    excluded_nodes.record_node_failures(
-        run, attempt.number, node_health.sick_nodes(attempt), now=record.end_time, sick=True
-    )
-    if record.cause in ("failed", "unknown"):
-        blame = excluded_nodes.blamed_nodes(
-            _first_failure_log(plan, attempt), failure_reason.read_failures(attempt), ntasks=_rank_count(plan, started)
-        )
-        excluded_nodes.record_node_failures(run, attempt.number, blame, now=record.end_time)
-        for node, reason in blame.items():
-            log_line(f"a strike for node {node}: {reason}")
-    gone = {node: each.words for each in restarts.read_failed_restarts(attempt) for node in each.lost}
-    excluded_nodes.record_node_failures(run, attempt.number, gone, now=record.end_time)
+    _record_node_failures(run, plan, attempt, started, record)
     record.write(attempt.end)
     return record
+
+
+def _leave_reason(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
+    """Return why rank 0 left and, if it saved to be resumed, that the start took most of the time limit."""
+    if outcome.outcome != "saved":
+        return outcome.reason
+    short = time_limit.why_time_was_short(attempt, now=outcome.time, asked=plan.time_limit)
+    return "; ".join(filter(None, [outcome.reason, short]))
+
+
+def _record_node_failures(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, end: AttemptEnd) -> None:
+    record = partial(excluded_nodes.record_node_failures, run, attempt.number, now=end.end_time)
+    record(node_health.sick_nodes(attempt), sick=True)
+    if end.cause in ("failed", "unknown"):
+        log, failures = failure_reason.first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
+        blame = excluded_nodes.blamed_nodes(log, failures, ntasks=plan.rank_count(started.options))
+        record(blame)
+        for node, reason in blame.items():
+            log_line(f"a strike for node {node}: {reason}")
+    record({node: each.words for each in restarts.read_failed_restarts(attempt) for node in each.lost})
 
 
 def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> None:
@@ -401,56 +408,6 @@ def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exi
     observer = trainer_of(plan, run).follow(newest, signal_ranks=lambda _number: None)
     if observer is not None:
         observer.conclude(None if exit_code == decisions.UNKNOWN_EXIT_CODE else exit_code)
-
-
-def _with_shortage(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
-    """Return why rank 0 left and, if it saved to be resumed, that the start took most of the time limit."""
-    if outcome.outcome != "saved":
-        return outcome.reason
-    short = time_limit.why_time_was_short(attempt, now=outcome.time, asked=plan.time_limit)
-    return "; ".join(filter(None, [outcome.reason, short]))
-
-
-def _rank_count(plan: Plan, started: AttemptStart) -> int:
-    return plan.training_nodes(int(started.options.get("nodes", plan.nodes))) * plan.ntasks_per_node
-
-
-def _why_failed(
-    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int
-) -> tuple[str, str | None]:
-    """Return which rank failed first, and why every other attempt would fail too, in words, for an attempt without
-    outcome.
-    """
-    if attempt.not_started.exists():
-        return failure_reason.not_started_text(attempt), None
-    if failed_line := failure_reason.setup_failure_text(attempt, exit_code=exit_code):
-        return failed_line, failed_line
-    log_text, failures = _first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
-    earlier = range(plan.submitted_after_attempt + 1, attempt.number)
-    fatal = failure_reason.fatal_reason(
-        log_text,
-        failures,
-        exit_code=exit_code,
-        ntasks=_rank_count(plan, started),
-        began=_any_rank_was_alive(plan, attempt),
-        worked_before=any(run.attempt(number).started.exists() for number in earlier),
-        program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
-    )
-    who = (
-        _why_no_restart(attempt)
-        or node_health.why_health_ended_attempt(attempt)
-        or failure_reason.first_failure_text(log_text, failures)
-    )
-    if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # time was not short
-        return who, fatal
-    return "; ".join(
-        filter(None, [who, time_limit.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)])
-    ), fatal
-
-
-def _any_rank_was_alive(plan: Plan, attempt: Attempt) -> bool:
-    """Return whether a rank was ever alive. A foreign trainer's heartbeat is the observer's, so it proves nothing."""
-    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
@@ -470,27 +427,7 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
 
 def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:
     """Return whether a person cancelled the attempt's job. The chain records its own cancellations before."""
-    return scheduler.cancelled(started.job_id, nodes=started.nodes) and not attempt.made_place.exists()
-
-
-def _attempt_log(attempt: Attempt) -> str:
-    """Return the standard error of the attempt's job since the attempt, or its last restart, began."""
-    started = attempt.read_begin()
-    since = max((failed.log_size for failed in restarts.read_failed_restarts(attempt) if failed.again), default=0)
-    return "" if started is None else failure_reason.log_tail(started.log, since=max(since, started.log_offset))
-
-
-def _first_failure_log(plan: Plan, attempt: Attempt) -> str:
-    """The log used to find the first failure. srun's lines about agents are dropped: all agents exit with the first
-    rank.
-    """
-    return _attempt_log(attempt) if plan.recovery == "job" else excluded_nodes.without_task_ends(_attempt_log(attempt))
-
-
-def _why_no_restart(attempt: Attempt) -> str:
-    """Return why the ranks were not restarted inside the job, in words; empty if that was not decided."""
-    failed = restarts.read_failed_restarts(attempt)[-1:]
-    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
+    return scheduler.cancelled(started.job_id, nodes=started.nodes) and not attempt.replaced_by.exists()
 
 
 def _environment(

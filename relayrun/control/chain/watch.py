@@ -148,7 +148,7 @@ class Watch:
         self._trainer = trainer_of(self.plan, run)
         self._observer = self._observing()
         self._views = MergedViews(run)
-        self._messenger = NoticeSender(run, self.plan)
+        self._notices = NoticeSender(run, self.plan)
         self._copier = CheckpointCopier(run, self.plan)
         self._quota = QuotaMonitor(run, self.plan)
         self._complaints: dict[str, str] = {}
@@ -180,7 +180,7 @@ class Watch:
             self.look(batch_pid)
             if select.select([leaving], [], [], POLL_SECONDS)[0] and signal.SIGTERM in os.read(leaving, 1024):
                 break  # other signals belong to a duty
-        self._messenger.finish()
+        self._notices.finish()
         self._copier.finish()
         self._try("the merged views", self._follow_to_the_end)
 
@@ -197,7 +197,7 @@ class Watch:
         saved = failure_reason.log_size(str(self.attempt.commits))
         self._try("the copies of checkpoints", lambda: self._copier.look(saved))
         self._try("how full the disk is", lambda: self._quota.look(saved))
-        self._messenger.look()
+        self._notices.look()
 
     def _observing(self) -> AttemptObserver | None:
         """Return the writer of a foreign program's records; None if the program writes them itself."""
@@ -292,11 +292,12 @@ class Watch:
                 log_line(f"the ranks could not be asked for their stacks: {error.message}")
             if self._goes_on(beats):
                 return
+            ranks = self.plan.rank_count(self.begin.options if self.begin else {})
             hang = Hang(
                 iteration=max((beat.iteration for beat in beats), default=0),
                 phase=beats[0].phase if beats else "start",
                 seconds=seconds,
-                silent=sorted(set(range(self._ranks())) - ranks_with_stacks(stacks)) if asked else [],
+                silent=sorted(set(range(ranks)) - ranks_with_stacks(stacks)) if asked else [],
                 asked=asked,
                 late={str(rank): place for rank, place in late_ranks(stacks).items()} if asked else {},
                 time=time.time(),
@@ -332,19 +333,9 @@ class Watch:
         if self.plan.mode == "singleton" and not self.attempt.retry_successor.exists():
             return
         root = Path(self.plan.package_root)
-        command = [
-            "env",
-            f"PYTHONPATH={root}",
-            "bash",
-            str(root / "launchers/lib/rank.sh"),
-            self.plan.host_python,
-            "-m",
-            "relayrun.control.chain",
-            "guard",
-            f"--run-dir={self.run.path}",
-            f"--attempt={self.attempt.number}",
-            f"--batch-pid={batch_pid}",
-        ]
+        start = ["env", f"PYTHONPATH={root}", "bash", str(root / "launchers/lib/rank.sh"), self.plan.host_python]
+        where = [f"--run-dir={self.run.path}", f"--attempt={self.attempt.number}", f"--batch-pid={batch_pid}"]
+        command = [*start, "-m", "relayrun.control.chain", "guard", *where]
         self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
         self._guarded = True
 
@@ -364,10 +355,6 @@ class Watch:
             )
             write_atomic(self.attempt.stop, "the reservation ends\n")
             os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
-
-    def _ranks(self) -> int:
-        nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes
-        return self.plan.training_nodes(nodes) * self.plan.ntasks_per_node
 
     def _look_at_saves(self) -> None:
         """Submit evaluations of new checkpoints and start waiting runs; also from time to time without a new

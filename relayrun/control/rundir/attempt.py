@@ -62,15 +62,15 @@ class Attempt:
     """Written by rank 0 when it leaves on purpose."""
     commits = PathIn(COMMITS_NAME)
     """One line per published checkpoint, by rank 0."""
-    rewinds = PathIn("rewinds.jsonl")
+    rollbacks = PathIn("rewinds.jsonl")
     """One line per rollback, by rank 0 before the rollback happens; see `rundir.restarts`."""
-    rounds = PathIn("rounds.jsonl")
+    failed_restarts = PathIn("rounds.jsonl")
     """One line per failed restart inside the attempt's job, by the coordinator; see `rundir.restarts`."""
     node_health = PathIn("node_health.jsonl")
     """Findings about nodes, by the coordinator or ranks; see `rundir.node_health`."""
     hand_over = PathIn("hand_over.json")
     """The end of a foreign program's restart, between the coordinator and the watch; see `rundir.restarts`."""
-    round = PathIn("round.json")
+    restart_base = PathIn("round.json")
     """The base of a foreign program's newest restart, by the coordinator; see `rundir.restarts`."""
     memory_intervals = PathIn("memory_intervals.jsonl")
     """One line per choice of `checkpoint.memory_interval: auto`, with its measurements, by rank 0."""
@@ -100,7 +100,7 @@ class Attempt:
     """Its existence means that the successor could not be queued yet; `watch` retries."""
     successor = PathIn("successor.json")
     """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
-    made_place = PathIn("made_place")
+    replaced_by = PathIn("made_place")
     """Id of the job that replaces this attempt's job, which the chain itself, and no person, cancels.
 
     Several agents may write `successor` at the same time; only this file is never overwritten with an older state.

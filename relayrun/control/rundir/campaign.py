@@ -14,10 +14,8 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -223,23 +221,3 @@ def campaign_stop_reason(folder: Path) -> str | None:
 def write_campaign_stop(folder: Path, reason: str) -> None:
     """Keep members from starting."""
     write_atomic(campaign_stop_path(folder), f"{reason}\n")
-
-
-@contextlib.contextmanager
-def campaign_lock(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
-    """Hold the lock of a campaign; yield whether it was acquired within `patience` seconds. Raises OSError."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    yield False
-                    return
-                time.sleep(0.1)
-        yield True
-    finally:
-        os.close(fd)

@@ -57,6 +57,10 @@ class ResumePoint:
     iteration: int
     path: str | None
 
+    @classmethod
+    def of(cls, commit: CheckpointCommit) -> ResumePoint:
+        return cls(iteration=commit.iteration, path=commit.path)
+
 
 BEGINNING = ResumePoint(iteration=0, path=None)
 
@@ -91,6 +95,11 @@ class Lineage:
         """Return every commit that counts, by rising iteration, even if its folder is gone."""
         return [counted.commit for counted in self.backwards()][::-1]
 
+    def beyond(self, iteration: int) -> Iterator[CheckpointCommit]:
+        """Yield the commits of later iterations that count, newest first."""
+        commits = (counted.commit for counted in self.backwards())
+        return takewhile(lambda commit: commit.iteration > iteration, commits)
+
     def newest_saves(self, most: int) -> list[float]:
         """Return the seconds of at most `most` newest saves, oldest first."""
         seconds = (counted.commit.seconds for counted in self.backwards())
@@ -108,10 +117,10 @@ class Lineage:
             commit = counted.commit
             newest = newest or commit
             own = own or counted.published
-            if own and not counted.published and not is_checkpoint_of(self._run, _resume_point_at(commit)):
+            if own and not counted.published and not is_checkpoint_of(self._run, ResumePoint.of(commit)):
                 break  # only another run's checkpoint, with which this one began, is left
             if checkpoint_fault(commit) is None:
-                return _resume_point_at(commit)
+                return ResumePoint.of(commit)
         if newest is not None:
             raise RunDirError(
                 f"no checkpoint of this run is whole; the newest, {newest.path}: {checkpoint_fault(newest)}",
@@ -134,24 +143,17 @@ class Lineage:
             return None
         if newest is None or value >= newest.commit.iteration or written <= newest.commit.time:
             return None
-        for commit in (counted.commit for counted in self.backwards()):
-            if commit.iteration < value:
-                break
-            if commit.iteration == value and checkpoint_fault(commit) is None:
-                return ResumePoint(iteration=commit.iteration, path=commit.path)
-        return None
+        found = (commit for commit in self.beyond(value - 1) if commit.iteration == value)
+        return next((ResumePoint.of(commit) for commit in found if checkpoint_fault(commit) is None), None)
 
     def quarantine(self, base: ResumePoint, *, attempt: int) -> list[str]:
         """Move checkpoints beyond `base` away: torn ones to .quarantine, whole ones to .superseded.
 
         Nothing is deleted. Returns one line per moved checkpoint, oldest first.
         """
-        beyond = takewhile(lambda commit: commit.iteration > base.iteration, (c.commit for c in self.backwards()))
         moved: list[str] = []
-        for commit in reversed(list(beyond)):
-            if not Path(commit.path).exists():
-                continue
-            if not is_checkpoint_of(self._run, ResumePoint(iteration=commit.iteration, path=commit.path)):
+        for commit in reversed(list(self.beyond(base.iteration))):
+            if not (Path(commit.path).exists() and is_checkpoint_of(self._run, ResumePoint.of(commit))):
                 continue
             what = checkpoint_fault(commit)
             folder = self._run.checkpoints / (".superseded" if what is None else ".quarantine")
@@ -162,10 +164,6 @@ class Lineage:
         if moved:
             fsync_directory(self._run.checkpoints)
         return moved
-
-
-def _resume_point_at(commit: CheckpointCommit) -> ResumePoint:
-    return ResumePoint(iteration=commit.iteration, path=commit.path)
 
 
 def started_attempts_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
@@ -240,12 +238,9 @@ def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
     if folder.parent.name != "checkpoints":
         return None
     run = Run(folder.parent.parent)
-    for number in reversed(run.attempt_numbers()):
-        attempt = run.attempt(number)
-        for commit in attempt.commits_backwards():
-            if os.path.realpath(commit.path) == str(folder):
-                return commit
-    return None
+    attempts = map(run.attempt, reversed(run.attempt_numbers()))
+    commits = (commit for attempt in attempts for commit in attempt.commits_backwards())
+    return next((commit for commit in commits if os.path.realpath(commit.path) == str(folder)), None)
 
 
 def checkpoint_fault(commit: CheckpointCommit) -> str | None:
@@ -290,7 +285,7 @@ def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> l
     """Return broken checkpoints of later iterations than the durable one, newest first."""
     found = {
         entry.iteration: BrokenCheckpoint(iteration=entry.iteration, path=entry.path, why=why, quarantined=False)
-        for entry in _commits_after(line, durable)
+        for entry in line.beyond(durable.iteration)
         if (why := checkpoint_fault(entry)) is not None
     }
     for iteration, attempt, folder in _quarantine_folders(run):
@@ -332,15 +327,6 @@ def _broken_checkpoint(run: Run, iteration: int, attempt: int, folder: Path) -> 
     return BrokenCheckpoint(iteration=iteration, path=str(folder), why=why or "it was not whole", quarantined=True)
 
 
-def _commits_after(line: Lineage, durable: ResumePoint) -> list[CheckpointCommit]:
-    found = []
-    for counted in line.backwards():
-        if counted.commit.iteration <= durable.iteration:
-            break
-        found.append(counted.commit)
-    return found
-
-
 def _quarantine_folders(run: Run) -> list[tuple[int, int, Path]]:
     """Return (iteration, attempt that moved it, folder), in the order of the attempts."""
     folder = run.checkpoints / ".quarantine"
@@ -354,9 +340,6 @@ def _quarantine_folders(run: Run) -> list[tuple[int, int, Path]]:
 
 def _commit_before(run: Run, iteration: int, *, before: int) -> CheckpointCommit | None:
     """Return the record of the checkpoint that attempt `before` moved away."""
-    for number in reversed(run.attempt_numbers()):
-        if number < before:
-            for commit in reversed(run.attempt(number).read_commits()):
-                if commit.iteration == iteration:
-                    return commit
-    return None
+    attempts = (run.attempt(number) for number in reversed(run.attempt_numbers()) if number < before)
+    commits = (commit for attempt in attempts for commit in attempt.commits_backwards())
+    return next((commit for commit in commits if commit.iteration == iteration), None)

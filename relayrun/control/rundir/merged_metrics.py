@@ -136,7 +136,7 @@ class MergedViews:
                 return False
             if number != numbers[-1] or not (goes_on or attempt.read_end() is None):
                 # a rollback is recorded before its line is in the metrics
-                for entry in list(read_lines(attempt.rewinds))[self._reached.rewinds :]:
+                for entry in list(read_lines(attempt.rollbacks))[self._reached.rewinds :]:
                     self._cut(entry["base_iteration"])
         return True
 
@@ -305,8 +305,8 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
 
 def _iteration_resets_of(attempt: Attempt, *, before_rewind: int | None) -> list[int]:
     """`iteration_resets` of an attempt; without restarts the rollbacks on record are complete."""
-    rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rewinds)]
-    if attempt.rounds.exists():
+    rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rollbacks)]
+    if attempt.failed_restarts.exists():
         return iteration_resets(attempt.metrics, rewinds, before_rewind=before_rewind)
     return rewinds if before_rewind is None else rewinds[: before_rewind - 1]
 

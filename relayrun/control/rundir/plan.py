@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -167,6 +168,10 @@ class Plan(Record):
         if not self.outlives_nodes:
             return num_nodes
         return max((nodes for nodes in (self.nodes, *self.elastic_nodes) if nodes <= num_nodes), default=num_nodes)
+
+    def rank_count(self, options: Mapping[str, str]) -> int:
+        """Return how many ranks train in a job with these options of sbatch."""
+        return self.training_nodes(int(options.get("nodes", self.nodes))) * self.ntasks_per_node
 
 
 def chain_job_name(project: str, name: str, run: Path) -> str:

@@ -71,7 +71,7 @@ def pending_hand_over(attempt: Attempt) -> RestartHandOver | None:
 
 def read_restart_base(attempt: Attempt) -> RestartBase | None:
     """Return the base of the newest restart; None in the first one. Raises OSError and RunDirError."""
-    return RestartBase.read(attempt.round)
+    return RestartBase.read(attempt.restart_base)
 
 
 def attempt_start_of_restart(attempt: Attempt, begin: AttemptStart) -> AttemptStart:
@@ -108,7 +108,7 @@ class Rollback(Record):
 
 
 def record_rollback(attempt: Attempt, rewind: Rollback) -> None:
-    append_line(attempt.rewinds, asdict(rewind))
+    append_line(attempt.rollbacks, asdict(rewind))
 
 
 def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
@@ -125,7 +125,7 @@ def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[R
                 saved, since = counted.commit.time, counted.attempt
             break
     numbers = [number for number in run.attempt_numbers() if number >= since]
-    found = [Rollback.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rewinds)]
+    found = [Rollback.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rollbacks)]
     pending = []
     for rewind in found:
         if rewind.base_iteration == iteration and rewind.time > saved and rewind.next_sample > consumed_samples:
@@ -214,18 +214,18 @@ class FailedRestart(Record):
 
 def record_failed_restart(attempt: Attempt, failed: FailedRestart) -> None:
     """Append a failed restart to the record."""
-    append_line(attempt.rounds, asdict(failed))
+    append_line(attempt.failed_restarts, asdict(failed))
 
 
 def amend_failed_restart(attempt: Attempt, number: int, **changes: object) -> None:
     """Change fields of the record of this failed restart; `seconds` are merged."""
-    append_line(attempt.rounds, {"round": number, **changes})
+    append_line(attempt.failed_restarts, {"round": number, **changes})
 
 
 def read_failed_restarts(attempt: Attempt) -> list[FailedRestart]:
     """Return the failed restarts of an attempt, oldest first."""
     found: dict[int, dict[str, Any]] = {}
-    for entry in read_lines(attempt.rounds):
+    for entry in read_lines(attempt.failed_restarts):
         known = found.setdefault(entry["round"], {})
         known |= entry | {"seconds": known.get("seconds", {}) | entry.get("seconds", {})}
     return [FailedRestart.of(entry) for entry in found.values() if "words" in entry]
@@ -268,7 +268,7 @@ def prepare_restart(
     if base.iteration < begin.base_iteration:  # the attempt's base is not whole any more
         attempt.fall_back(base.iteration, base.path)
     _move_failed_restart_files(run, attempt, next_round - 1)
-    if entries := list(read_lines(attempt.rewinds)):
+    if entries := list(read_lines(attempt.rollbacks)):
         written = sum("rewind" in line for line in read_lines(attempt.metrics))
         for entry in entries[written:]:  # rank 0 was killed between the two writes
             append_line(attempt.metrics, {"iteration": entry["base_iteration"], "rewind": entry})

@@ -68,7 +68,7 @@ class Run:
     """The checkpoints that are evaluated, by the newest submit."""
     evaluation_script = PathIn("evaluation.sbatch")
     """The job that evaluates one checkpoint, given its iteration and attempt."""
-    strikes = PathIn("nodes.jsonl")
+    node_failures = PathIn("nodes.jsonl")
     """One line per node that was blamed for a failed attempt."""
     node_health = PathIn("node_health.jsonl")
     """One line per measurement of the run's nodes; see `rundir.node_health`."""

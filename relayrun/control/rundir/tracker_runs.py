@@ -87,7 +87,7 @@ def _rollbacks(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
         begin = run.attempt(number).read_begin()
         if begin is not None and begin.rewound:
             yield (number, 0), begin.base_iteration
-        for count, entry in enumerate(read_lines(run.attempt(number).rewinds), start=1):
+        for count, entry in enumerate(read_lines(run.attempt(number).rollbacks), start=1):
             yield (number, count), int(entry["base_iteration"])
 
 

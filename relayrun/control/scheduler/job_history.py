@@ -111,19 +111,8 @@ def last_local_job(every: Sequence[LocalJob]) -> JobEnd | None:
 
 
 def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
-    text = ask_slurm(
-        [
-            "sacct",
-            "--allocations",
-            "--allusers",
-            "--parsable2",
-            "--noheader",
-            f"--name={plan.job_name}",
-            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
-            "--format=JobID,State,ExitCode,NodeList,Start,End",  # sacct's Reason explains the wait, not the end
-        ]
-    )
-    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
+    # not its Reason, which explains the wait and not the end
+    rows = _sacct_rows(f"--name={plan.job_name}", since, "JobID,State,ExitCode,NodeList,Start,End")
     ended = [row for row in rows if not is_live_state(row[1])]
     if not ended:
         return None
@@ -139,8 +128,7 @@ def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
 
 
 def _last_job_by_controller(plan: Plan) -> JobEnd | None:
-    text = ask_slurm(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
-    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
+    rows = _rows(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"], 3)
     ended = [row for row in rows if not is_live_state(row[1])]
     if not ended:
         return None
@@ -156,6 +144,18 @@ def _last_job_by_controller(plan: Plan) -> JobEnd | None:
         end_time=parse_timestamp(fields.get("EndTime", "")),
         source="scontrol",
     )
+
+
+def _sacct_rows(which: str, since: float, columns: str, *options: str) -> list[list[str]]:
+    """Return the accounting of the jobs that the option `which` selects, one row per allocation since a time."""
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
+    command = ["sacct", "--allocations", "--allusers", *options, "--parsable2", "--noheader", which]
+    return _rows([*command, f"--starttime={start}", f"--format={columns}"], columns.count(",") + 1)
+
+
+def _rows(command: Sequence[str], columns: int) -> list[list[str]]:
+    text = ask_slurm(command) or ""
+    return [row for line in text.splitlines() if len(row := line.split("|")) == columns]
 
 
 def _newest_row(rows: Sequence[list[str]]) -> list[str]:
@@ -217,9 +217,9 @@ def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -
     """
     if plan.scheduler == "local":
         return _local_allocations(run)
-    accounted = _allocations_by_sacct([f"--name={plan.job_name}"], since)
+    accounted = _allocations_by_sacct(f"--name={plan.job_name}", since)
     if missing := set(job_ids) - {each.job_id for each in accounted}:
-        accounted += _allocations_by_sacct([f"--jobs={','.join(sorted(missing))}"], since)
+        accounted += _allocations_by_sacct(f"--jobs={','.join(sorted(missing))}", since)
     known = {each.job_id for each in accounted}
     remembered = [] if known >= set(job_ids) else _allocations_by_controller(plan)
     return sorted([*accounted, *(each for each in remembered if each.job_id not in known)], key=lambda each: each.start)
@@ -243,21 +243,9 @@ def _local_allocations(run: Run) -> list[Allocation]:
     ]
 
 
-def _allocations_by_sacct(which: Sequence[str], since: float) -> list[Allocation]:
-    text = ask_slurm(
-        [
-            "sacct",
-            "--allocations",
-            "--allusers",
-            "--duplicates",  # a requeued job has a row for each start
-            "--parsable2",
-            "--noheader",
-            *which,
-            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
-            "--format=JobID,State,NNodes,Submit,Eligible,Start,End",
-        ]
-    )
-    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 7]
+def _allocations_by_sacct(which: str, since: float) -> list[Allocation]:
+    # --duplicates: a requeued job has a row for each start
+    rows = _sacct_rows(which, since, "JobID,State,NNodes,Submit,Eligible,Start,End", "--duplicates")
     found = [_allocation_of_row(row, source="sacct") for row in rows]
     return join_resized([each for each in found if each is not None])
 
@@ -269,24 +257,22 @@ def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
     """
     found: list[Allocation] = []
     for each in sorted(rows, key=lambda row: row.start):
-        at = next((at for at, before in enumerate(found) if _continues(before, each)), None)
+        at = next((at for at, before in enumerate(found) if _went_on(before) == (each.job_id, each.start)), None)
         if at is None:
             found.append(each)
         else:
-            before = found[at]
-            resized = [*before.resized, (each.start, each.nodes)]
-            found[at] = replace(before, end=each.end, state=each.state, resized=resized)
+            resized = [*found[at].resized, (each.start, each.nodes)]
+            found[at] = replace(found[at], end=each.end, state=each.state, resized=resized)
     return [replace(each, end=None) if each.state == RESIZING else each for each in found]
 
 
-def _continues(before: Allocation, row: Allocation) -> bool:
-    return before.state == RESIZING and before.job_id == row.job_id and before.end == row.start
+def _went_on(row: Allocation) -> tuple[str, float | None] | None:
+    return (row.job_id, row.end) if row.state == RESIZING else None
 
 
 def _allocations_by_controller(plan: Plan) -> list[Allocation]:
     command = ["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%D|%V||%S|%e"]
-    rows = [row for line in (ask_slurm(command) or "").splitlines() if len(row := line.split("|")) == 7]
-    found = [_allocation_of_row(row, source="squeue") for row in rows]
+    found = [_allocation_of_row(row, source="squeue") for row in _rows(command, 7)]
     return [each for each in found if each is not None]
 
 

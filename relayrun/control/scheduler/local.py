@@ -134,32 +134,30 @@ class LocalScheduler(Scheduler):
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         if options:
             raise SchedulerError(f"the local scheduler takes no options, but was given: {', '.join(options)}")
-        return self._queue.add(
-            LocalJob(
-                id="",
-                name=plan.job_name,
-                script=str(script),
-                log_folder=plan.log_folder,
-                time_limit=plan.time_limit,
-                signal_lead=plan.signal_lead,
-                eligible_time=time.time() + delay,
-            )
+        job = LocalJob(
+            id="",
+            name=plan.job_name,
+            script=str(script),
+            log_folder=plan.log_folder,
+            time_limit=plan.time_limit,
+            signal_lead=plan.signal_lead,
+            eligible_time=time.time() + delay,
         )
+        return self._queue.add(job)
 
     def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
-        return self._queue.add(
-            LocalJob(
-                id="",
-                name=name,
-                script=str(script),
-                arguments=list(arguments),
-                log_folder=plan.log_folder,
-                time_limit=limit,
-                signal_lead=0,
-                eligible_time=time.time(),
-                auxiliary=True,
-            )
+        job = LocalJob(
+            id="",
+            name=name,
+            script=str(script),
+            arguments=list(arguments),
+            log_folder=plan.log_folder,
+            time_limit=limit,
+            signal_lead=0,
+            eligible_time=time.time(),
+            auxiliary=True,
         )
+        return self._queue.add(job)
 
     def find_job(self, name: str) -> str | None:
         return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
@@ -245,14 +243,9 @@ class LocalScheduler(Scheduler):
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         del leave_signal  # the batch script sends it
         tasks = plan.nodes if plan.recovery == "node" else plan.ntasks
-        starter = [
-            "-m",
-            "relayrun.control.scheduler.tasks",
-            f"--ntasks={tasks}",
-            f"--pid-file={self._starter_pid}",
-            "--",
-        ]
-        return RankLaunch(command=[plan.host_python, *starter])  # it picks a free port
+        options = [f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
+        # it picks a free port
+        return RankLaunch(command=[plan.host_python, "-m", "relayrun.control.scheduler.tasks", *options])
 
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
         """Run the queued jobs until none is left, the chain's jobs one by one. `poll` is called several times a second.
