@@ -13,10 +13,7 @@ from relayrun.errors import run_main
 
 
 def main() -> int:
-    """Run the supervisor command that the command line names; return its exit code.
-
-    Raises RelayrunError if the run directory or the scheduler refuses what the command needs.
-    """
+    """Run the supervisor command of the command line; return its exit code. Raises RelayrunError."""
     parser = argparse.ArgumentParser(prog="relayrun.control.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("begin", "watch", "guard", "end", "orphaned", "fallback", "tell"):

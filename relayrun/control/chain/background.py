@@ -124,10 +124,7 @@ class NoticeSender:
 
 
 def send_notices(run: Run, plan: Plan, *, at_work: bool = True) -> None:
-    """Write the notices that are due at the end of a job and send them for a few seconds. Raises no errors.
-
-    `at_work`: the job belongs to the chain; False for an evaluation beside it.
-    """
+    """Write and send the notices due at a job's end, for some seconds. `at_work`: it is a job of the chain."""
     sender = NoticeSender(run, plan, at_work=at_work)
     sender.attend()
     sender.finish(NOTICES_END_SECONDS)

@@ -240,10 +240,7 @@ def _queue(folder: Path, member: CampaignMember, plan: Plan, base: ResumePoint, 
 
 
 def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> Readiness | None:
-    """Return whether a member may start; None if it has started, or a person stopped it before.
-
-    A member that Slurm refused is stuck, but keeps its checkpoint to start from.
-    """
+    """Return whether a member may start; None if it has started or was stopped. After a refusal it is stuck."""
     try:
         if campaign.member_started_path(folder, member.name).exists():
             return None
@@ -345,10 +342,7 @@ def _has_started(folder: Path, member: CampaignMember) -> bool:
 
 
 def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> None:
-    """Record first jobs whose queueing process was killed before it could. Raises SchedulerError and OSError.
-
-    The caller holds the campaign's lock, so no other process is about to record them.
-    """
+    """Record first jobs whose queueing process was killed, under the lock. Raises SchedulerError and OSError."""
     waiting = [member for member in whole.members if not _has_started(folder, member) and member.run.plan.exists()]
     if whole.scheduler == "local":
         found = {member.name: _jobs_here(member.run) for member in waiting}

@@ -310,10 +310,7 @@ def requeue_node_count(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) 
 
 
 def would_wait_for_nodes(run: Run, minimum: MinimumNodes) -> bool:
-    """Return whether the running job, requeued, would wait for nodes that are not up.
-
-    Slurm 22.05 no longer changes a job that has lost nodes, so it would wait for all of them.
-    """
+    """Return whether the requeued job would wait for all nodes: Slurm 22.05 no longer changes a job that lost some."""
     return minimum.nodes < minimum.wanted and bool(_lost_nodes(run))
 
 

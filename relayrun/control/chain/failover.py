@@ -39,10 +39,7 @@ again."""
 
 
 def run_fallback_job(run: Run) -> int:
-    """Continue or end a chain one of whose jobs has failed; return an exit code.
-
-    Raises SchedulerError and OSError, for which the caller retries.
-    """
+    """Continue or end a chain after the failure of a job; return an exit code. Raises SchedulerError, OSError."""
     plan = Plan.load(run)
     scheduler = scheduler_for_plan(plan, run, patience=FALLBACK_PATIENCE)
     own = scheduler.current_job_id()

@@ -23,10 +23,7 @@ from relayrun.slurmtime import parse_time
 def queue_fallback_job(
     run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str | None], failed_begins: int = 0
 ) -> None:
-    """Let a fallback job wait for the failure of the chain's newest job, which has these options.
-
-    `failed_begins`: number of consecutive jobs before it that could not begin.
-    """
+    """Queue a fallback job behind the chain's newest job, after `failed_begins` jobs in a row that could not begin."""
     scheduler = scheduler_for_plan(plan, run, patience=0)
     jobs = scheduler.fallback_jobs
     if not plan.fallback_job or jobs is None:

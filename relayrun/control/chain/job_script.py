@@ -182,10 +182,7 @@ def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]
 
 
 def setup_script(lines: Sequence[str], *, report: str) -> str:
-    """Return a script that runs the lines of `job.setup`, then the program that it gets as arguments.
-
-    A signal to the ranks may arrive while the lines run. It must not end them: a file carries the same request.
-    """
+    """Return a script that runs `job.setup`, which signals to ranks must not end, then the program in its arguments."""
     return _text(
         "#!/usr/bin/env bash",
         "set -euo pipefail",
@@ -248,10 +245,7 @@ def export_lines(variables: Mapping[str, str]) -> list[str]:
 
 
 def rank_program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) -> list[str]:
-    """Return the program that the job starts: the rank's `command`, or the agent that starts the ranks of a node.
-
-    `where`: arguments that name the run and the attempt for an agent.
-    """
+    """Return what the job starts: a rank's `command`, or the agent of a node with `where`, its run and attempt."""
     if plan.recovery == "job":
         return list(command)
     # the working folder may hold another relayrun; a foreign program would inherit PYTHONSAFEPATH
@@ -279,10 +273,7 @@ def task_command(
 
 
 def _quote(value: str) -> str:
-    """Quote for an #SBATCH line: Slurm knows "..." with backslash escapes; plain text stays plain.
-
-    Raises ConfigError for a control character, which could end the line.
-    """
+    """Quote for an #SBATCH line, in which Slurm knows "..." with backslash escapes; raise ConfigError if impossible."""
     if any(ord(char) < 32 or ord(char) == 127 for char in value):
         raise ConfigError("a control character cannot stand in a line of a job script", where=repr(value))
     if value and all(char.isalnum() or char in "-_./:,@%+=[]" for char in value):

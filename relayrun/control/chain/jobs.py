@@ -112,10 +112,7 @@ def ensure_successor(
     options: Mapping[str, str],
     delay: int = 0,
 ) -> str:
-    """Queue a job with these options behind `own` unless one is pending; return its id.
-
-    Of several pending jobs one is left. Raises SchedulerError if none could be queued.
-    """
+    """Queue a job behind `own` unless one is pending; return its id. Several pending jobs are reduced to one."""
     found = pending_jobs(plan, scheduler, own=own)
     if found:
         job_id = found[0].id
@@ -173,9 +170,8 @@ def stop_reason_of_job(job: Job | None) -> str | None:
 
 
 def record_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> SuccessorJob | None:
-    """Return the recorded successor if somebody has cancelled it. The record is updated: a scheduler forgets its jobs.
-
-    Raises SchedulerError.
+    """Return the recorded successor if it was cancelled, and note that: a scheduler forgets jobs. Raises
+    SchedulerError.
     """
     known = SuccessorJob.read(attempt.successor)
     if known is None or known.cancelled:
@@ -265,10 +261,7 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
 
 
 def ensure_replacement(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
-    """Ensure that another job replaces `own`, which has lost nodes; return its id. Raises SchedulerError.
-
-    Slurm 22.05 no longer changes a job that has lost nodes, so it would wait for as many nodes as before.
-    """
+    """Ensure that another job replaces `own`, which lost nodes and so may not shrink any more; return its id."""
     for job in pending_jobs(plan, scheduler, own=own)[:1]:  # Slurm may not have answered when the attempt ended
         _adapt_pending_job(run, plan, scheduler, job.id, delay=0)
     options = _begin_options(attempt)
@@ -284,11 +277,7 @@ def _begin_options(attempt: Attempt) -> dict[str, str]:
 
 
 def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str) -> None:
-    """Cancel the job `own`, which another job replaces.
-
-    The replacement is recorded first: the next `begin` would take the cancellation for a person's wish. Raises
-    SchedulerError and OSError.
-    """
+    """Cancel `own` after recording its replacement, else the next `begin` would take it for a person's wish."""
     write_atomic(attempt.replaced_by, job_id)
     scheduler.cancel(own)
 

@@ -142,10 +142,7 @@ def watch_attempt(run: Run, number: int, *, batch_pid: int) -> int:
 
 
 def end_attempt(run: Run, number: int, exit_code: int) -> int:
-    """Close the attempt: record how it ended, and continue or end the chain. Returns the exit code.
-
-    It may be called again: the record holds, and each consequence happens once.
-    """
+    """Record how the attempt ended, and continue or end the chain; safe to call again. Returns the exit code."""
     plan = Plan.load(run)
     attempt = run.attempt(number)
     started = _attempt_start(attempt)
@@ -317,10 +314,7 @@ def _attempt_start(attempt: Attempt) -> AttemptStart:
 
 
 def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
-    """Return a sentence if the reservation of the attempt's job has ended, or leaves no time for another job.
-
-    Slurm removes an ended reservation from a job that it still ends.
-    """
+    """Return a sentence if the job's reservation, which Slurm may have removed from it, ends too soon; else ""."""
     name = started.options.get("reservation")
     job = scheduler.query(own) if name is not None else None
     if name is None or job is None:

@@ -324,10 +324,7 @@ class Watch:
         self._ended_hang = True
 
     def _guard(self, batch_pid: int) -> None:
-        """Start the guard of a job without successor, once its ranks have their step.
-
-        An earlier guard could take the place of the ranks in the job.
-        """
+        """Start the guard of a job without successor, after the ranks, whose place in the job it could take."""
         if self._guarded or not self._seen or not self.plan.auto_requeue:
             return
         if self.plan.mode == "singleton" and not self.attempt.retry_successor.exists():

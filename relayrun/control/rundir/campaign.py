@@ -163,10 +163,8 @@ def waits_for_campaign(run: Run) -> bool:
 
 
 def members_that_need(run: Run) -> list[str]:
-    """Return names of the members that need a run in its place: they wait for it, or have no checkpoint of their own
-    yet.
-
-    Raises RunDirError and OSError if a record cannot be read.
+    """Return the members that need a run in its place: they wait for it, or have no own checkpoint. Raises RunDirError,
+    OSError.
     """
     membership = read_membership(run)
     if membership is None or not is_campaign(folder := Path(membership.folder)):

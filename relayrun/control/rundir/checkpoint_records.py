@@ -77,10 +77,7 @@ class LineageCommit:
 
 
 class Lineage:
-    """The lineage of a run when it is read: back from the newest attempt, each record once, only as far as needed.
-
-    To see changes, make a new object.
-    """
+    """The lineage of a run as it is now, read back from the newest attempt, each record once and only if needed."""
 
     def __init__(self, run: Run, *, begun: Iterable[tuple[int, AttemptStart]] | None = None) -> None:
         """`begun`: the result of `started_attempts_backwards`, if the caller reads it too."""
@@ -147,10 +144,7 @@ class Lineage:
         return next((ResumePoint.of(commit) for commit in found if checkpoint_fault(commit) is None), None)
 
     def quarantine(self, base: ResumePoint, *, attempt: int) -> list[str]:
-        """Move checkpoints beyond `base` away: torn ones to .quarantine, whole ones to .superseded.
-
-        Nothing is deleted. Returns one line per moved checkpoint, oldest first.
-        """
+        """Move torn checkpoints beyond `base` to .quarantine, whole ones to .superseded; return a line for each."""
         moved: list[str] = []
         for commit in reversed(list(self.beyond(base.iteration))):
             if not (Path(commit.path).exists() and is_checkpoint_of(self._run, ResumePoint.of(commit))):
@@ -230,10 +224,7 @@ def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
 
 
 def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
-    """Return the newest commit of the checkpoint in this folder of any run; None if no run has a record of it.
-
-    Raises RunDirError if a record is damaged.
-    """
+    """Return the newest commit of the checkpoint in this folder of any run; None without one. Raises RunDirError."""
     folder = Path(os.path.realpath(path))
     if folder.parent.name != "checkpoints":
         return None
@@ -295,10 +286,7 @@ def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> l
 
 
 def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str) -> Path:
-    """Move a checkpoint of this run to quarantine, with the reason beside it; return its new path.
-
-    If another program has already moved the folder, only the reason is written.
-    """
+    """Move a checkpoint to quarantine, unless it is gone already, and write the reason; return its new path."""
     assert base.path is not None
     folder = run.checkpoints / ".quarantine"
     folder.mkdir(exist_ok=True)

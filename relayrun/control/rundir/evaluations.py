@@ -160,10 +160,7 @@ def _due_checkpoints_backwards(run: Run) -> Iterator[tuple[int, CheckpointCommit
 
 
 def unsettled_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
-    """Return (attempt, commit) of the due checkpoints that may lack a result, by rising iteration.
-
-    Reading backwards ends at the commit in settled.json, so the cost does not grow with the age of the run.
-    """
+    """Return (attempt, commit) of due checkpoints that may lack a result, rising, from settled.json's commit on."""
     mark = _read_settled(run)
     holds = mark is not None and mark == _settled_mark(run, mark.attempt, mark.iteration)
     settled = (mark.attempt, mark.iteration) if mark is not None and holds else None

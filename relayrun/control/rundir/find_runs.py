@@ -94,10 +94,7 @@ def _folders(folder: str) -> list[str]:
 
 
 def find_campaign(name: str) -> Path:
-    """Return the campaign in this directory, or with this `project/name` below logs/runs of the project.
-
-    Raises RunDirError if there is none.
-    """
+    """Return the campaign in this directory, or named `project/name` below logs/runs. Raises RunDirError."""
     candidates = [Path(name).expanduser().absolute(), runs_folder() / name]
     for folder in candidates:
         if is_campaign(folder):

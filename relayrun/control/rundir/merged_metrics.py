@@ -141,10 +141,7 @@ class MergedViews:
         return True
 
     def _take(self, attempt: Attempt, begin: AttemptStart, deadline: float) -> bool:
-        """Append the new complete lines of an attempt; return False if more are left at the deadline.
-
-        The file is opened anew each time, which on NFS shows the newest content.
-        """
+        """Append an attempt's new lines; False at the deadline. It opens the file anew: so NFS shows the new lines."""
         try:
             file = open(attempt.metrics, "rb")  # noqa: SIM115 - closed by the `with`
         except FileNotFoundError:

@@ -188,10 +188,7 @@ def record_verified(run: Run, commit: CheckpointCommit, *, now: float) -> None:
 
 
 def iterations_held_by_mirror(run: Run) -> set[int]:
-    """Return iterations whose checkpoints no rule may remove: the one being copied, and the last verified one.
-
-    Raises RunDirError if a record is damaged.
-    """
+    """Return iterations that no rule may remove: the one being copied, the last verified one. Raises RunDirError."""
     copying = CopyInProgress.read(mirror_folder(run) / "copying.json")
     found = set() if copying is None else {copying.iteration}
     line = Lineage(run)

@@ -185,10 +185,7 @@ def fallback_job_name(name: str) -> str:
 
 
 def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
-    """Return the content of plan.json and the format of the run directory; None if there is no plan.
-
-    Raises RunDirError if the record is damaged, or was written in a newer format.
-    """
+    """Return plan.json and its format; None without a plan. Raises RunDirError for a damaged plan or a newer format."""
     try:
         entry = read_json(f"{run.path}/{PLAN_NAME}")
         number = int(entry["format"])

@@ -58,10 +58,7 @@ _RECORD_FIELDS: dict[type, _RecordFields] = {}
 
 
 def foreign_owner(path: Path | str) -> int | None:
-    """Return the user id of the owner of a file, or of the file that a link leads to, if it is another user.
-
-    Raises OSError.
-    """
+    """Return the user id of a file's (or its link target's) owner if it is another user. Raises OSError."""
     owners = {os.lstat(path).st_uid, os.stat(path).st_uid} - {os.geteuid()}
     return max(owners, default=None)
 

@@ -232,10 +232,7 @@ def read_failed_restarts(attempt: Attempt) -> list[FailedRestart]:
 
 
 def restart_checkpoint(run: Run, attempt: Attempt) -> ResumePoint:
-    """Return the checkpoint for a restart of this attempt: the run's newest whole one, or the attempt's base.
-
-    Raises RunDirError if the run has checkpoints and none is whole.
-    """
+    """Return the run's newest whole checkpoint, or the attempt's base. Raises RunDirError if all are broken."""
     newest = Lineage(run).durable()
     if is_checkpoint_of(run, newest):
         return newest

@@ -36,10 +36,7 @@ PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory: the names of its files, and its attempts.
-
-    The object returns the same `Attempt` for a number each time, so that a program reads an unchanging record once.
-    """
+    """One run directory: its file names, and its attempts, each as one object, which reads a record once."""
 
     path: Path
     _attempts: dict[int, Attempt] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -113,10 +110,7 @@ class Run:
         return _numbers(f"{self.path}/{ATTEMPTS_NAME}", _ATTEMPT_NAME)
 
     def newest_begun(self) -> Attempt | None:
-        """Return the newest attempt that has begun; the directory of a killed `begin` does not count.
-
-        Raises RunDirError if its record is damaged.
-        """
+        """Return the newest attempt that has begun; a killed `begin` does not count. Raises RunDirError."""
         every = (self.attempt(number) for number in reversed(self.attempt_numbers()))
         return next((attempt for attempt in every if attempt.read_begin() is not None), None)
 
@@ -128,10 +122,9 @@ class Run:
 
 
 def is_owned_by_this_user(run: Run) -> bool:
-    """Return whether the run directory and plan.json belong to this user, by the file system and not by a file's
-    content.
+    """Return whether the run belongs to this user, by the file system and not by a file's content. Raises OSError.
 
-    A command that looks at another user's run starts and sends nothing. Raises OSError.
+    A command that looks at another user's run starts and sends nothing.
     """
     return all(foreign_owner(path) is None for path in (os.path.realpath(run.path), run.plan))
 

@@ -80,10 +80,7 @@ def touch_trigger(run: Run, name: TriggerName) -> None:
 
 
 def first_closed_folder(run: Run) -> Path | None:
-    """Return the first folder on the way to `triggers/` that members of its group may not pass, as far as modes tell.
-
-    A submit under umask 077 makes such folders.
-    """
+    """Return the first folder to `triggers/` that its group may not pass, as after a submit under umask 077."""
     group = run.triggers.stat().st_gid
     for folder in reversed(run.triggers.absolute().parents):
         found = folder.stat()

@@ -208,10 +208,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
-        """Requeue the running job under its id, to start after `delay` seconds or later. May end the caller.
-
-        `minimum`: the size with which the job may start if not all of its nodes are up.
-        """
+        """Requeue the running job, after `delay` seconds and with `minimum` nodes at least. May end the caller."""
 
     @abstractmethod
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
@@ -219,10 +216,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
-        """Return how the ranks of this running job, or its agents (one per node), are started and signalled.
-
-        `leave_signal`: the signal that asks the ranks to save and leave.
-        """
+        """Return how the ranks, or one agent per node, are started and signalled; `leave_signal` asks them to leave."""
 
     @property
     def nodes(self) -> NodeControl | None:
@@ -235,10 +229,7 @@ class Scheduler(ABC):
         return None
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
-        """Queue the first job of a chain after every possible check; return its id.
-
-        `evaluation`: the script of the evaluation jobs, which is checked as well.
-        """
+        """Queue the first job after every possible check, also of the script `evaluation`; return its id."""
         return self.submit(plan, script, options={})
 
     def adopt(self, job: Job, plan: Plan) -> None:

@@ -47,10 +47,7 @@ class JobEnd:
 
 
 def last_job(plan: Plan, *, since: float) -> JobEnd | None:
-    """Return the newest job of the chain that ran and ended, else a job that never ran; None if Slurm remembers none.
-
-    `since`: seconds since 1970; older jobs are ignored.
-    """
+    """Return the newest job since a time that ran and ended, else one that never ran; None if Slurm has none."""
     return _last_job_by_sacct(plan, since) or _last_job_by_controller(plan)
 
 

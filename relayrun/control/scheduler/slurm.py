@@ -192,10 +192,7 @@ class Slurm(SlurmCommands, Scheduler):
         return [*_step_beside(job_id, nodes=1), f"--nodelist={job.batch_host}"]
 
     def run_beside(self, job_id: str, command: Sequence[str], *, nodes: int) -> str:
-        """Run a program beside the ranks of a running job: on the batch host, or once on each of its nodes.
-
-        Returns its output. Raises SchedulerError.
-        """
+        """Run a program on a running job's batch host, or once per node; return its output. Raises SchedulerError."""
         step = self._step_on_batch_host(job_id) if nodes == 1 else _step_beside(job_id, nodes=nodes)
         return self._once([*step, *command])
 
@@ -348,10 +345,7 @@ class QueuedJob:
 
 
 def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[QueuedJob]]:
-    """Return the queued and running jobs of all users, by job name.
-
-    The question is repeated for `patience` seconds. Raises SchedulerError.
-    """
+    """Return the queued and running jobs of all users, by job name. Raises SchedulerError."""
     found: dict[str, list[QueuedJob]] = {name: [] for name in names}
     if not names:
         return found

@@ -39,10 +39,7 @@ def asks_for_gpus(options: Mapping[str, str | None]) -> bool:
 
 
 def gres_with_gpus(gres: str, gpus: str) -> str:
-    """Return the option `gres` with other GPUs: a number, or type and number; without GPUs if `gpus` is 0.
-
-    A type in `gres` stays if `gpus` names none.
-    """
+    """Return `gres` with other GPUs, a number or type and number; 0: without GPUs. A bare number keeps the type."""
     parts = []
     for part in gres.split(","):
         if not _is_gpu_resource(part):
@@ -305,10 +302,7 @@ class SlurmCommands:
         self.order(["scontrol", "update", f"JobId={job_id}", *changes])
 
     def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
-        """Ask Slurm whether it would accept the script with these options of sbatch; nothing is queued.
-
-        Returns Slurm's message. Raises SchedulerError.
-        """
+        """Return what sbatch says of a script with these options, without queueing it. Raises SchedulerError."""
         further = [f"--{name}={value}" for name, value in (options or {}).items()]
         return self.order(["sbatch", "--test-only", *further, str(script)], words=True)
 
