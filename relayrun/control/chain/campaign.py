@@ -40,7 +40,6 @@ REFUSED_RETRY_SECONDS = 30.0
 """Seconds until a member that Slurm refused is tried again, doubled each time: a refusal may pass, for example when
 nodes are not back yet after a restart of the controller."""
 REFUSED_RETRY_CEILING = 600.0
-
 _REFUSED = "its first job is refused"
 _FOR_NOW = (NoAnswerError, NotInstalledError, TooManyJobsError)
 """Errors that keep every member from being queued now, but not later."""

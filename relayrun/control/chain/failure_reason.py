@@ -26,7 +26,6 @@ REASON_CHARACTERS = 500
 """Maximum length of a rank's last words in a reason."""
 NOT_STARTED_CODES = (126, 127)
 """Exit codes of a shell that may not execute a program, or does not find it."""
-
 SIGNAL_EXIT_CODE = 128
 """Exit codes of a shell from here on mean that a signal ended the program: its node may be the reason."""
 

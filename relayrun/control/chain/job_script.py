@@ -18,7 +18,6 @@ from relayrun.slurmtime import format_time
 
 FALLBACK_TIME_LIMIT = 600
 """Time limit of the fallback job in seconds: enough if a controller or a file system is away for some minutes."""
-
 FALLBACK_GIVE_UP_SECONDS = 60
 """Seconds before its limit at which the fallback job gives up: at the limit Slurm accepts no comment any more."""
 

@@ -26,80 +26,12 @@ from relayrun.errors import RunDirError, SchedulerError, describe_owner
 from relayrun.files import write_atomic
 
 
-def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
-    """End the chain and cancel its jobs, without waiting for a checkpoint; return a sentence about it.
-
-    Raises RunDirError if this user may not write STOP or this is no run, SchedulerError if a job stays.
-    """
-    plan, unwritten = Plan.load(run), ""
-    try:
-        write_stop(run, f"cancelled by {user}")
-    except PermissionError:
-        hint = "`relayrun stop` asks the job that runs to save and leave"
-        raise RunDirError(f"you may not write here: {describe_owner(run.path)}", where=run.stop, hint=hint) from None
-    except OSError as error:
-        unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
-    withdrawn: list[str] = []
-    with contextlib.suppress(SchedulerError):  # it would find STOP; it may belong to a former owner
-        withdrawn = cancel_fallback_jobs(plan, scheduler, anyone=True)
-    jobs = scheduler.jobs(plan, anyone=True)
-    for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
-        scheduler.cancel(job.id)
-    said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
-    said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
-    reason, saved = f"cancelled by {user}{unwritten}", "its checkpoints cannot be looked at"
-    with contextlib.suppress(OSError, RunDirError):  # the jobs are cancelled even if the file system is away
-        reason = stop_reason(run) or reason
-        newest = next(Lineage(run).backwards(), None)
-        saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
-    return f"the chain has ended: {reason}; {said}; {saved}"
-
-
-def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
-    """End a chain whose run directory accepts neither trigger nor STOP; return a sentence about it.
-
-    Pending jobs are cancelled, and a signal asks the ranks of the running job to save and leave. Raises SchedulerError
-    if a pending job stays.
-    """
-    unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
-    with contextlib.suppress(SchedulerError):
-        cancel_fallback_jobs(plan, scheduler, anyone=True)
-    told = []
-    leave = trainer_of(plan, run).leave_signal
-    for job in sorted(scheduler.jobs(plan, anyone=True), key=lambda job: not job.waits):
-        if job.waits:
-            scheduler.cancel(job.id)
-            told.append(f"cancelled {job.id}")
-            continue
-        try:
-            if leave is None:
-                raise SchedulerError("its program hears no signal")
-            scheduler.signal_ranks(job.id, leave)
-            told.append(f"the ranks of job {job.id} are asked to save and leave")
-        except SchedulerError as error:
-            who = f"job {job.id} ({job.state.lower()}) could not be asked to leave ({error.message})"
-            told.append(f"{who}: `relayrun cancel` ends it at once")
-    reason = f"stopped by {user}{unwritten}"
-    with contextlib.suppress(OSError):
-        reason = stop_reason(run) or reason
-    return f"the chain ends: {reason}; {', '.join(told) or 'no job was there'}"
-
-
-def note_stop_in_jobs(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
-    """Record in the comments of a chain's jobs that it has ended; return a clause about it. Raises SchedulerError."""
-    for job in scheduler.jobs(plan, anyone=True):
-        # a site may forbid changes of jobs; the job is cancelled all the same
-        with contextlib.suppress(SchedulerError):
-            scheduler.note_stop(job.id, user)
-    return (
-        f", which could not be written ({error.strerror}, in {run.path}): jobs that are still there know it by their "
-        "comments; free some space, and call this again"
-    )
-
-
-def pending_jobs(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
-    """Return the chain's pending jobs except `own`, the job of this process. Raises SchedulerError."""
-    return [job for job in scheduler.jobs(plan) if job.id != own and job.waits]
+def queue_first_job(run: Run, plan: Plan, scheduler: Scheduler) -> str:
+    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
+    evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
+    job_id = scheduler.submit_first(plan, run.job_script, evaluation)
+    queue_fallback_job(run, plan, job_id, options=plan.sbatch_options)
+    return job_id
 
 
 def ensure_successor(
@@ -136,12 +68,9 @@ def ensure_successor(
     return job_id
 
 
-def queue_first_job(run: Run, plan: Plan, scheduler: Scheduler) -> str:
-    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
-    job_id = scheduler.submit_first(plan, run.job_script, evaluation)
-    queue_fallback_job(run, plan, job_id, options=plan.sbatch_options)
-    return job_id
+def pending_jobs(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
+    """Return the chain's pending jobs except `own`, the job of this process. Raises SchedulerError."""
+    return [job for job in scheduler.jobs(plan) if job.id != own and job.waits]
 
 
 def cancel_job(scheduler: Scheduler, job: Job) -> None:
@@ -231,6 +160,17 @@ def continue_chain(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt,
     return None
 
 
+def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:
+    """Delay the waiting job, and exclude the nodes that are bad now. Errors are logged."""
+    try:
+        if delay:
+            scheduler.postpone(job_id, delay=delay)
+            log_line(f"job {job_id} does not start before {delay} s from now")
+        excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id)
+    except SchedulerError as error:
+        log_line(f"job {job_id} stays as it is: {error.message}")
+
+
 def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
     """Requeue the running job under its id, with the nodes that it can have; return the id of the job that goes on.
 
@@ -260,6 +200,14 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
     return own
 
 
+def _replacement_of(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> str | None:
+    """Return the job that already replaces `own`; in mode `requeue` any pending job does."""
+    if attempt.replaced_by.exists():
+        return attempt.replaced_by.read_text()
+    found = pending_jobs(plan, scheduler, own=own) if plan.mode == "requeue" else []
+    return found[0].id if found else None
+
+
 def ensure_replacement(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
     """Ensure that another job replaces `own`, which lost nodes and so may not shrink any more; return its id."""
     for job in pending_jobs(plan, scheduler, own=own)[:1]:  # Slurm may not have answered when the attempt ended
@@ -282,20 +230,72 @@ def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job
     scheduler.cancel(own)
 
 
-def _replacement_of(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> str | None:
-    """Return the job that already replaces `own`; in mode `requeue` any pending job does."""
-    if attempt.replaced_by.exists():
-        return attempt.replaced_by.read_text()
-    found = pending_jobs(plan, scheduler, own=own) if plan.mode == "requeue" else []
-    return found[0].id if found else None
+def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
+    """End the chain and cancel its jobs, without waiting for a checkpoint; return a sentence about it.
 
-
-def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:
-    """Delay the waiting job, and exclude the nodes that are bad now. Errors are logged."""
+    Raises RunDirError if this user may not write STOP or this is no run, SchedulerError if a job stays.
+    """
+    plan, unwritten = Plan.load(run), ""
     try:
-        if delay:
-            scheduler.postpone(job_id, delay=delay)
-            log_line(f"job {job_id} does not start before {delay} s from now")
-        excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id)
-    except SchedulerError as error:
-        log_line(f"job {job_id} stays as it is: {error.message}")
+        write_stop(run, f"cancelled by {user}")
+    except PermissionError:
+        hint = "`relayrun stop` asks the job that runs to save and leave"
+        raise RunDirError(f"you may not write here: {describe_owner(run.path)}", where=run.stop, hint=hint) from None
+    except OSError as error:
+        unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
+    withdrawn: list[str] = []
+    with contextlib.suppress(SchedulerError):  # it would find STOP; it may belong to a former owner
+        withdrawn = cancel_fallback_jobs(plan, scheduler, anyone=True)
+    jobs = scheduler.jobs(plan, anyone=True)
+    for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
+        scheduler.cancel(job.id)
+    said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
+    said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
+    reason, saved = f"cancelled by {user}{unwritten}", "its checkpoints cannot be looked at"
+    with contextlib.suppress(OSError, RunDirError):  # the jobs are cancelled even if the file system is away
+        reason = stop_reason(run) or reason
+        newest = next(Lineage(run).backwards(), None)
+        saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
+    return f"the chain has ended: {reason}; {said}; {saved}"
+
+
+def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
+    """End a chain whose run directory accepts neither trigger nor STOP; return a sentence about it.
+
+    Pending jobs are cancelled, and a signal asks the ranks of the running job to save and leave. Raises SchedulerError
+    if a pending job stays.
+    """
+    unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
+    with contextlib.suppress(SchedulerError):
+        cancel_fallback_jobs(plan, scheduler, anyone=True)
+    told = []
+    leave = trainer_of(plan, run).leave_signal
+    for job in sorted(scheduler.jobs(plan, anyone=True), key=lambda job: not job.waits):
+        if job.waits:
+            scheduler.cancel(job.id)
+            told.append(f"cancelled {job.id}")
+            continue
+        try:
+            if leave is None:
+                raise SchedulerError("its program hears no signal")
+            scheduler.signal_ranks(job.id, leave)
+            told.append(f"the ranks of job {job.id} are asked to save and leave")
+        except SchedulerError as error:
+            who = f"job {job.id} ({job.state.lower()}) could not be asked to leave ({error.message})"
+            told.append(f"{who}: `relayrun cancel` ends it at once")
+    reason = f"stopped by {user}{unwritten}"
+    with contextlib.suppress(OSError):
+        reason = stop_reason(run) or reason
+    return f"the chain ends: {reason}; {', '.join(told) or 'no job was there'}"
+
+
+def note_stop_in_jobs(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
+    """Record in the comments of a chain's jobs that it has ended; return a clause about it. Raises SchedulerError."""
+    for job in scheduler.jobs(plan, anyone=True):
+        # a site may forbid changes of jobs; the job is cancelled all the same
+        with contextlib.suppress(SchedulerError):
+            scheduler.note_stop(job.id, user)
+    return (
+        f", which could not be written ({error.strerror}, in {run.path}): jobs that are still there know it by their "
+        "comments; free some space, and call this again"
+    )

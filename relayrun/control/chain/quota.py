@@ -27,87 +27,6 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import FILE_SYSTEM, QuotaLimit, UsageSample
 from relayrun.errors import RelayrunError
 
-BLOCK = 1024
-"""Bytes per block in the output of `quota` and `lfs quota`."""
-BLOCK_UNITS = {"": BLOCK, **{unit: 1024**power for power, unit in enumerate("KMGTPE", 1)}}
-FILE_UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate("KMGTPE", 1)}}
-
-_NUMBER = r"\[?\d+(?:\.\d+)?[kKMGTPE]?\]?\*?"
-_GRACE = r"[^\s\[\]*]+"
-_THREE_NUMBERS = rf"({_NUMBER})\s+({_NUMBER})\s+({_NUMBER})"
-_ROW = re.compile(rf"(?P<name>.*?)(?:^|\s)\s*{_THREE_NUMBERS}(?:\s+{_GRACE})?\s+{_THREE_NUMBERS}(?:\s+{_GRACE})?\s*")
-_QUOTA_OWNER = re.compile(r"\s*Disk quotas for (?P<kind>usr|user|grp|group|prj|project) (?P<name>\S+)")
-_KINDS = {"usr": "", "user": "", "grp": "group", "group": "group", "prj": "project", "project": "project"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuotaTableRow:
-    """A table's row of one file system (`name`) and one user, group or project, in bytes and files; 0 is no limit."""
-
-    of: str
-    """` of group staff`; empty: a user."""
-    name: str
-    used: int
-    limit: int
-    files: int
-    most_files: int
-
-
-def parse_quota_output(source: str, text: str) -> list[QuotaLimit] | None:
-    """Parse `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None if it is neither.
-
-    A limit of 0 is no limit. `source`: name of the program; the owner of the quota, and the file system if the table
-    has several, are appended.
-    """
-    try:
-        value = json.loads(text)
-        used, limit = int(value["used"]), int(value["limit"])
-        return make_limits(source, used, limit, int(value.get("used_files", 0)), int(value.get("limit_files", 0)))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    rows = list(_table_rows(text))
-    if not rows and not _QUOTA_OWNER.search(text):
-        return None
-    times = Counter(row.of for row in rows)
-    found = []
-    for row in rows:
-        where = f" on {row.name}" if times[row.of] > 1 else ""
-        found += make_limits(f"{source}{row.of}{where}", row.used, row.limit, row.files, row.most_files)
-    return found
-
-
-def make_limits(source: str, used: int, limit: int, files: int, most_files: int) -> list[QuotaLimit]:
-    """Return the limits that are not 0."""
-    found = [QuotaLimit(source=source, kind="bytes", used=used, limit=limit)] if limit else []
-    return found + ([QuotaLimit(source=source, kind="files", used=files, limit=most_files)] if most_files else [])
-
-
-def _table_rows(text: str) -> Iterator[QuotaTableRow]:
-    of, before = "", ""
-    for line in text.splitlines():
-        if (owner := _QUOTA_OWNER.match(line)) is not None:
-            kind = _KINDS[owner["kind"]]
-            of = f" of {kind} {owner['name']}" if kind else ""
-        elif (row := _ROW.fullmatch(line)) is not None:
-            _, *numbers = row.groups()
-            used, soft, hard = (_parse_number(number, BLOCK_UNITS) for number in numbers[:3])
-            files, soft_files, hard_files = (_parse_number(number, FILE_UNITS) for number in numbers[3:])
-            yield QuotaTableRow(
-                of=of,
-                name=row["name"].strip() or before,
-                used=used,
-                limit=hard or soft,
-                files=files,
-                most_files=hard_files or soft_files,
-            )
-        before = line.strip()
-
-
-def _parse_number(text: str, units: dict[str, int]) -> int:
-    number, unit = re.fullmatch(r"([\d.]+)([A-Z]?)", text.strip("[]*").upper()).groups()  # type: ignore[union-attr]
-    return round(float(number) * units[unit]) if "." in number else int(number) * units[unit]
-
-
 QUOTA_QUESTION_SECONDS = 10.0
 """Time limit of a quota command."""
 MEASURE_SECONDS = 3600.0
@@ -288,3 +207,83 @@ def file_system_limit(place: Path) -> list[QuotaLimit]:
         found.f_files - found.f_ffree,
         found.f_files - found.f_ffree + found.f_favail if found.f_files else 0,
     )
+
+
+BLOCK = 1024
+"""Bytes per block in the output of `quota` and `lfs quota`."""
+BLOCK_UNITS = {"": BLOCK, **{unit: 1024**power for power, unit in enumerate("KMGTPE", 1)}}
+FILE_UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate("KMGTPE", 1)}}
+_NUMBER = r"\[?\d+(?:\.\d+)?[kKMGTPE]?\]?\*?"
+_GRACE = r"[^\s\[\]*]+"
+_THREE_NUMBERS = rf"({_NUMBER})\s+({_NUMBER})\s+({_NUMBER})"
+_ROW = re.compile(rf"(?P<name>.*?)(?:^|\s)\s*{_THREE_NUMBERS}(?:\s+{_GRACE})?\s+{_THREE_NUMBERS}(?:\s+{_GRACE})?\s*")
+_QUOTA_OWNER = re.compile(r"\s*Disk quotas for (?P<kind>usr|user|grp|group|prj|project) (?P<name>\S+)")
+_KINDS = {"usr": "", "user": "", "grp": "group", "group": "group", "prj": "project", "project": "project"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaTableRow:
+    """A table's row of one file system (`name`) and one user, group or project, in bytes and files; 0 is no limit."""
+
+    of: str
+    """` of group staff`; empty: a user."""
+    name: str
+    used: int
+    limit: int
+    files: int
+    most_files: int
+
+
+def parse_quota_output(source: str, text: str) -> list[QuotaLimit] | None:
+    """Parse `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None if it is neither.
+
+    A limit of 0 is no limit. `source`: name of the program; the owner of the quota, and the file system if the table
+    has several, are appended.
+    """
+    try:
+        value = json.loads(text)
+        used, limit = int(value["used"]), int(value["limit"])
+        return make_limits(source, used, limit, int(value.get("used_files", 0)), int(value.get("limit_files", 0)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    rows = list(_table_rows(text))
+    if not rows and not _QUOTA_OWNER.search(text):
+        return None
+    times = Counter(row.of for row in rows)
+    found = []
+    for row in rows:
+        where = f" on {row.name}" if times[row.of] > 1 else ""
+        found += make_limits(f"{source}{row.of}{where}", row.used, row.limit, row.files, row.most_files)
+    return found
+
+
+def make_limits(source: str, used: int, limit: int, files: int, most_files: int) -> list[QuotaLimit]:
+    """Return the limits that are not 0."""
+    found = [QuotaLimit(source=source, kind="bytes", used=used, limit=limit)] if limit else []
+    return found + ([QuotaLimit(source=source, kind="files", used=files, limit=most_files)] if most_files else [])
+
+
+def _table_rows(text: str) -> Iterator[QuotaTableRow]:
+    of, before = "", ""
+    for line in text.splitlines():
+        if (owner := _QUOTA_OWNER.match(line)) is not None:
+            kind = _KINDS[owner["kind"]]
+            of = f" of {kind} {owner['name']}" if kind else ""
+        elif (row := _ROW.fullmatch(line)) is not None:
+            _, *numbers = row.groups()
+            used, soft, hard = (_parse_number(number, BLOCK_UNITS) for number in numbers[:3])
+            files, soft_files, hard_files = (_parse_number(number, FILE_UNITS) for number in numbers[3:])
+            yield QuotaTableRow(
+                of=of,
+                name=row["name"].strip() or before,
+                used=used,
+                limit=hard or soft,
+                files=files,
+                most_files=hard_files or soft_files,
+            )
+        before = line.strip()
+
+
+def _parse_number(text: str, units: dict[str, int]) -> int:
+    number, unit = re.fullmatch(r"([\d.]+)([A-Z]?)", text.strip("[]*").upper()).groups()  # type: ignore[union-attr]
+    return round(float(number) * units[unit]) if "." in number else int(number) * units[unit]

@@ -46,11 +46,8 @@ from relayrun.files import fsync_directory, write_atomic
 
 EXIT_CHAIN_ENDS = 10
 """Exit code of `begin` if the ranks must not start."""
-
 EXIT_ATTEMPT_FAILED = 12
 """Exit code of `end` if the attempt failed and everything that follows from it is done."""
-
-
 USEFUL_RESERVATION_SECONDS = 60.0
 """No further job begins if less time than this and the grace period is left before the end of the reservation."""
 

@@ -39,71 +39,6 @@ from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import write_atomic
 
-KILL_WAIT_SHARE = 2 / 3
-"""The part of KillWait in which the batch script may still close the attempt itself."""
-
-
-def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
-    """Wait for SIGTERM, then requeue the job if needed. `batch_pid`: the batch script's process on the batch host."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        return _guard_job(run, number, batch_pid)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _guard_job(run: Run, number: int, batch_pid: int) -> int:
-    plan = Plan.load(run)  # refuses the run directory of a newer version
-    scheduler = slurm_scheduler()
-    attempt = run.attempt(number)
-    own = scheduler.current_job_id()
-    patience = KILL_WAIT_SHARE * scheduler.kill_wait()
-    here, job = os.environ.get("SLURMD_NODENAME"), scheduler.query(own)
-    beside = job is not None and job.batch_host == here  # on another node the id names another process or none
-    log_line(f"guarding attempt {number}, job {own}{'' if beside else f', from {here}: this is not the batch host'}")
-    signal.sigwait({signal.SIGTERM})
-    # a job that is cancelled or at its limit still has its batch script
-    killed = beside and not is_process_alive(batch_pid)
-    deadline = time.monotonic() + patience
-    while not attempt.end.exists() and not (beside and not is_process_alive(batch_pid)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
-        return 0  # the batch script closed the attempt, or a successor is queued
-    begin = attempt.read_begin()
-    if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
-        return 0
-    with contextlib.suppress(SchedulerError):  # asks once: only seconds may be left
-        if stopped := jobs.stop_reason_of_job(slurm_scheduler(patience=0).query(own)):
-            log_line(f"the chain ends: {stopped}")
-            return 0
-    log_line(
-        f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again"
-    )
-    scheduler.requeue(own)  # first: only seconds may be left
-    try:
-        if (minimum := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
-            return 0
-        if excluded_nodes.would_wait_for_nodes(run, minimum):
-            job_id = jobs.ensure_replacement(run, plan, scheduler, attempt, own=own, delay=0)
-            jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=job_id)
-        else:
-            scheduler.nodes.allow_fewer(own, minimum)
-    except (SchedulerError, OSError) as error:
-        log_line(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
-    return 0
-
-
-def is_process_alive(pid: int) -> bool:
-    """Return whether a process with this id exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 60.0
 """Minimum seconds for ranks to exit after their outcome."""
@@ -126,14 +61,8 @@ RARE_HEARTBEAT_LOOKS = 10
 """Looks per interval of rare heartbeats: there is one file per node."""
 USUAL_STEPS = 10
 """A step hangs if it takes this many times the usual duration."""
-
-
-def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
-    """Return the seconds without a change after which an attempt with these heartbeats hangs."""
-    rare = longest_heartbeat_interval(beats)
-    if not beats or all(beat.phase == "start" for beat in beats):
-        return max(start_timeout, hang_timeout) + rare
-    return max([hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
+KILL_WAIT_SHARE = 2 / 3
+"""The part of KillWait in which the batch script may still close the attempt itself."""
 
 
 class Watch:
@@ -382,3 +311,72 @@ class Watch:
         job = self.scheduler.query(own)
         if job is not None:
             self.scheduler.confirm_begin(job, followed=not self.plan.outlives_nodes, log=failure_reason.stderr_file())
+
+
+def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
+    """Return the seconds without a change after which an attempt with these heartbeats hangs."""
+    rare = longest_heartbeat_interval(beats)
+    if not beats or all(beat.phase == "start" for beat in beats):
+        return max(start_timeout, hang_timeout) + rare
+    return max([hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
+
+
+def is_process_alive(pid: int) -> bool:
+    """Return whether a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
+    """Wait for SIGTERM, then requeue the job if needed. `batch_pid`: the batch script's process on the batch host."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return _guard_job(run, number, batch_pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _guard_job(run: Run, number: int, batch_pid: int) -> int:
+    plan = Plan.load(run)  # refuses the run directory of a newer version
+    scheduler = slurm_scheduler()
+    attempt = run.attempt(number)
+    own = scheduler.current_job_id()
+    patience = KILL_WAIT_SHARE * scheduler.kill_wait()
+    here, job = os.environ.get("SLURMD_NODENAME"), scheduler.query(own)
+    beside = job is not None and job.batch_host == here  # on another node the id names another process or none
+    log_line(f"guarding attempt {number}, job {own}{'' if beside else f', from {here}: this is not the batch host'}")
+    signal.sigwait({signal.SIGTERM})
+    # a job that is cancelled or at its limit still has its batch script
+    killed = beside and not is_process_alive(batch_pid)
+    deadline = time.monotonic() + patience
+    while not attempt.end.exists() and not (beside and not is_process_alive(batch_pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
+        return 0  # the batch script closed the attempt, or a successor is queued
+    begin = attempt.read_begin()
+    if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
+        return 0
+    with contextlib.suppress(SchedulerError):  # asks once: only seconds may be left
+        if stopped := jobs.stop_reason_of_job(slurm_scheduler(patience=0).query(own)):
+            log_line(f"the chain ends: {stopped}")
+            return 0
+    log_line(
+        f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again"
+    )
+    scheduler.requeue(own)  # first: only seconds may be left
+    try:
+        if (minimum := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
+            return 0
+        if excluded_nodes.would_wait_for_nodes(run, minimum):
+            job_id = jobs.ensure_replacement(run, plan, scheduler, attempt, own=own, delay=0)
+            jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=job_id)
+        else:
+            scheduler.nodes.allow_fewer(own, minimum)
+    except (SchedulerError, OSError) as error:
+        log_line(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
+    return 0

@@ -32,13 +32,10 @@ from relayrun.files import read_lines, read_lines_backwards, write_json
 
 CHUNK = 1 << 20
 """Bytes of an attempt's metrics that are read at a time."""
-
 PROGRESS_WRITE_SECONDS = 10.0
 """Interval at which a running supervisor writes views.json."""
-
 UPDATE_SECONDS = 1.0
 """Maximum time per update of a running supervisor, which has other duties."""
-
 KEPT_EVALUATIONS = 100
 """Number of newest evaluations whose duration is kept."""
 

@@ -136,8 +136,6 @@ def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[R
 
 RESTART_VARIABLE = "RELAYRUN_ROUND"
 """Environment variable of the ranks with the number of their restart."""
-
-
 STATE_SOURCES = {"memory": " (memory)", "neighbour": " (memory of a neighbour)"}
 """Suffix for people that names the source of a state that was not read from the disk."""
 

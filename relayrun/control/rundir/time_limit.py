@@ -17,7 +17,6 @@ from relayrun.control.rundir.run import Run
 GRACE_STEPS = 200
 GRACE_SAVES = 10
 """Number of newest measurements that count: the speed of a run changes."""
-
 GRACE_MARGIN = 10.0
 """Seconds for unmeasured parts: the end of the processes, the supervisor's last acts."""
 
@@ -89,7 +88,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 MEASURED_STARTS = 10
 """Number of newest attempts that count: a run changes its nodes and its size."""
-
 MIN_TRAINING_SHARE = 0.5
 """Share of the time limit for training; if less was left, the end of the attempt says so."""
 

@@ -22,7 +22,6 @@ from relayrun.files import write_json
 
 TriggerName = Literal["save", "exit"]
 TRIGGER_NAMES: tuple[TriggerName, ...] = ("save", "exit")
-
 TRIGGER_FOLDER_MODE = 0o2770
 """Permissions of the folder: setgid, so that new files belong to the group."""
 

@@ -14,13 +14,10 @@ from relayrun.errors import SchedulerError
 
 CONTROLLER_PATIENCE = 600.0
 """Seconds for which a question to a controller that does not answer is repeated."""
-
 MAX_FAILED_BEGINS = 6
 """Consecutive failures of a job's supervisor after which the chain ends."""
-
 BEGIN_BACKOFF = 30
 """Seconds until the first retry of such a job; each further retry doubles them."""
-
 USER_PYTHONPATH = "RELAYRUN_USER_PYTHONPATH"
 """Environment variable in which job.sh keeps the PYTHONPATH of the submit."""
 
@@ -32,7 +29,6 @@ _ENDED = frozenset(
 
 RESERVATION_GONE = "RESV_DEL_HOLD"
 """State of a queued job whose reservation ended before the job started: it never starts."""
-
 _WAITING = frozenset({"PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT", RESERVATION_GONE})
 """States of a queued job. In all but PENDING, Slurm or a person holds the job."""
 

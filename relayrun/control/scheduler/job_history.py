@@ -21,7 +21,6 @@ from relayrun.control.scheduler.slurm_commands import parse_timestamp
 from relayrun.errors import SchedulerError
 
 ANSWER_SECONDS = 10.0
-
 RESIZING = "RESIZING"
 """Slurm's state in an accounting row that ended with the loss of a node while the job went on."""
 

@@ -36,81 +36,16 @@ from relayrun.control.scheduler.base import (
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 from relayrun.errors import SchedulerError
 
+KILL_WAIT = 30.0
+"""Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
+REQUEUE_EXIT_CODE = 75
+"""Exit code of a job whose supervisor failed; see `launchers/lib/again.sh`."""
+DISK_RETRY_SECONDS = 3600.0
+"""Seconds for which `run_queue` retries reads and writes that a full or silent disk refuses."""
 AUXILIARY_POLL_SECONDS = 1.0
 """Interval between two looks for auxiliary jobs."""
 AUXILIARY_KILL_WAIT = 5.0
 """Seconds from SIGTERM to SIGKILL for auxiliary jobs; the chain's job is not watched meanwhile."""
-
-
-class AuxiliaryJobs:
-    """Runs the jobs outside the chain, one at a time, while its owner waits for the chain's jobs."""
-
-    def __init__(self, queue: LocalQueue, on_event: Callable[[str], None]) -> None:
-        self._queue = queue
-        self._on_event = on_event
-        self._running: tuple[LocalJob, subprocess.Popen[bytes]] | None = None
-        self._next_look = 0.0
-
-    @property
-    def busy(self) -> bool:
-        return self._running is not None
-
-    def poll(self) -> None:
-        """Start a pending job, end a job that is cancelled or over its limit, and record a job that has ended."""
-        if self._running is None:
-            if time.monotonic() < self._next_look:
-                return
-            self._next_look = time.monotonic() + AUXILIARY_POLL_SECONDS
-            waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
-            if waiting:
-                self._running = self._queue.start_job(waiting[0])
-                with contextlib.suppress(OSError), self._queue.locked():  # until then a reader sees it pending
-                    self._queue.write_job(self._running[0])
-                self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
-            return
-        job, process = self._running
-        if process.poll() is not None:
-            self._record("COMPLETED" if process.returncode == 0 else "FAILED")
-        elif time.time() >= (job.end_time or 0.0):
-            self._stop("TIMEOUT")
-        elif self._queue.read_job(job.id).cancel_requested:
-            self._stop("CANCELLED")
-
-    def end(self) -> None:
-        """End the running job."""
-        if self._running is not None:
-            self._stop("CANCELLED")
-
-    def _stop(self, state: str) -> None:
-        assert self._running is not None
-        _, process = self._running
-        signal_group(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(AUXILIARY_KILL_WAIT)
-        signal_group(process, signal.SIGKILL)
-        process.wait()
-        self._record(state)
-
-    def _record(self, state: str) -> None:
-        assert self._running is not None
-        job, process = self._running
-        self._running = None
-        self._next_look = 0.0
-        with self._queue.locked():
-            ended = replace(job, state=state, exit_code=process.returncode, end_time=time.time())
-            self._queue.write_job(ended)
-        self._on_event(f"job {job.id} ended: {state} ({job.name})")
-
-
-KILL_WAIT = 30.0
-"""Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
-
-REQUEUE_EXIT_CODE = 75
-"""Exit code of a job whose supervisor failed; see `launchers/lib/again.sh`."""
-
-DISK_RETRY_SECONDS = 3600.0
-"""Seconds for which `run_queue` retries reads and writes that a full or silent disk refuses."""
-
 T = TypeVar("T")
 
 
@@ -127,9 +62,45 @@ class LocalScheduler(Scheduler):
             raise SchedulerError(f"not inside a local job: {JOB_ID_VARIABLE} is not set")
         return job_id
 
-    def adopt(self, job: Job, plan: Plan) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job.id), name=plan.job_name))
+    def query(self, job_id: str) -> Job | None:
+        return self._seen(self._queue.read_job(job_id)) if self._queue.path(job_id).exists() else None
+
+    def _seen(self, job: LocalJob) -> Job:
+        state = job.state
+        if state == "RUNNING" and not self._queue.is_being_run():
+            state = "NODE_FAIL"  # the runner of the queue was killed, and the job with it
+        if state == "RUNNING" and job.cancel_requested:
+            state = "CANCELLED"
+        return Job(
+            id=job.id,
+            name=job.name,
+            state=state,
+            nodes=os.uname().nodename,
+            end_time=job.end_time,
+            submit_time=job.submit_time,
+            eligible_time=job.eligible_time,
+            start_time=job.start_time,
+            requeue=True,
+        )
+
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        return self.live(self.every_job())
+
+    def every_job(self) -> list[LocalJob]:
+        """Return the jobs of the queue, as recorded."""
+        return self._queue.every_job()
+
+    def live(self, every: Sequence[LocalJob]) -> list[Job]:
+        """The given jobs that belong to the chain and are pending or running."""
+        jobs = [self._seen(job) for job in every if not job.auxiliary]
+        return [job for job in jobs if job.live]
+
+    def find_job(self, name: str) -> str | None:
+        return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
+
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
+        job = self.query(job_id)
+        return job is not None and job.state == "CANCELLED"
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         if options:
@@ -159,8 +130,20 @@ class LocalScheduler(Scheduler):
         )
         return self._queue.add(job)
 
-    def find_job(self, name: str) -> str | None:
-        return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
+    def adopt(self, job: Job, plan: Plan) -> None:
+        self._queue.change(job.id, name=plan.job_name)
+
+    def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
+        self._queue.change(job.id, failed_begins=0)
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        self._queue.change(job_id, guarded=True)  # no process is needed: `run_queue` sees the end
+
+    def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
+        self._queue.change(job_id, requeue_delay=delay)
+
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        self._queue.change(job_id, eligible_time=time.time() + delay)
 
     def cancel(self, job_id: str) -> None:
         if not self._queue.path(job_id).exists():
@@ -177,68 +160,11 @@ class LocalScheduler(Scheduler):
             message = f"job {job_id} is not cancelled: {error.strerror}"
             raise SchedulerError(message, where=self._queue.folder, hint=hint) from None
 
-    def postpone(self, job_id: str, *, delay: int) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job_id), eligible_time=time.time() + delay))
-
-    def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
-
-    def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job_id), requeue_delay=delay))
-
-    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        with self._queue.locked():  # no process is needed: `run_queue` sees the end
-            self._queue.write_job(replace(self._queue.read_job(job_id), guarded=True))
-
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         # a process cannot forward SIGKILL, so the starter forwards SIGQUIT as SIGKILL
         number = signal.SIGQUIT if number == signal.SIGKILL else number
         with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
             os.kill(int(self._starter_pid.read_text()), number)
-
-    @property
-    def _starter_pid(self) -> Path:
-        return self._queue.folder / "starter.pid"
-
-    def query(self, job_id: str) -> Job | None:
-        return self._seen(self._queue.read_job(job_id)) if self._queue.path(job_id).exists() else None
-
-    def _seen(self, job: LocalJob) -> Job:
-        state = job.state
-        if state == "RUNNING" and not self._queue.is_being_run():
-            state = "NODE_FAIL"  # the runner of the queue was killed, and the job with it
-        if state == "RUNNING" and job.cancel_requested:
-            state = "CANCELLED"
-        return Job(
-            id=job.id,
-            name=job.name,
-            state=state,
-            nodes=os.uname().nodename,
-            end_time=job.end_time,
-            submit_time=job.submit_time,
-            eligible_time=job.eligible_time,
-            start_time=job.start_time,
-            requeue=True,
-        )
-
-    def cancelled(self, job_id: str, *, nodes: str) -> bool:
-        job = self.query(job_id)
-        return job is not None and job.state == "CANCELLED"
-
-    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        return self.live(self.every_job())
-
-    def every_job(self) -> list[LocalJob]:
-        """Return the jobs of the queue, as recorded."""
-        return self._queue.every_job()
-
-    def live(self, every: Sequence[LocalJob]) -> list[Job]:
-        """The given jobs that belong to the chain and are pending or running."""
-        jobs = [self._seen(job) for job in every if not job.auxiliary]
-        return [job for job in jobs if job.live]
 
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         del leave_signal  # the batch script sends it
@@ -246,6 +172,10 @@ class LocalScheduler(Scheduler):
         options = [f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
         # it picks a free port
         return RankLaunch(command=[plan.host_python, "-m", "relayrun.control.scheduler.tasks", *options])
+
+    @property
+    def _starter_pid(self) -> Path:
+        return self._queue.folder / "starter.pid"
 
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
         """Run the queued jobs until none is left, the chain's jobs one by one. `poll` is called several times a second.
@@ -338,6 +268,39 @@ class LocalScheduler(Scheduler):
             )
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 
+    def _watch(
+        self,
+        job: LocalJob,
+        process: subprocess.Popen[bytes],
+        started: float,
+        on_event: Callable[[str], None],
+        poll: Callable[[], None],
+    ) -> str:
+        """Send the signals when they are due, until the batch script ends; return the job's state."""
+        signal_at: float | None = started + job.time_limit - job.signal_lead
+        term_at: float | None = started + job.time_limit
+        kill_at: float | None = None
+        state = "COMPLETED"
+        recorded = False
+        while process.poll() is None:
+            recorded = recorded or self._recorded(job)
+            now = time.time()
+            if signal_at is not None and now >= signal_at:
+                on_event(f"job {job.id}: SIGUSR2, {job.signal_lead} s before the time limit")
+                process.send_signal(signal.SIGUSR2)
+                signal_at = None
+            if term_at is not None and (now >= term_at or self._cancel_requested(job.id)):
+                state = "TIMEOUT" if now >= term_at else "CANCELLED"
+                on_event(f"job {job.id}: SIGTERM ({state.lower()})")
+                signal_group(process, signal.SIGTERM)
+                signal_at = term_at = None
+                kill_at = now + KILL_WAIT
+            if kill_at is not None and now >= kill_at:
+                signal_group(process, signal.SIGKILL)
+            poll()
+            time.sleep(0.1)
+        return state
+
     def _recorded(self, job: LocalJob) -> bool:
         try:
             with self._queue.locked():
@@ -345,6 +308,12 @@ class LocalScheduler(Scheduler):
         except OSError:
             return False
         return True
+
+    def _cancel_requested(self, job_id: str) -> bool:
+        try:
+            return self._queue.read_job(job_id).cancel_requested
+        except OSError:  # the next poll reads it again
+            return False
 
     def _close(self, started: LocalJob, state: str, code: int) -> LocalJob:
         """Record how a job ended, or queue it again; return its new record."""
@@ -382,45 +351,6 @@ class LocalScheduler(Scheduler):
         eligible = time.time() + BEGIN_BACKOFF * 2 ** (failed - 1)
         return replace(job, state="PENDING", eligible_time=eligible)
 
-    def _watch(
-        self,
-        job: LocalJob,
-        process: subprocess.Popen[bytes],
-        started: float,
-        on_event: Callable[[str], None],
-        poll: Callable[[], None],
-    ) -> str:
-        """Send the signals when they are due, until the batch script ends; return the job's state."""
-        signal_at: float | None = started + job.time_limit - job.signal_lead
-        term_at: float | None = started + job.time_limit
-        kill_at: float | None = None
-        state = "COMPLETED"
-        recorded = False
-        while process.poll() is None:
-            recorded = recorded or self._recorded(job)
-            now = time.time()
-            if signal_at is not None and now >= signal_at:
-                on_event(f"job {job.id}: SIGUSR2, {job.signal_lead} s before the time limit")
-                process.send_signal(signal.SIGUSR2)
-                signal_at = None
-            if term_at is not None and (now >= term_at or self._cancel_requested(job.id)):
-                state = "TIMEOUT" if now >= term_at else "CANCELLED"
-                on_event(f"job {job.id}: SIGTERM ({state.lower()})")
-                signal_group(process, signal.SIGTERM)
-                signal_at = term_at = None
-                kill_at = now + KILL_WAIT
-            if kill_at is not None and now >= kill_at:
-                signal_group(process, signal.SIGKILL)
-            poll()
-            time.sleep(0.1)
-        return state
-
-    def _cancel_requested(self, job_id: str) -> bool:
-        try:
-            return self._queue.read_job(job_id).cancel_requested
-        except OSError:  # the next poll reads it again
-            return False
-
     def _bury_orphans(self) -> None:
         """Record the end of jobs that still count as running when a new runner starts: they lost their own runner."""
         for job in self._queue.every_job():
@@ -435,6 +365,62 @@ class LocalScheduler(Scheduler):
 def _with_start(record: LocalJob, job: LocalJob) -> LocalJob:
     """Add the start of a job, which only the process that started it knows, to its record."""
     return replace(record, state="RUNNING", pid=job.pid, start_time=job.start_time, end_time=job.end_time)
+
+
+class AuxiliaryJobs:
+    """Runs the jobs outside the chain, one at a time, while its owner waits for the chain's jobs."""
+
+    def __init__(self, queue: LocalQueue, on_event: Callable[[str], None]) -> None:
+        self._queue = queue
+        self._on_event = on_event
+        self._running: tuple[LocalJob, subprocess.Popen[bytes]] | None = None
+        self._next_look = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    def poll(self) -> None:
+        """Start a pending job, end a job that is cancelled or over its limit, and record a job that has ended."""
+        if self._running is None:
+            if time.monotonic() < self._next_look:
+                return
+            self._next_look = time.monotonic() + AUXILIARY_POLL_SECONDS
+            waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
+            if waiting:
+                self._running = self._queue.start_job(waiting[0])
+                with contextlib.suppress(OSError), self._queue.locked():  # until then a reader sees it pending
+                    self._queue.write_job(self._running[0])
+                self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
+            return
+        job, process = self._running
+        if process.poll() is not None:
+            self._record(job, process, "COMPLETED" if process.returncode == 0 else "FAILED")
+        elif time.time() >= (job.end_time or 0.0):
+            self._stop(job, process, "TIMEOUT")
+        elif self._queue.read_job(job.id).cancel_requested:
+            self._stop(job, process, "CANCELLED")
+
+    def end(self) -> None:
+        """End the running job."""
+        if self._running is not None:
+            self._stop(*self._running, "CANCELLED")
+
+    def _stop(self, job: LocalJob, process: subprocess.Popen[bytes], state: str) -> None:
+        signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(AUXILIARY_KILL_WAIT)
+        signal_group(process, signal.SIGKILL)
+        process.wait()
+        self._record(job, process, state)
+
+    def _record(self, job: LocalJob, process: subprocess.Popen[bytes], state: str) -> None:
+        self._running = None
+        self._next_look = 0.0
+        with self._queue.locked():
+            ended = replace(job, state=state, exit_code=process.returncode, end_time=time.time())
+            self._queue.write_job(ended)
+        self._on_event(f"job {job.id} ended: {state} ({job.name})")
 
 
 def print_event(text: str) -> None:

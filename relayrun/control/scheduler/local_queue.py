@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
@@ -120,6 +120,11 @@ class LocalQueue:
     def write_job(self, job: LocalJob) -> None:
         """Write the record of a job. The caller holds `locked`."""
         job.write(self.path(job.id))
+
+    def change(self, job_id: str, **changes: Any) -> None:
+        """Change fields of a job's record under the lock."""
+        with self.locked():
+            self.write_job(replace(self.read_job(job_id), **changes))
 
     def every_job(self) -> list[LocalJob]:
         """Return all jobs in the order in which they were queued."""

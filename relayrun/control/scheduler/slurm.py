@@ -41,7 +41,6 @@ from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
 """Seconds for which `cancelled` waits until a completing job has its final state."""
-
 LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"}
 """Flags of a reservation after whose end pending jobs still start: it repeats, or its jobs go on without it."""
 
@@ -363,7 +362,6 @@ def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Que
 _NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
 """Messages of sbatch if too few nodes are up and not excluded, if a node that the job requests by name is excluded, and
 if a named node does not exist."""
-
 NODES_TEST_SECONDS = 20.0
 """Time limit of sbatch, retries included, for `enough_up`: ranks or the order to queue a job wait. No other question
 costs the controller more."""
@@ -411,7 +409,6 @@ def _minimum_changes(minimum: MinimumNodes | None) -> list[str]:
 
 FALLBACK_OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
 """Options of the chain's jobs that its fallback job always gets: where it may run, and who pays."""
-
 TIME_OPTIONS = ("time", "time-min", "begin", "deadline")
 """Options of the chain's jobs that the fallback job never gets."""
 

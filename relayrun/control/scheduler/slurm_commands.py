@@ -66,10 +66,8 @@ def _is_gpu_resource(part: str) -> bool:
 
 COMMENT_PREFIX = "relayrun:"
 """Prefix of the comment of every job that relayrun submits; a unique word follows."""
-
 BEGIN_FAILED_COMMENT = f"{COMMENT_PREFIX}begin-failed="
 """Prefix of the comment of a job whose `begin` failed; `launchers/lib/again.sh` appends `COUNT@NODES`."""
-
 STOPPED_BY_COMMENT = f"{COMMENT_PREFIX}stopped-by="
 """Prefix of the comment of a job whose chain a person ended; the user follows. `launchers/lib/again.sh` reads it."""
 
@@ -341,7 +339,6 @@ class SlurmCommands:
 
 KNOWN_SBATCH_VERSION = "22.05.8"
 """Slurm version of KNOWN_SBATCH_OPTIONS."""
-
 _SBATCH_OPTIONS = """
     account array bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
     cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
@@ -355,7 +352,6 @@ _SBATCH_OPTIONS = """
 """
 
 KNOWN_SBATCH_OPTIONS = frozenset(_SBATCH_OPTIONS.split())
-
 _SBATCH_HELP_SECONDS = 20.0
 
 
