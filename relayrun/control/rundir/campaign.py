@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.control.rundir import checkpoint_records
-from relayrun.control.rundir import run as rundir_run
 from relayrun.control.rundir.records import Record, foreign_owner
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, write_atomic, write_json
 
@@ -163,23 +162,24 @@ def waits_for_campaign(run: Run) -> bool:
 
 
 def members_that_need(run: Run) -> list[str]:
-    """Return the members that need a run in its place: they wait for it, or have no own checkpoint. Raises RunDirError,
-    OSError.
+    """Return the members that need a run in its place: they wait for it, or have no checkpoint of their own yet.
+
+    Raises RunDirError and OSError if a record cannot be read.
     """
     membership = read_membership(run)
     if membership is None or not is_campaign(folder := Path(membership.folder)):
         return []
-    found = []
-    for member in Campaign.load(folder).members:
-        if membership.member not in (member.source, member.after) or rundir_run.is_stopped(member.run):
-            continue
-        own = (
-            checkpoint_records.is_checkpoint_of(member.run, checkpoint_records.resume_point(member.run))
-            if member.source
-            else has_member_started(folder, member)
-        )
-        found += [] if own else [member.name]
-    return found
+    others = Campaign.load(folder).members
+    waiting = [each for each in others if membership.member in (each.source, each.after) and not is_stopped(each.run)]
+    return [
+        each.name
+        for each in waiting
+        if not (_has_checkpoint(each.run) if each.source else has_member_started(folder, each))
+    ]
+
+
+def _has_checkpoint(run: Run) -> bool:
+    return checkpoint_records.is_checkpoint_of(run, checkpoint_records.resume_point(run))
 
 
 def iterations_held_by_campaign(run: Run) -> set[int]:
@@ -196,7 +196,7 @@ def iterations_held_by_campaign(run: Run) -> set[int]:
         if member.source != membership.member or member.iteration is None:
             continue
         try:
-            own = checkpoint_records.is_checkpoint_of(member.run, checkpoint_records.resume_point(member.run))
+            own = _has_checkpoint(member.run)
         except (RunDirError, OSError):
             own = False
         found |= set() if own else {member.iteration}

@@ -25,7 +25,6 @@ Standard library only: `relayrun.train.mirror` reads and writes these files.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -242,8 +241,3 @@ def iterations_to_keep(iterations: Iterable[int], *, keep_last: int, keep_every:
 def copies_newest_first(found: Mapping[str, CheckpointCopy]) -> list[CheckpointCopy]:
     """Return the copies by falling iteration."""
     return sorted(found.values(), key=lambda copy: copy.iteration, reverse=True)
-
-
-def name_exists(path: Path) -> bool:
-    """Return whether a path exists, also as a dangling link."""
-    return os.path.lexists(path)

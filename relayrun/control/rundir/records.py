@@ -14,6 +14,7 @@ records which checkpoints count. Standard library only.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -29,32 +30,14 @@ AttemptOutcomeName = Literal["done", "saved", "exit", "fatal"]
 chain ends); cannot continue, and another attempt would fail in the same way."""
 
 
-@dataclass(frozen=True)
-class _RecordFields:
-    """The fields of a kind of record."""
-
-    names: frozenset[str]
-    required: frozenset[str]
-    """Names without a default."""
-    blank: dict[str, Any]
-    """Defaults in order; None for fields that every record sets."""
-    factories: tuple[tuple[str, Callable[[], Any]], ...]
-    """Factories of defaults that no two records share."""
-
-    @classmethod
-    def of(cls, kind: type[Record]) -> _RecordFields:
-        every = fields(kind)
-        factories = tuple((each.name, each.default_factory) for each in every if each.default_factory is not MISSING)
-        optional = {each.name for each in every if each.default is not MISSING} | {name for name, _ in factories}
-        return cls(
-            names=frozenset(each.name for each in every),
-            required=frozenset(each.name for each in every) - optional,
-            blank={each.name: None if each.default is MISSING else each.default for each in every},
-            factories=factories,
-        )
-
-
-_RECORD_FIELDS: dict[type, _RecordFields] = {}
+@functools.cache
+def _record_fields(kind: type[Record]) -> tuple[set[str], set[str], dict[str, Any], dict[str, Callable[[], Any]]]:
+    """Return a record's names, its names without default, a value for each name, and the factories of defaults."""
+    every = fields(kind)
+    blank = {each.name: None if each.default is MISSING else each.default for each in every}
+    factories = {each.name: each.default_factory for each in every if each.default_factory is not MISSING}
+    required = {each.name for each in every if each.default is MISSING} - factories.keys()
+    return set(blank), required, blank, factories
 
 
 def foreign_owner(path: Path | str) -> int | None:
@@ -105,15 +88,15 @@ class Record:
         """
         if type(value) is not dict and not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
-        form = _RECORD_FIELDS.get(cls) or _RECORD_FIELDS.setdefault(cls, _RecordFields.of(cls))
-        if not form.names >= value.keys():
-            value = {name: item for name, item in value.items() if name in form.names}
-        if not form.required <= value.keys():
+        names, required, blank, factories = _record_fields(cls)
+        if not names >= value.keys():
+            value = {name: item for name, item in value.items() if name in names}
+        if not required <= value.keys():
             return cls(**value)  # the constructor's error names the missing field
         record = object.__new__(cls)
         values = vars(record)
-        values.update(form.blank)
-        for name, make in form.factories:
+        values.update(blank)
+        for name, make in factories.items():
             values[name] = make()
         values.update(value)
         return record

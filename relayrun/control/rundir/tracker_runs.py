@@ -64,7 +64,8 @@ def read_tracker_runs(run: Run) -> list[TrackerRun]:
 def update_tracker_runs(run: Run) -> list[TrackerRun]:
     """Update the record from the attempts; return the tracker runs, oldest first, at least one."""
     known = read_tracker_runs(run)
-    found = list(known) or [TrackerRun(id=_new_id(), first_attempt=1)]
+    new = "".join(secrets.choice(_ID_LETTERS) for _ in range(TRACKER_ID_LENGTH))
+    found = list(known) or [TrackerRun(id=new, first_attempt=1)]
     for start, base in _rollbacks(run):
         if start > found[-1].start:
             found.append(
@@ -94,7 +95,3 @@ def _rollbacks(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
 def _fork_id(first: str, start: tuple[int, int]) -> str:
     digest = hashlib.sha256(f"{first} {start[0]} {start[1]}".encode()).digest()
     return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest[:TRACKER_ID_LENGTH])
-
-
-def _new_id() -> str:
-    return "".join(secrets.choice(_ID_LETTERS) for _ in range(TRACKER_ID_LENGTH))

@@ -101,10 +101,8 @@ def is_trigger_touched(run: Run, name: TriggerName) -> bool:
 
 def acknowledge_trigger(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
     """Write NAME.done and remove the trigger, unless it was touched again meanwhile."""
-    write_json(
-        _done_path(run, trigger.name),
-        {"user": trigger.user, "touched": trigger.time, "time": time.time(), "iteration": iteration, "result": result},
-    )
+    answer = {"user": trigger.user, "touched": trigger.time, "time": time.time(), "iteration": iteration}
+    write_json(run.triggers / f"{trigger.name}.done", answer | {"result": result})
     again = read_trigger(run, trigger.name)
     if again is not None and again.time == trigger.time:
         path = run.triggers / trigger.name
@@ -128,7 +126,3 @@ def _group_id(group: str) -> int:
             where="chain.triggers_group",
             hint="give a name that `getent group` knows, or a number",
         ) from None
-
-
-def _done_path(run: Run, name: TriggerName) -> Path:
-    return run.triggers / f"{name}.done"
