@@ -14,7 +14,6 @@ records which checkpoints count. Standard library only.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -30,8 +29,11 @@ AttemptOutcomeName = Literal["done", "saved", "exit", "fatal"]
 chain ends); cannot continue, and another attempt would fail in the same way."""
 
 
-@functools.cache
-def _record_fields(kind: type[Record]) -> tuple[set[str], set[str], dict[str, Any], dict[str, Callable[[], Any]]]:
+_RecordFields = tuple[set[str], set[str], dict[str, Any], dict[str, Callable[[], Any]]]
+_RECORD_FIELDS: dict[type, _RecordFields] = {}
+
+
+def _record_fields(kind: type[Record]) -> _RecordFields:
     """Return a record's names, its names without default, a value for each name, and the factories of defaults."""
     every = fields(kind)
     blank = {each.name: None if each.default is MISSING else each.default for each in every}
@@ -88,7 +90,8 @@ class Record:
         """
         if type(value) is not dict and not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
-        names, required, blank, factories = _record_fields(cls)
+        form = _RECORD_FIELDS.get(cls) or _RECORD_FIELDS.setdefault(cls, _record_fields(cls))
+        names, required, blank, factories = form
         if not names >= value.keys():
             value = {name: item for name, item in value.items() if name in names}
         if not required <= value.keys():
