@@ -99,9 +99,7 @@ def stop_reason_of_job(job: Job | None) -> str | None:
 
 
 def record_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> SuccessorJob | None:
-    """Return the recorded successor if it was cancelled, and note that: a scheduler forgets jobs. Raises
-    SchedulerError.
-    """
+    """Return the successor if it was cancelled, and note that: a scheduler forgets jobs. Raises SchedulerError."""
     known = SuccessorJob.read(attempt.successor)
     if known is None or known.cancelled:
         return known

@@ -283,9 +283,7 @@ class Watch:
             os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
 
     def _look_at_saves(self) -> None:
-        """Submit evaluations of new checkpoints and start waiting runs; also from time to time without a new
-        checkpoint.
-        """
+        """Submit evaluations and start waiting runs after a save, and from time to time without one."""
         size = failure_reason.log_size(str(self.attempt.commits))
         if size == self._commits and time.monotonic() < self._next_look:
             return

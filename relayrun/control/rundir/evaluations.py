@@ -43,9 +43,7 @@ EvaluationScores = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPolicy(Record):
-    """`policy.json`: which checkpoints are evaluated, by the newest submit. `interval` is in iterations, `time_limit`
-    in seconds.
-    """
+    """`policy.json`, by the newest submit. `interval` is in iterations, `time_limit` in seconds."""
 
     interval: int
     total_steps: int
@@ -290,9 +288,7 @@ def record_result(run: Run, result: EvaluationResult) -> None:
 
 
 def write_evaluations_view(run: Run) -> None:
-    """Rewrite evaluations.jsonl without a lock: a writer that replaced a newer view with an older one sees and mends
-    it.
-    """
+    """Rewrite evaluations.jsonl without a lock: a writer that overwrote a newer view sees and mends it."""
     while True:
         text = _view_text(run)
         write_atomic(run.evaluations_view, text)

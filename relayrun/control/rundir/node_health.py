@@ -208,8 +208,7 @@ class Straggler(Record):
 
 
 def slowest_rank(seconds: Sequence[Sequence[float]]) -> tuple[int, float, str, float]:
-    """Return the slowest rank, its time over the median of the others', its section with the largest loss, and that
-    loss.
+    """Return the slowest rank, its time over the median of the others', its worst section, and the loss in it.
 
     `seconds`: by rank and STRAGGLER_SECTIONS, of at least two ranks.
     """

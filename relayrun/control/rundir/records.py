@@ -159,9 +159,11 @@ class AttemptStart(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StartTimes(Record):
-    """`started.json`: rank 0's way to its first step, in seconds since 1970: `process`, its program began with a bare
-    Python; `imported`, the training program, torch and megatron-core are imported; `initialised`, ranks have met, data
-    are checked, model and optimizer are made; `loaded`, the checkpoint, if there is one, is loaded.
+    """`started.json`: times of rank 0's way to its first step, in seconds since 1970.
+
+    `process`: its program began with a bare Python. `imported`: torch, megatron-core and the training program are
+    imported. `initialised`: ranks have met, data are checked, model and optimizer are made. `loaded`: the checkpoint is
+    loaded.
     """
 
     process: float

@@ -112,8 +112,7 @@ def record_rollback(attempt: Attempt, rewind: Rollback) -> None:
 
 
 def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
-    """Return the rollbacks to the checkpoint of this iteration, oldest first, that the checkpoint does not contain
-    itself.
+    """Return the rollbacks to the checkpoint of this iteration that it does not contain itself, oldest first.
 
     `consumed_samples`: up to this checkpoint. A rollback that skips no samples (because of a damaged checkpoint) is
     left out.

@@ -214,9 +214,7 @@ class QuotaForecast:
         return self.full is not None and self.full - now < FULL_SOON_DAYS * DAY_SECONDS
 
     def is_told(self, now: float) -> bool:
-        """Return whether `status` shows it: a quota always, shared file systems and numbers of files only if they get
-        scarce.
-        """
+        """Return whether `status` shows it: quotas of bytes always, other limits only if they get scarce."""
         if self.source != FILE_SYSTEM and self.kind == "bytes":
             return True
         return self.full is not None and self.full - now < FULL_SHOWN_DAYS * DAY_SECONDS
