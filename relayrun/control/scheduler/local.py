@@ -335,7 +335,7 @@ class LocalScheduler(Scheduler):
         return self._run.plan.exists() and Plan.load(self._run).auto_requeue and stop_reason(self._run) is None
 
     def _again(self, job: LocalJob) -> LocalJob:
-        """Requeue a job whose supervisor failed, later each time, unless another job waits; again.sh does it on Slurm."""
+        """Requeue a job whose supervisor failed, later each time, unless another job waits (Slurm: again.sh)."""
         # its own record may not say RUNNING yet
         others = (other for other in self._queue.every_job() if other.id != job.id)
         if any(other.state == "PENDING" and not other.auxiliary for other in others):
