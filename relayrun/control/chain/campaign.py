@@ -177,14 +177,14 @@ def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
         return {}
     try:
         names = {name: evaluation_job_name(Plan.load(run), folder) for name, (run, folder) in awaited.items()}
-        jobs = slurm.jobs_by_name(list(names.values()), patience=0)
+        queued = slurm.jobs_by_name(list(names.values()), patience=0)
     except _UNREADABLE:  # the next look sees it
         return {}
     return {
         member.name: f"{ready.what}, whose job {each.job.id} never starts: {each.reason}"
         for member, ready in judged
         if member.name in names
-        for each in jobs[names[member.name]]
+        for each in queued[names[member.name]]
         if job_history.never_starts(each.reason)
     }
 
@@ -327,8 +327,8 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
         if whole.scheduler == "local":
             return unknown + sum(bool(_jobs_here(run)) for _, run in runs)
         names = [_job_names(whole, member, run) for member, run in runs]
-        jobs = slurm.jobs_by_name([name for pair in names for name in pair], patience=patience)
-        return unknown + sum(any(jobs[name] for name in pair) for pair in names)
+        queued = slurm.jobs_by_name([name for pair in names for name in pair], patience=patience)
+        return unknown + sum(any(queued[name] for name in pair) for pair in names)
     except SchedulerError:
         return unknown + len(runs)
 
@@ -347,12 +347,12 @@ def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> 
         found = {member.name: _jobs_here(member.run) for member in waiting}
     else:
         names = {member.name: _job_names(whole, member, member.run)[0] for member in waiting}
-        jobs = slurm.jobs_by_name(list(names.values()), patience=patience)
-        found = {name: [each.job for each in jobs[own]] for name, own in names.items()}
-    for name, queued in found.items():
-        if queued:
+        queued = slurm.jobs_by_name(list(names.values()), patience=patience)
+        found = {name: [each.job for each in queued[own]] for name, own in names.items()}
+    for name, first in found.items():
+        if first:
             campaign.member_started_path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-            MemberStarted(job_id=queued[0].id, time=time.time()).write(campaign.member_started_path(folder, name))
+            MemberStarted(job_id=first[0].id, time=time.time()).write(campaign.member_started_path(folder, name))
 
 
 def _jobs_here(run: Run) -> list[Job]:

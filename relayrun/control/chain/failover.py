@@ -14,7 +14,6 @@ import time
 
 from relayrun.control import chain_state, decisions
 from relayrun.control.chain import background, campaign, excluded_nodes, fallback, jobs, supervisor
-from relayrun.control.chain import jobs as chain_jobs
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
@@ -43,10 +42,12 @@ def run_fallback_job(run: Run) -> int:
     plan = Plan.load(run)
     scheduler = scheduler_for_plan(plan, run, patience=FALLBACK_PATIENCE)
     own = scheduler.current_job_id()
-    jobs = scheduler.fallback_jobs
-    if jobs is None or not plan.fallback_job or stop_reason(run) is not None or chain_state.is_taken_over(plan, own):
+    fallback_jobs = scheduler.fallback_jobs
+    if fallback_jobs is None or not plan.fallback_job:
         return 0
-    order = jobs.order(own)
+    if stop_reason(run) is not None or chain_state.is_taken_over(plan, own):
+        return 0
+    order = fallback_jobs.order(own)
     live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # a completing job continues nothing
     if live:
         last = next((job for job in live if job.waits), live[-1])
@@ -62,7 +63,7 @@ def run_fallback_job(run: Run) -> int:
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return 0
-    _queue_next(run, plan, scheduler, jobs, order, failed)
+    _queue_next(run, plan, scheduler, fallback_jobs, order, failed)
     return 0
 
 
@@ -72,10 +73,10 @@ def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
 
 def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> str | None:
     """Return why the chain ends: a person's act in the queue, or too many failures; None if it goes on."""
-    if (stopped := chain_jobs.stop_reason_of_job(failed)) is not None:
+    if (stopped := jobs.stop_reason_of_job(failed)) is not None:
         return stopped
     newest = run.newest_begun()
-    words = chain_jobs.cancelled_successor_reason(newest, scheduler) if newest is not None else None
+    words = jobs.cancelled_successor_reason(newest, scheduler) if newest is not None else None
     if words is not None:
         return words
     if failed is not None and failed.state == "CANCELLED" and not _was_replaced(newest, failed):
@@ -94,11 +95,11 @@ def _was_replaced(newest: Attempt | None, job: Job) -> bool:
 
 
 def _queue_next(
-    run: Run, plan: Plan, scheduler: Scheduler, jobs: FallbackJobs, order: FallbackOrder, failed: Job | None
+    run: Run, plan: Plan, scheduler: Scheduler, fallback_jobs: FallbackJobs, order: FallbackOrder, failed: Job | None
 ) -> None:
     newest = run.newest_begun()
     begin = newest.read_begin() if newest is not None else None
-    given = chain_jobs.successor_options(failed, scheduler) if failed else begin.options if begin else {}
+    given = jobs.successor_options(failed, scheduler) if failed else begin.options if begin else {}
     tried = _tried_nodes(scheduler, failed)
     options = excluded_nodes.next_job_options(run, plan, scheduler, given, tried=tried)
     tried = [node for node in tried if node in options.get("exclude", "").split(",")]  # too few other nodes may be up
@@ -108,7 +109,7 @@ def _queue_next(
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
     fallback.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
     try:
-        jobs.count_failed_begins(job_id, count, ",".join(tried))
+        fallback_jobs.count_failed_begins(job_id, count, ",".join(tried))
     except SchedulerError as error:  # a site may forbid changes of jobs; the new fallback job knows the count
         log_line(f"job {job_id} does not know how often the jobs before it failed: {error.message}")
 

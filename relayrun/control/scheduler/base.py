@@ -1,4 +1,4 @@
-"""The scheduler protocol: the methods that a chain calls, and a job as a scheduler reports it."""
+"""The class that every scheduler extends, with the methods that a chain calls, and a job as a scheduler reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The scheduler of a chain through Slurm's commands, and the jobs of many chains by one question."""
+"""The scheduler of a chain through Slurm's commands, and what Slurm alone offers.
+
+`SlurmNodes` excludes nodes and lets a job start with fewer; `SlurmFallbackJobs` queues jobs behind the failure of
+another. `jobs_by_name` finds the jobs of many chains by one question.
+"""
 
 from __future__ import annotations
 
