@@ -185,7 +185,7 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path: Path, run: Run) -> None:
             if entry.kind == "file":
                 os.utime(run.path / name, ns=(entry.changed, entry.changed))
         shutil.rmtree(target)
-    assert {"append_line", "checksum_of", "rename", "rmtree", "write_json"} <= set(steps)
+    assert {"append_line", "file_checksum", "rename", "rmtree", "write_json"} <= set(steps)
     assert number > 30
 
 
