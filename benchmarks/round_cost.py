@@ -89,7 +89,7 @@ def trained(workspace: Workspace, side: str, toggle: dict[str, Any] | None, inte
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     run = workspace.run(side)
     outcome = AttemptOutcome.read(run.attempt(1).outcome)
-    if outcome is None or outcome.outcome != "done" or run.attempt(1).rounds.exists():
+    if outcome is None or outcome.outcome != "done" or run.attempt(1).failed_restarts.exists():
         raise SystemExit(f"{side}: it has not trained in one go\n{done.stdout}\n{done.stderr}")
     return run
 

@@ -420,6 +420,25 @@ def unused_name(folder: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
+def folder_lock(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
+    """Hold the file `lock` of a folder; yield whether it was acquired within `patience` seconds. Raises OSError."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        deadline, held = time.monotonic() + patience, False
+        while not held:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.1)
+        yield held
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
 def exclusive_maker(final: Path) -> Iterator[bool]:
     """Yield whether this process alone makes `final`: as long as it does, others get False. Raises OSError.
 

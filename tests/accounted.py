@@ -89,7 +89,7 @@ def _first(run: Run) -> None:
     folder.mkdir(exist_ok=True)
     RankFailure(rank=1, node="n1", error="RuntimeError: gone", time=T + failed).write(folder / "rank-0001.json")
     RankFailure(rank=0, node="n0", error="RuntimeError: closed", time=T + failed + 1).write(folder / "rank-0000.json")
-    append_line(run.strikes, {"node": "n1", "attempt": 1, "reason": "RuntimeError: gone", "time": T + failed + 4})
+    append_line(run.node_failures, {"node": "n1", "attempt": 1, "reason": "RuntimeError: gone", "time": T + failed + 4})
     _end(run, 1, cause="failed", durable=5, at=failed + 4, code=1, action="continue")
 
 

@@ -206,6 +206,7 @@ def ended(run: Run, number: int, *, base: int, durable: int) -> None:
         durable_iteration=durable,
         progress=durable > base,
         end_time=1e9 + number,
+        action="continue",
     ).write(run.attempt(number).end)
 
 

@@ -168,7 +168,7 @@ def _loses_a_node(run: Run, clock: _Clock, *, durable: int) -> None:
     folder.mkdir(exist_ok=True)
     RankFailure(rank=29, node="nid001019", error=words, time=T + clock.at).write(folder / "rank-0029.json")
     strike = {"node": "nid001019", "attempt": 2, "reason": words, "time": T + clock.at + 4}
-    append_line(run.strikes, strike)
+    append_line(run.node_failures, strike)
     clock.at += 31
     _end(run, 2, clock, "failed", f"rank 29 on nid001019: {words}", durable, code=1, action="continue")
 

@@ -32,8 +32,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
-from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_atomic
 from relayrun.submit import code_snapshot, initial_checkpoint, policies
@@ -94,7 +93,7 @@ def adopt_job(
 
     The options that the job was submitted with win over the config's, and so does `host_python`. Raises RelayrunError.
     """
-    scheduler = Slurm()
+    scheduler = slurm_scheduler()
     job = scheduler.query(scheduler.current_job_id())
     if job is None:
         raise RunDirError("Slurm does not know the job that this runs in")

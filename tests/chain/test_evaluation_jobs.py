@@ -45,7 +45,7 @@ class Queue:
             raise KeyboardInterrupt
         return job_id
 
-    def named(self, name: str) -> str | None:
+    def find_job(self, name: str) -> str | None:
         alive = [str(100 + number) for number, (known, _) in enumerate(self.submitted) if known == name]
         return next((job_id for job_id in alive if self.states[job_id] in ("PENDING", "RUNNING")), None)
 

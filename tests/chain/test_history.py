@@ -43,14 +43,6 @@ def queued(run: Run) -> list[str]:
     return [job.id for job in LocalScheduler(run).jobs(Plan.load(run)) if job.state == "PENDING"]
 
 
-def without_format(run: Run) -> None:
-    """As the versions before formats left it."""
-    plan = read_json(run.plan)
-    del plan["format"]
-    run.plan.write_text(json.dumps(plan))
-    run.views.unlink(missing_ok=True)
-
-
 @pytest.mark.slow
 def test_begin_and_end_open_no_record_twice_and_no_more_of_them_with_age(tmp_path: Path) -> None:
     opened = {}
@@ -158,32 +150,15 @@ def test_the_lead_is_that_of_the_newest_steps_saves_and_evaluations_that_count(r
     assert begin.lead == pytest.approx(2 * 5.0863418579 + 7.0 + 1.5 * 14.0 + 10)
 
 
-def test_a_directory_without_a_format_is_migrated_when_its_chain_goes_on(run: Run) -> None:
-    without_format(run)
+def test_an_older_format_is_migrated_when_its_chain_goes_on(run: Run) -> None:
+    run.plan.write_text(json.dumps(read_json(run.plan) | {"format": PLAN_FORMAT - 1}))
     assert cli.main(["status", str(run.path)]) == 0
-    assert "format" not in read_json(run.plan)
+    assert read_json(run.plan)["format"] == PLAN_FORMAT - 1
     assert supervisor.begin_attempt(run) == 0
     assert read_json(run.plan)["format"] == PLAN_FORMAT
     trained(run, 4, 300, 400)
     assert supervisor.end_attempt(run, 4, 0) == 0
     assert_views_hold_what_counts(run)
-
-
-def test_an_old_job_script_calls_watch_and_end_of_this_version(run: Run) -> None:
-    """The checkout was updated while the attempt ran: its begin was the old version's."""
-    without_format(run)
-    began(run, 4, base=300)
-    trained(run, 4, 300, 350)
-    with open(run.metrics_view, "ab") as view:  # the old `watch` appended what it saw
-        view.write(run.attempt(4).metrics.read_bytes()[:1000])
-    watch = Watch(Run(run.path), 4)
-    watch._follow()
-    trained(run, 4, 350, 400)
-    watch._follow_to_the_end()
-    assert supervisor.end_attempt(Run(run.path), 4, 0) == 0
-    assert "format" not in read_json(run.plan)
-    assert_views_hold_what_counts(run)
-    assert len(queued(run)) == 1
 
 
 @pytest.mark.slow

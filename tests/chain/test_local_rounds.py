@@ -187,7 +187,7 @@ def test_what_asks_ranks_to_leave_reaches_them(make_run: MakeRun, how: str) -> N
     scheduler.run_queue(lambda _event: None, act)
     (record,) = ends(run)
     assert record.cause == {"limit": "done", "signal": "saved", "exit": "exit", "cancel": "cancelled"}[how], logs(run)
-    assert not run.attempt(1).rounds.exists()
+    assert not run.attempt(1).failed_restarts.exists()
 
 
 @pytest.mark.long

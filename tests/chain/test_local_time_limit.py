@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control import decisions
-from relayrun.control.chain import supervisor
+from relayrun.control.chain import failure_reason
 from tests.history import began
 
 from .conftest import MakeRun
@@ -27,7 +27,7 @@ def test_a_name_that_does_not_resolve_is_the_reason_and_not_the_time_limit(
     log.write_text(f"{said}(gai error: -2 - Name or service not known).\n")
     now = time.time()
     started = began(run, 1, start_time=now - 180, job_end_time=now - 1, log=str(log))
-    words, fatal = supervisor._why_failed(run, plan, run.attempt(1), started, decisions.UNKNOWN_EXIT_CODE)
+    words, fatal = failure_reason.why_failed(run, plan, run.attempt(1), started, decisions.UNKNOWN_EXIT_CODE)
     assert words.startswith(said)
     assert "job.time" not in words
     assert fatal is None

@@ -64,8 +64,8 @@ class Cluster:
             raise found
         return found
 
-    def requeue(self, job_id: str, *, delay: int, few: MinimumNodes | None) -> None:
-        assert few is None
+    def requeue(self, job_id: str, *, delay: int, minimum: MinimumNodes | None) -> None:
+        assert minimum is None
         self.done.append(f"requeue {job_id}")
 
     def cancel(self, job_id: str) -> None:

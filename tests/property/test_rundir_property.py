@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,9 +36,8 @@ def begin(run: Run, number: int, base: int) -> AttemptStart:
 
 
 def end(run: Run, number: int) -> None:
-    AttemptEnd(
-        attempt=number, cause="saved", reason="x", exit_code=0, durable_iteration=0, progress=True, end_time=0.0
-    ).write(run.attempt(number).end)
+    fields: dict[str, Any] = {"exit_code": 0, "durable_iteration": 0, "progress": True, "end_time": 0.0}
+    AttemptEnd(attempt=number, cause="saved", reason="x", action="continue", **fields).write(run.attempt(number).end)
 
 
 def line_from_the_beginning(run: Run) -> list[CheckpointCommit]:

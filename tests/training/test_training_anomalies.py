@@ -81,7 +81,7 @@ def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is
     whole = harness(**with_policy(5, on_nan="rewind"))
     reference = whole.train(inject="nan-sample=50")
     assert f"iteration {BAD}: loss nan, gradient norm nan; back to iteration 5" in reference.output()
-    assert [line["next_sample"] for line in read_lines(whole.run.attempt(1).rewinds)] == [BAD * 8]
+    assert [line["next_sample"] for line in read_lines(whole.run.attempt(1).rollbacks)] == [BAD * 8]
     steps = counted(whole.run)
     assert [steps[i]["consumed_samples"] for i in (5, 6, 16)] == [40, BAD * 8 + 8, BAD * 8 + 11 * 8]
     assert all(math.isfinite(line["loss"]) for line in steps.values())
@@ -123,7 +123,7 @@ def test_a_rewind_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_sa
     for left in quarantined_checkpoints(broken.run):
         assert "are not those that were saved" in left.why
         assert f"iteration {left.iteration} is left behind: {left.why}" in output
-    went_back = [entry["base_iteration"] for entry in read_lines(broken.run.attempt(1).rewinds)]
+    went_back = [entry["base_iteration"] for entry in read_lines(broken.run.attempt(1).rollbacks)]
     assert went_back == [max(damaged), min(damaged) - interval, max(damaged)]
     assert_same_steps(counted(whole.run), counted(broken.run))
     assert resume_point(whole.run).iteration == resume_point(broken.run).iteration == steps

@@ -132,7 +132,7 @@ def test_the_job_of_a_dump_starts_python_in_the_container(
         raise SchedulerError("enough")
 
     monkeypatch.setattr(submitit.SlurmExecutor, "map_array", map_array)
-    monkeypatch.setattr(dump_jobs.Slurm, "max_array_size", lambda self: 1000)
+    monkeypatch.setattr(Slurm, "max_array_size", lambda self: 1000)
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda cls: 2))
     with pytest.raises(SchedulerError, match="enough"):
         dump_jobs._submit_slurm(load_tokenization_config(place / "dumps.yaml"), [0, 1])

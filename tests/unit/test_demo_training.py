@@ -85,6 +85,7 @@ class Machine:
             durable_iteration=self.iteration,
             progress=bool(lines),
             end_time=min(wall, time),
+            action="continue",
         )
         end.write(attempt.end)
         return bool(lines)

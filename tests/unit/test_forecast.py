@@ -72,6 +72,7 @@ def test_what_was_measured_counts_before_what_is_computed(tmp_path: Path) -> Non
         durable_iteration=10,
         progress=True,
         end_time=begin.start_time + 1800,
+        action="retry",
     ).write(attempt.end)
     found = save_interval(config, Run(run.path))
     assert found is not None

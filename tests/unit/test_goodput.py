@@ -234,9 +234,8 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
 
 
 def ended(at: float, *, cause: str = "failed", code: int = 1) -> AttemptEnd:
-    return AttemptEnd(
-        attempt=1, cause=cause, reason="", exit_code=code, durable_iteration=0, progress=False, end_time=at, delay=0
-    )
+    fields: dict[str, Any] = {"reason": "", "durable_iteration": 0, "progress": False, "action": "retry"}
+    return AttemptEnd(attempt=1, cause=cause, exit_code=code, end_time=at, **fields)
 
 
 def step(iteration: int, at: float, took: float = 1.0, **more: Any) -> dict[str, Any]:

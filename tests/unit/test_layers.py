@@ -162,6 +162,18 @@ def test_only_the_scheduler_starts_slurm_commands(path: Path) -> None:
             assert node.elts[0].value not in commands, f"{path}:{node.lineno}"
 
 
+def constructed_schedulers(source: str) -> list[int]:
+    """Lines that construct a scheduler."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [call.lineno for call in calls if ast.unparse(call.func).split(".")[-1] in ("Slurm", "LocalScheduler")]
+
+
+def test_only_the_scheduler_constructs_schedulers() -> None:
+    others = [path for path in modules() if path.parent != PACKAGE / "control" / "scheduler"]
+    assert not {str(path): lines for path in others if (lines := constructed_schedulers(path.read_text()))}
+    assert constructed_schedulers("scheduler = slurm.Slurm(patience=0)") == [1]
+
+
 def test_a_submit_does_not_import_torch() -> None:
     code = "import sys, relayrun.cli.run.submit, relayrun.submit.submission; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)

@@ -3,15 +3,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import slurm_commands, tasks
-from relayrun.control.scheduler.base import clean_environment
-from relayrun.control.scheduler.local_queue import LocalJob
+from relayrun.control.scheduler.base import Job, Scheduler, clean_environment
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.errors import SchedulerError
@@ -161,15 +159,6 @@ def test_missing_slurm_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_p
         Slurm().test(Path("job"))
 
 
-def test_a_queue_of_an_earlier_version_is_read() -> None:
-    job = LocalJob(
-        id="1", name="n", script="s", log_folder="l", time_limit=1, signal_lead=0, eligible_time=0.0, auxiliary=True
-    )
-    former = {**asdict(job), "beside": True}
-    del former["auxiliary"]
-    assert LocalJob.of(former) == job
-
-
 def slurm_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Slurm:
     for name, script in scripts.items():
         fake_command(folder, name, script)
@@ -190,7 +179,7 @@ def test_whatever_a_question_meets_is_asked_again(tmp_path: Path, monkeypatch: p
 
 def test_a_command_that_hangs_is_ended_and_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = tmp_path / "once"
-    monkeypatch.setattr("relayrun.control.scheduler.slurm.COMMAND_SECONDS", 3.0)
+    monkeypatch.setattr("relayrun.control.scheduler.slurm_commands.COMMAND_SECONDS", 3.0)
     script = f'if [ ! -e {once} ]; then touch {once}; exec sleep 100; fi; echo "{LINE}"'
     assert slurm_of(tmp_path, monkeypatch, scontrol=script).query("17") is not None
 
@@ -274,7 +263,7 @@ def test_no_text_of_a_persons_becomes_a_field(gpus: str) -> None:
     for line, name in ((plain, text), (whole, block)):
         job = parse_job(line, name=name if is_job_text_ambiguous(line) else None)
         assert (job.id, job.name, job.state, job.nodes, job.requeue) == ("6", name, "RUNNING", "n1", True)
-        assert (job.begin_failed, job.begin_failed_on) == (True, "n0,n7")
+        assert job.begin_failed_on == "n0,n7"
         assert job.options.get("gpus-per-node") == ("2" if gpus else None)
         assert "exclude" not in job.options
     assert not is_job_text_ambiguous(plain)
@@ -283,9 +272,9 @@ def test_no_text_of_a_persons_becomes_a_field(gpus: str) -> None:
 
 def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:
     job = parse_job(LINE + " Comment=relayrun:begin-failed=2@n0,n7")
-    assert (job.begin_failed, job.begin_failed_on) == (True, "n0,n7")
+    assert job.begin_failed_on == "n0,n7"
     other = parse_job(LINE + " Comment=relayrun:0a1b2c")
-    assert (other.begin_failed, other.begin_failed_on) == (False, "")
+    assert other.begin_failed_on == ""
 
 
 def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +291,7 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
 
 
 def test_a_job_that_is_queued_again_takes_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.control.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, nodes: [nodes])
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.expand", lambda _self, nodes: [nodes])
     ports = []
     for count in (None, "0", "1", "2"):
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
@@ -394,3 +383,25 @@ def test_a_free_port_is_one_that_no_connection_takes(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tasks, "CONNECTION_PORTS_FILE", tmp_path / "range")
     (tmp_path / "range").write_text("1024\t65535\n")  # no room below it: the kernel chooses
     assert tasks.free_port("") > 1024
+
+
+def test_a_second_scheduler_writes_eleven_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other methods have defaults, with which a job is queued, begins and goes on."""
+
+    def say(self: Scheduler, *said: object, **_: object) -> str:
+        print(*said)
+        return "1"
+
+    assert len(Scheduler.__abstractmethods__) == 11
+    printer = type("Printer", (Scheduler,), dict.fromkeys(Scheduler.__abstractmethods__, say))()
+    plan, job = Plan.of(PLAN), Job(id="1", name="n", state="RUNNING")
+    assert printer.submit_first(plan, Path("job.sbatch")) == "1"
+    printer.adopt(job, plan)
+    printer.guard("1", ["true"], log=Path("log"))
+    printer.confirm_begin(job, followed=True, log=None)
+    printer.note_stop("1", "ada")
+    assert printer.nodes is printer.fallback_jobs is printer.reservation_end("r") is printer.cancelled_by("1") is None
+    assert printer.single_task_command(plan, cpus_per_task="1") == []
+    with pytest.raises(SchedulerError, match="cannot delay"):
+        printer.postpone("1", delay=1)
+    assert "job.sbatch" in capsys.readouterr().out

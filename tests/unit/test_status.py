@@ -80,6 +80,7 @@ def end(run: Run, number: int, cause: str, reason: str, durable: int, *, progres
         durable_iteration=durable,
         progress=progress,
         end_time=NOW - 500,
+        action="stop" if cause in ("exit", "fatal", "cancelled") else "continue",
     ).write(run.attempt(number).end)
 
 

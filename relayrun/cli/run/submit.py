@@ -21,6 +21,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.scheduler import local
+from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.submit import launcher_environment, submission
 from relayrun.submit.check import report_text
@@ -226,7 +227,7 @@ def print_submitted(submitted: submission.SubmittedRun) -> None:
     unsent_notices.send_in_background(submitted.run)
     if submitted.plan.scheduler == "local":
         follower = ProgressFollower(submitted.run, total_steps=submitted.plan.total_steps)
-        local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
+        local_scheduler(submitted.run).run_queue(local.print_event, follower.poll)
         unsent_notices.send_in_background(submitted.run)  # a STOP of the queue itself
 
 

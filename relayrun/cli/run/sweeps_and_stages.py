@@ -19,8 +19,10 @@ from relayrun.control.rundir.campaign import Campaign, CampaignMember
 from relayrun.control.rundir.find_runs import find_campaign
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import stop_reason
-from relayrun.control.scheduler.local import LocalScheduler, print_event
+from relayrun.control.scheduler.factory import local_scheduler
+from relayrun.control.scheduler.local import print_event
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
+from relayrun.files import folder_lock
 from relayrun.submit import campaign as submission
 from relayrun.submit import campaign as view
 from relayrun.watch import unsent_notices
@@ -123,7 +125,7 @@ def run_here(folder: Path, whole: Campaign) -> int:
                 tried.add(member.name)
                 _run_queue(member)
             else:
-                LocalScheduler(member.run).run_queue(print_event)
+                local_scheduler(member.run).run_queue(print_event)
         except (RunDirError, OSError) as error:
             print(f"{member.run.path.name}: it cannot be run: {error}", file=sys.stderr, flush=True)
     entries = view.read_campaign_status(folder, now=time.time())
@@ -135,7 +137,8 @@ def _evaluates(member: CampaignMember) -> bool:
     """Whether a chain has ended, and an evaluation waits that no terminal runs: a stage may wait for it."""
     try:
         ended = stop_reason(member.run) is not None
-        return ended and any(job.auxiliary and job.state == "PENDING" for job in LocalScheduler(member.run).every_job())
+        every = local_scheduler(member.run).every_job() if ended else []
+        return any(job.auxiliary and job.state == "PENDING" for job in every)
     except (RelayrunError, OSError, ValueError):
         return False
 
@@ -150,7 +153,7 @@ def _is_running(folder: Path, member: CampaignMember) -> bool:
 
 def _run_queue(member: CampaignMember) -> None:
     run, plan = member.run, Plan.load(member.run)
-    scheduler = LocalScheduler(run)
+    scheduler = local_scheduler(run)
     if not scheduler.jobs(plan):  # the terminal that ran it has gone, and its job with it
         jobs.queue_first_job(run, plan, scheduler)
     print(f"{plan.run}: run directory {run.path}", flush=True)
@@ -175,7 +178,7 @@ def stop(folder: Path) -> int:
     whole, user = Campaign.load(folder), user_name(os.geteuid())
     failed = False
     try:
-        with campaign.campaign_lock(folder) as mine:  # nobody is between two runs
+        with folder_lock(folder) as mine:  # nobody is between two runs
             if not mine:
                 raise RunDirError("somebody begins runs of it right now", where=folder, hint="try again")
             campaign.write_campaign_stop(folder, f"stopped by {user}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from relayrun import places
 from relayrun.config.compose.writable import check_writable
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import atomic_file
 from relayrun.lab.faults import session
@@ -77,8 +77,8 @@ def run_drill(options: argparse.Namespace) -> int:
         return 0
     company = DrillTools(
         site=_drill_site(options, cluster),
-        slurm=Slurm(patience=120),
-        reach=StepSignalSender(Slurm(patience=30)) if control is None else LocalSignalSender(),
+        slurm=slurm_scheduler(patience=120),
+        reach=StepSignalSender(slurm_scheduler(patience=30)) if control is None else LocalSignalSender(),
         control=control,
         queue_seconds=60 * options.queue,
         tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),

@@ -130,7 +130,7 @@ class ForeignRestart:
             log_offset=self._asked.log_offset,
             output_offset=self._asked.output_offset,
             commits=sum(1 for _ in read_lines(self._attempt.commits)),
-        ).write(self._attempt.round)
+        ).write(self._attempt.restart_base)
         return self._trainer.prepare(base, attempt=self._attempt.number)
 
     def go_on(self) -> None:

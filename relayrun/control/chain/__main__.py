@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -14,10 +13,7 @@ from relayrun.errors import run_main
 
 
 def main() -> int:
-    """Run the one command of the supervisor that the command line names; return its exit code.
-
-    Raises RelayrunError where the run directory or the scheduler refuses what the command needs.
-    """
+    """Run the supervisor command of the command line; return its exit code. Raises RelayrunError."""
     parser = argparse.ArgumentParser(prog="relayrun.control.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("begin", "watch", "guard", "end", "orphaned", "fallback", "tell"):
@@ -25,8 +21,8 @@ def main() -> int:
         command.add_argument("--run-dir", type=Path, required=True)
         if name not in ("begin", "fallback", "tell"):
             command.add_argument("--attempt", type=int, required=True)
-        if name in ("watch", "guard"):  # a job that an earlier version began does not say it
-            command.add_argument("--batch-pid", type=int, default=os.getppid())
+        if name in ("watch", "guard"):
+            command.add_argument("--batch-pid", type=int, required=True)
         if name == "end":
             command.add_argument("--exit-code", type=int, required=True)
         if name == "orphaned":

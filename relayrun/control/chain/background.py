@@ -1,7 +1,7 @@
 """Background processes of the supervisor: the sender of notices and the copier of checkpoints.
 
-They run beside the ranks with low priority, may be killed at any point, and the next one continues. A process that
-does not start, or fails, never fails the chain.
+They run beside the ranks with low priority, may be killed at any point, and the next one continues. A process that does
+not start, or fails, never fails the chain.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from typing import IO
 
 from relayrun.control.chain.job_script import python_path
 from relayrun.control.job_log import log_line
@@ -24,52 +25,28 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import user_python_path
 
 TERMINATE_SECONDS = 1.0
-"""From SIGTERM to SIGKILL: such a process says what it was at, and may be killed at any point."""
-
-
-def background_environment(plan: Plan) -> dict[str, str]:
-    """The environment of such a process, in which it finds relayrun and what a site's jobs are given: a proxy, say."""
-    return {
-        **os.environ,
-        **plan.environment,
-        "PYTHONPATH": ":".join([*python_path(plan), *user_python_path(os.environ)]),
-        "PYTHONSAFEPATH": "1",
-    }
-
-
-def end_process_group(process: subprocess.Popen[bytes], *, patience: float = 0.0) -> None:
-    """Wait `patience` seconds for a process that leads a session, then end it and what it started."""
-    steps: tuple[tuple[signal.Signals | None, float | None], ...] = (
-        (None, patience),
-        (signal.SIGTERM, TERMINATE_SECONDS),
-        (signal.SIGKILL, None),
-    )
-    for number, seconds in steps:
-        if number is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-            return
-
-
+"""Seconds from SIGTERM to SIGKILL: the process logs what it did, and may be killed at any point."""
 COPY_AGAIN_SECONDS = 900.0
-"""Between two passes, where no checkpoint was saved meanwhile: what failed may work now."""
+"""Interval between two passes without a new checkpoint: a copy that failed may work now."""
+NOTICES_END_SECONDS = 10.0
+"""Maximum seconds for which the end of a job waits until its notices are sent; the next command sends the rest."""
+NOTICES_LOOK_SECONDS = 60.0
+"""Interval between two looks of a job for due notices."""
 
 
 class CheckpointCopier:
-    """Has the checkpoints of a run copied, where its config asks for it."""
+    """Starts the copy passes of a run whose config asks for a mirror."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
         self._plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: int | None = None
-        """What told of saves when the last pass began."""
+        """The value of `saved` at the last pass."""
         self._next = 0.0
 
     def look(self, saved: int) -> None:
-        """Start a pass where there is something new. `saved` changes with each save. Raises OSError, RelayrunError."""
+        """Start a pass if one is due. `saved` changes with each save. Raises OSError, RelayrunError."""
         if self._process is not None and self._process.poll() is None:
             return
         if saved == self._seen and time.monotonic() < self._next:
@@ -77,33 +54,18 @@ class CheckpointCopier:
         self._seen, self._next = saved, time.monotonic() + COPY_AGAIN_SECONDS
         policy = MirrorPolicy.read_own(mirror.mirror_policy_path(self._run))
         if policy is not None:
-            self._process = self._start(policy.program)
-
-    def _start(self, program: list[str]) -> subprocess.Popen[bytes]:
-        with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
-            return subprocess.Popen(
-                ["nice", "-n", "19", *program, str(self._run.path)],
-                env=background_environment(self._plan),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            command = ["nice", "-n", "19", *policy.program, str(self._run.path)]
+            with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
+                self._process = _start_process(command, self._plan, log)
 
     def finish(self) -> None:
-        """End the pass that is under way: the job ends."""
+        """End the current pass, because the job ends."""
         if self._process is not None:
             end_process_group(self._process)
 
 
-NOTICES_END_SECONDS = 10.0
-"""For so long at most the end of a job waits until its notices are sent; the next command sends what is left."""
-NOTICES_LOOK_SECONDS = 60.0
-"""Between two looks of a job for what is to be told."""
-
-
 class NoticeSender:
-    """Writes the notices of a chain and has them sent. No error of it reaches its user."""
+    """Writes the notices of a chain and starts their sender. Its methods raise no errors."""
 
     def __init__(self, run: Run, plan: Plan, *, at_work: bool = True) -> None:
         self._run = run
@@ -114,16 +76,16 @@ class NoticeSender:
         self._complaints: list[str] = []
 
     def look(self) -> None:
-        """Write what is to be told, and have it sent, once a minute."""
+        """Write due notices and have them sent, once a minute."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + NOTICES_LOOK_SECONDS
             self.attend()
 
     def attend(self) -> None:
-        """Write what is to be told, and have it sent."""
+        """Write due notices and have them sent."""
         try:
             self._attend()
-        except Exception as error:  # nobody's message is worth a chain
+        except Exception as error:  # no notice may fail the chain
             self._complain([f"{type(error).__name__}: {error}"])
 
     def _attend(self) -> None:
@@ -138,16 +100,15 @@ class NoticeSender:
             self._process = self._start(policy)
 
     def _start(self, policy: NoticePolicy) -> subprocess.Popen[bytes]:
-        """Start the process; in a container's place the host's Python does it."""
-        environment = background_environment(self._plan)
+        """Start the sender; if its Python lives in a container, use the host's Python."""
         arguments = [*policy.program[1:], str(self._run.path), "--job"]
         try:
-            return _start_sender([policy.program[0], *arguments], environment)
+            return _start_process([policy.program[0], *arguments], self._plan)
         except OSError:
-            return _start_sender([self._plan.host_python, *arguments], environment)
+            return _start_process([self._plan.host_python, *arguments], self._plan)
 
     def finish(self, seconds: float = 0.0) -> None:
-        """Wait so long for the process that sends, then end it."""
+        """Wait so many seconds for the sender, then end it."""
         if self._process is None:
             return
         try:
@@ -163,21 +124,32 @@ class NoticeSender:
 
 
 def send_notices(run: Run, plan: Plan, *, at_work: bool = True) -> None:
-    """Write what is to be told where a job ends, and have it sent, for a few seconds. No error comes out of it.
-
-    `at_work`: it is a job of the chain, and no evaluation beside it.
-    """
-    messenger = NoticeSender(run, plan, at_work=at_work)
-    messenger.attend()
-    messenger.finish(NOTICES_END_SECONDS)
+    """Write and send the notices due at a job's end, for some seconds. `at_work`: it is a job of the chain."""
+    sender = NoticeSender(run, plan, at_work=at_work)
+    sender.attend()
+    sender.finish(NOTICES_END_SECONDS)
 
 
-def _start_sender(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start_process(
+    command: list[str], plan: Plan, output: int | IO[bytes] = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session, in which it finds relayrun and the site's variables, such as a proxy."""
+    path = ":".join([*python_path(plan), *user_python_path(os.environ)])
     return subprocess.Popen(
         command,
-        env=environment,
+        env={**os.environ, **plan.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
     )
+
+
+def end_process_group(process: subprocess.Popen[bytes], *, patience: float = 0.0) -> None:
+    """Wait `patience` seconds for a process that leads a session, then end the session."""
+    for number, seconds in ((0, patience), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return

@@ -1,11 +1,11 @@
-"""Begins the runs of a campaign, each exactly once: by the end of another run's chain, by its watch, by any command.
+"""Starts the members (runs) of a campaign, each exactly once: at the end of a chain, from its watch, or from a command.
 
-Nobody is needed who lives as long as the campaign. What may begin follows from the records alone, and whoever looks
-begins it, under the campaign's lock. Who is killed between an order to Slurm and its record leaves a job with the name
-of the run, which the next look finds; and should there be two all the same, they are a singleton in one run directory.
+No process lives as long as the campaign. The records alone decide which members may start, and every process that looks
+starts them under the campaign's lock. A process that is killed between the order to Slurm and its record leaves a job
+with the name of the run, which the next look finds; two such jobs would be a singleton in one run directory.
 
-Members are judged alone. One that cannot be read, that Slurm refuses, or that waits for what never comes is stuck. It
-is told of, and holds up no other.
+Members are judged separately. A member whose records cannot be read, that Slurm refuses, or whose condition can never
+hold is stuck: it is reported and does not delay the others.
 """
 
 from __future__ import annotations
@@ -29,61 +29,60 @@ from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
 from relayrun.control.rundir.run import Run, is_owned_by_this_user, is_stopped, stop_reason
 from relayrun.control.scheduler import job_history, slurm
 from relayrun.control.scheduler.base import Job, Scheduler
-from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
+from relayrun.files import folder_lock
 
 PATIENCE = 5.0
-"""Seconds for which a controller that does not answer is asked again."""
+"""Seconds for which a question to a controller that does not answer is repeated."""
 REFUSED_RETRY_SECONDS = 30.0
-"""So long after Slurm has refused a member it is tried again, and twice as long each time: a refusal may pass by, as
-where nodes are not back yet behind a restart of the controller."""
+"""Seconds until a member that Slurm refused is tried again, doubled each time: a refusal may pass, for example when
+nodes are not back yet after a restart of the controller."""
 REFUSED_RETRY_CEILING = 600.0
-
 _REFUSED = "its first job is refused"
 _FOR_NOW = (NoAnswerError, NotInstalledError, TooManyJobsError)
-"""No other member could be queued either; later each can."""
+"""Errors that keep every member from being queued now, but not later."""
 _UNREADABLE = (RelayrunError, OSError, KeyError, TypeError, ValueError, AttributeError)
-"""What records raise that are missing, torn, or were edited."""
+"""Errors that missing, torn or edited records raise."""
 
 
 class CannotStartError(RelayrunError):
-    """One member cannot begin; others may."""
+    """One member cannot start; others may."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """Whether a member that has not begun may begin."""
+    """The condition of a member that has not started."""
 
-    base: ResumePoint | None
-    """The checkpoint to begin with; None: it waits, or never begins."""
+    base: ResumePoint | None = None
+    """The checkpoint to start from; None: the member waits, or never starts."""
     why: str = ""
-    """What it waits for."""
     stuck: bool = False
-    """It begins only if a person changes something, as far as one knows."""
+    """It starts only if a person changes something, as far as known."""
     again: float = 0.0
-    """When one that Slurm has refused is tried again, in seconds since 1970."""
+    """Time of the next try after a refusal of Slurm, in seconds since 1970."""
     awaited: tuple[Run, EvaluationDir] | None = None
-    """The evaluation that it waits for, and whose it is."""
+    """The evaluation that it waits for, and the run of that evaluation."""
     what: str = ""
-    """The same in words."""
+    """The awaited evaluation in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CampaignPass:
-    """What one look at a campaign has begun, and who is stuck."""
+    """The result of one look at a campaign."""
 
     begun: list[str] = field(default_factory=list)
-    """What was begun, in words."""
+    """The members that were started, in words."""
     stuck: dict[str, str] = field(default_factory=dict)
-    """By member, why it does not begin unless a person changes something; by `""` what holds up all of them."""
+    """By member, why it needs a person to start; under `""` the reason that blocks all members."""
 
 
 def start_due_members_of(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> None:
-    """Begin what may begin now of the campaign that a run belongs to, if to any. What fails is left for later.
+    """Start the due members of the campaign that a run belongs to, if any. Errors are logged and left for later.
 
-    `leaves`: this is the last job of the run's chain, also where no STOP says it. `patience`: seconds for which a
-    controller that does not answer is asked again, and for which another one who begins runs is waited for.
+    `leaves`: this is the last job of the run's chain, even without STOP. `patience`: seconds of waiting for a
+    controller that does not answer, and for another process that holds the campaign's lock.
     """
     with contextlib.suppress(OSError):
         leaves = leaves or is_stopped(run)
@@ -98,7 +97,7 @@ def start_due_members(
     patience: float = PATIENCE,
     say: Callable[[str], None] = log_line,
 ) -> dict[Path, CampaignPass]:
-    """The same for campaigns, by their folders; return what each look saw."""
+    """Start the due members of these campaigns; return the result of each look by folder. Errors are logged."""
     looks: dict[Path, CampaignPass] = {}
     for folder in folders:
         try:
@@ -114,13 +113,13 @@ def start_due_members(
 def start_due_in_campaign(
     folder: Path, *, from_terminal: bool = False, leaving: Run | None = None, patience: float = PATIENCE
 ) -> CampaignPass:
-    """Begin every member that may begin; return what was done, and who is stuck.
+    """Start every due member of a campaign; return the result.
 
-    `from_terminal`: this process runs the jobs of this machine, without whom nobody would. `leaving`: the run whose
-    last job this is: perhaps nobody looks after it, and what Slurm has refused is tried at once. Raises RunDirError,
-    SchedulerError and OSError; what was begun before is on record.
+    `from_terminal`: this process runs the local queue; no other process would start local members. `leaving`: the run
+    whose last job this is: a member that Slurm refused is tried at once, since no later look is certain. Raises
+    RunDirError, SchedulerError and OSError; members started before the error are on record.
     """
-    if not campaign.is_campaign(folder):  # its submit was killed, or is under way
+    if not campaign.is_campaign(folder):  # its submit was killed or still runs
         return CampaignPass(stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"})
     whole = Campaign.load(folder)
     waiting = [member for member in whole.members if not campaign.member_started_path(folder, member.name).exists()]
@@ -128,7 +127,7 @@ def start_due_in_campaign(
         return CampaignPass()
     if whole.owner != os.geteuid() or (whole.scheduler == "local" and not from_terminal):
         return CampaignPass(stuck=_stuck(_judged(folder, whole, waiting)))
-    with campaign.campaign_lock(folder, patience=patience) as mine:
+    with folder_lock(folder, patience=patience) as mine:
         judged = _judged(folder, whole, waiting)
         if not mine or campaign.campaign_stop_reason(folder) is not None:
             return CampaignPass(stuck=_stuck(judged))
@@ -156,7 +155,7 @@ def _begin_due(
     stuck |= _never_evaluated(whole, judged)
     now = time.time()
     able = [(member, ready) for member, ready in judged if ready.base is not None]
-    due = [entry for entry in able if not entry[1].stuck]  # whom Slurm has refused stands behind all others
+    due = [entry for entry in able if not entry[1].stuck]  # members that Slurm refused come last
     due += [entry for entry in able if entry[1].stuck and (leaving is not None or not now < entry[1].again)]
     limit = 1 if whole.scheduler == "local" else whole.at_once
     room = len(due) if limit is None or not due else limit - _living(folder, whole, leaving, patience)
@@ -172,26 +171,26 @@ def _begin_due(
 
 
 def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
-    """By member, that the job of the evaluation it waits for never starts unless a person changes something."""
+    """Return, by member, that the job of its awaited evaluation never starts unless a person changes something."""
     awaited = {member.name: ready.awaited for member, ready in judged if ready.awaited is not None}
     if whole.scheduler == "local":
         return {}
     try:
         names = {name: evaluation_job_name(Plan.load(run), folder) for name, (run, folder) in awaited.items()}
-        jobs = slurm.jobs_by_name(list(names.values()), patience=0)
-    except _UNREADABLE:  # it is seen with the next look
+        queued = slurm.jobs_by_name(list(names.values()), patience=0)
+    except _UNREADABLE:  # the next look sees it
         return {}
     return {
         member.name: f"{ready.what}, whose job {each.job.id} never starts: {each.reason}"
         for member, ready in judged
         if member.name in names
-        for each in jobs[names[member.name]]
+        for each in queued[names[member.name]]
         if job_history.never_starts(each.reason)
     }
 
 
 def _start_member(folder: Path, member: CampaignMember, base: ResumePoint, patience: float) -> str:
-    """Queue the first job of a member, unless one is there. Raises CannotBeginError, SchedulerError and OSError."""
+    """Queue the first job of a member unless it exists. Raises CannotStartError, SchedulerError and OSError."""
     run = member.run
     try:
         plan, own = Plan.load(run), is_owned_by_this_user(run)
@@ -205,7 +204,7 @@ def _start_member(folder: Path, member: CampaignMember, base: ResumePoint, patie
     record = campaign.member_started_path(folder, member.name)
     record.parent.mkdir(parents=True, exist_ok=True)
     scheduler = scheduler_for_plan(plan, run, patience=patience)
-    if begun is not None:  # its record was lost with who queued it, or a person submitted it
+    if begun is not None:  # the process that queued it died before the record, or a person submitted it
         job_id, how = begun.job_id, "had begun"
     elif found := scheduler.jobs(plan):
         job_id, how = found[0].id, "was queued"
@@ -216,7 +215,6 @@ def _start_member(folder: Path, member: CampaignMember, base: ResumePoint, patie
 
 
 def _queue(folder: Path, member: CampaignMember, plan: Plan, base: ResumePoint, scheduler: Scheduler) -> str:
-    """Queue the first job; return its id. Raises CannotBeginError and SchedulerError."""
     run = member.run
     if base.path is not None:
         plan = replace(plan, load_path=base.path, load_iteration=0 if member.counts_from_zero else base.iteration)
@@ -241,10 +239,7 @@ def _queue(folder: Path, member: CampaignMember, plan: Plan, base: ResumePoint, 
 
 
 def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> Readiness | None:
-    """Whether a member may begin; None where it has begun, or a person stopped it before it could.
-
-    One that Slurm has refused is stuck, and has the checkpoint to begin with all the same.
-    """
+    """Return whether a member may start; None if it has started or was stopped. After a refusal it is stuck."""
     try:
         if campaign.member_started_path(folder, member.name).exists():
             return None
@@ -252,9 +247,7 @@ def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> R
             return None
         refused = MemberRefused.read(campaign.member_refused_path(folder, member.name))
     except _UNREADABLE as error:
-        return Readiness(
-            base=None, why=f"the records of {member.name} cannot be read: {_error_line(error)}", stuck=True
-        )
+        return Readiness(why=f"the records of {member.name} cannot be read: {_error_line(error)}", stuck=True)
     ready = condition_readiness(whole, member)
     if ready.base is None or refused is None:
         return ready
@@ -263,64 +256,63 @@ def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> R
 
 
 def condition_readiness(whole: Campaign, member: CampaignMember) -> Readiness:
-    """Whether the condition of a member holds, and with which checkpoint it begins."""
+    """Return whether the condition of a member holds, and the checkpoint to start from."""
     before = member.source or member.after
     if before is None:
         return Readiness(base=BEGINNING)
     try:
         return _readiness_after_run(before, whole.member(before).run, member)
     except _UNREADABLE as error:
-        words = f"waits for {before}, whose records cannot be read: {_error_line(error)}"
-        return Readiness(base=None, why=words, stuck=True)
+        return Readiness(why=f"waits for {before}, whose records cannot be read: {_error_line(error)}", stuck=True)
 
 
 def _readiness_after_run(before: str, run: Run, member: CampaignMember) -> Readiness:
-    """The same of a member that waits for another one. Raises what records raise that cannot be read."""
+    """`condition_readiness` of a member that waits for the run `before`. Raises the errors of unreadable records."""
     if not run.plan.exists():
-        return Readiness(base=None, why=f"waits for {before}, which is not at {run.path} any more", stuck=True)
+        return Readiness(why=f"waits for {before}, which is not at {run.path} any more", stuck=True)
     ended = stop_reason(run)
     how = "" if ended is None else f", which ended: {ended}"
     if member.iteration is None:
         if ended is None:
-            return Readiness(base=None, why=f"waits for the end of {before}")
+            return Readiness(why=f"waits for the end of {before}")
         if not decisions.is_done_reason(ended):
-            return Readiness(base=None, why=f"waits for {before}{how}", stuck=True)
+            return Readiness(why=f"waits for {before}{how}", stuck=True)
         base = checkpoint_records.resume_point(run) if member.source else BEGINNING
         if member.source and base.path is None:
-            return Readiness(base=None, why=f"waits for a checkpoint of {before}, which has none", stuck=True)
+            return Readiness(why=f"waits for a checkpoint of {before}, which has none", stuck=True)
     else:
-        commits = (each.commit for each in checkpoint_records.Lineage(run).backwards())
+        commits = checkpoint_records.Lineage(run).beyond(member.iteration - 1)
         commit = next((each for each in commits if each.iteration == member.iteration), None)
         fault = None if commit is None else checkpoint_records.checkpoint_fault(commit)
         if commit is None or fault is not None:
             why = f"waits for iteration {member.iteration} of {before}" + (f" ({fault})" if fault else "") + how
-            return Readiness(base=None, why=why, stuck=ended is not None)
-        base = ResumePoint(iteration=commit.iteration, path=commit.path)
+            return Readiness(why=why, stuck=ended is not None)
+        base = ResumePoint.of(commit)
     return _readiness_after_evaluation(before, run, base) if member.evaluated else Readiness(base=base)
 
 
 def _readiness_after_evaluation(before: str, run: Run, base: ResumePoint) -> Readiness:
-    """The same of a member that waits for the evaluation of its checkpoint besides."""
+    """`condition_readiness` of a member that also waits for the evaluation of its checkpoint."""
     what = f"waits for the evaluation of {before}:{base.iteration}"
     folder = None if base.path is None else evaluations.evaluation_of_checkpoint(run, base.path)
     if folder is None:
-        return Readiness(base=None, why=f"{what}, which is another run's checkpoint", stuck=True)
+        return Readiness(why=f"{what}, which is another run's checkpoint", stuck=True)
     result = EvaluationResult.read(folder.result)
     if result is not None and result.status == "done":
         return Readiness(base=base)
     if result is not None and not evaluations.may_retry(folder, result):
         error = f": {result.error.partition(chr(10))[0]}" if result.error else ""
         why = f"{what}, which failed{error}; to have it tried again, remove {folder.path}"
-        return Readiness(base=None, why=why, stuck=True)
+        return Readiness(why=why, stuck=True)
     if not run.evaluation_policy.exists():
-        return Readiness(base=None, why=f"{what}, which has no section `evaluation` any more", stuck=True)
-    return Readiness(base=None, why=f"{what}, which has no result yet", awaited=(run, folder), what=what)
+        return Readiness(why=f"{what}, which has no section `evaluation` any more", stuck=True)
+    return Readiness(why=f"{what}, which has no result yet", awaited=(run, folder), what=what)
 
 
 def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> int:
-    """How many chains live, but for the one that is `leaving`: one that is broken holds up no other.
+    """Return how many chains live, without the one that is `leaving`. A broken chain delays no other.
 
-    Where the scheduler does not answer, or STOP cannot be read, any that has begun may live.
+    If the scheduler does not answer, or STOP cannot be read, every started chain counts as living.
     """
     unknown = 0
     runs: list[tuple[CampaignMember, Run]] = []
@@ -335,14 +327,13 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
         if whole.scheduler == "local":
             return unknown + sum(bool(_jobs_here(run)) for _, run in runs)
         names = [_job_names(whole, member, run) for member, run in runs]
-        jobs = slurm.jobs_by_name([name for pair in names for name in pair], patience=patience)
-        return unknown + sum(any(jobs[name] for name in pair) for pair in names)
+        queued = slurm.jobs_by_name([name for pair in names for name in pair], patience=patience)
+        return unknown + sum(any(queued[name] for name in pair) for pair in names)
     except SchedulerError:
         return unknown + len(runs)
 
 
 def _has_started(folder: Path, member: CampaignMember) -> bool:
-    """Whether a member has begun, or has records of it that cannot be read. Raises OSError."""
     try:
         return campaign.has_member_started(folder, member)
     except RunDirError:
@@ -350,33 +341,28 @@ def _has_started(folder: Path, member: CampaignMember) -> bool:
 
 
 def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> None:
-    """Write down the first jobs that were queued by who was killed before that. Raises SchedulerError and OSError.
-
-    Called under the campaign's lock: nobody is about to write them.
-    """
+    """Record first jobs whose queueing process was killed, under the lock. Raises SchedulerError and OSError."""
     waiting = [member for member in whole.members if not _has_started(folder, member) and member.run.plan.exists()]
     if whole.scheduler == "local":
         found = {member.name: _jobs_here(member.run) for member in waiting}
     else:
         names = {member.name: _job_names(whole, member, member.run)[0] for member in waiting}
-        jobs = slurm.jobs_by_name(list(names.values()), patience=patience)
-        found = {name: [each.job for each in jobs[own]] for name, own in names.items()}
-    for name, queued in found.items():
-        if queued:
+        queued = slurm.jobs_by_name(list(names.values()), patience=patience)
+        found = {name: [each.job for each in queued[own]] for name, own in names.items()}
+    for name, first in found.items():
+        if first:
             campaign.member_started_path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-            MemberStarted(job_id=queued[0].id, time=time.time()).write(campaign.member_started_path(folder, name))
+            MemberStarted(job_id=first[0].id, time=time.time()).write(campaign.member_started_path(folder, name))
 
 
 def _jobs_here(run: Run) -> list[Job]:
-    """The jobs of a run on this machine that wait or run; their queue tells it, whatever the plan says."""
-    from relayrun.control.scheduler.local import LocalScheduler  # not paid for on a cluster
-
-    scheduler = LocalScheduler(run)
+    """Return the pending and running jobs of a run on this machine, from its local queue, whatever the plan says."""
+    scheduler = local_scheduler(run)
     return scheduler.live(scheduler.every_job())
 
 
 def _job_names(whole: Campaign, member: CampaignMember, run: Run) -> tuple[str, str]:
-    """Slurm's names for the jobs of a chain; also where its plan cannot be read."""
+    """Return Slurm's names of a chain's jobs and fallback job, even if its plan cannot be read."""
     try:
         plan = Plan.load(run)
         return plan.job_name, plan.fallback_job_name
@@ -387,18 +373,14 @@ def _job_names(whole: Campaign, member: CampaignMember, run: Run) -> tuple[str, 
 
 
 def stuck_lines(stuck: Mapping[str, str]) -> list[str]:
-    """What is stuck, a line for each trouble: members with the same one are named together."""
+    """Return one line per reason, with the members that share it."""
     groups: dict[str, list[str]] = {}
     for name, why in stuck.items():
-        groups.setdefault(why, []).append(name)
-    return [
-        f"{', '.join(names)}: {why}" if any(names) else f"nothing more of it begins: {why}"
-        for why, names in groups.items()
-    ]
+        groups.setdefault(why, []).append(name or "nothing more of it begins")
+    return [f"{', '.join(names)}: {why}" for why, names in groups.items()]
 
 
 def _error_line(error: BaseException) -> str:
-    """An error in one line."""
     if isinstance(error, RelayrunError):
         return str(RelayrunError(error.message, where=error.where))
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

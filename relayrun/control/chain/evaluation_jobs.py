@@ -1,15 +1,13 @@
-"""The supervisor's part of evaluations: one job for each checkpoint that is due, beside the chain and never in its way.
+"""Evaluation jobs: one job for each due checkpoint, beside the chain and never in its way.
 
-Exactly one over any number of attempts: who makes the checkpoint's folder submits; where a supervisor was killed
-before it could record the job, the next one looks for it by its name and submits only if there is none; and of two
-jobs, should it come to that, the second finds the first one's claim and ends.
+There is exactly one, over any number of attempts: the process that makes the checkpoint's folder submits; if a
+supervisor is killed before it records the job, the next one looks for the job by name and submits only if none exists;
+and if two jobs exist all the same, the second finds the claim of the first and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,21 +26,22 @@ from relayrun.control.rundir.run import Run, is_owned_by_this_user
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
+from relayrun.files import folder_lock
 
 LOCK_PATIENCE = 5.0
-"""Seconds for which another one who attends the same evaluations is waited for."""
+"""Seconds of waiting for another process that submits evaluations of the same run."""
 
 
 def submit_due_evaluations(run: Run, plan: Plan, scheduler: Scheduler) -> None:
-    """Submit what is due, and record evaluations whose jobs went without a word. What fails is left for later."""
-    with _evaluation_lock(run, patience=LOCK_PATIENCE):  # also behind one that hangs: perhaps nobody attends them later
+    """Submit due evaluations, and record those whose jobs ended without a result. Errors are logged."""
+    with _evaluation_lock(run, patience=LOCK_PATIENCE):  # even if another process hangs: this may be the last look
         _attend_all(run, plan, scheduler)
 
 
 def submit_awaited_evaluation(run: Run, folder: EvaluationDir) -> None:
-    """The same where a stage waits for one evaluation: the run's chain may have ended, so that nobody attends it.
+    """Submit an evaluation that a stage waits for, whatever the policy says; resubmit it if its job died.
 
-    It is due whatever the policy says, and a job that died is followed by another one.
+    The run's chain may have ended, so that no other process would submit it. Errors are logged and left for later.
     """
     with _evaluation_lock(run, patience=0) as mine:
         if not mine:
@@ -65,33 +64,16 @@ def submit_awaited_evaluation(run: Run, folder: EvaluationDir) -> None:
 
 @contextlib.contextmanager
 def _evaluation_lock(run: Run, *, patience: float) -> Iterator[bool]:
-    """Hold the lock of a run's evaluations, which not only its own chain attends; yield whether it was to be had.
+    """Hold the lock of a run's evaluations, which other processes than its chain submit too; yield whether it is held.
 
-    `patience`: seconds for which it is waited for. A file system without locks gives it to everybody: of two jobs the
-    second one finds the first one's claim.
+    A file system without locks gives it to everybody: of two jobs, the second finds the claim of the first.
     """
-    try:
-        fd = os.open(run.evaluations / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:  # there are no evaluations; or a disk is full, which what is written next tells
-        yield True
-        return
-    try:
-        yield _locked(fd, time.monotonic() + patience)
-    finally:
-        os.close(fd)
-
-
-def _locked(fd: int, deadline: float) -> bool:
-    while True:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.1)
-        except OSError:
-            return True
+            held = stack.enter_context(folder_lock(run.evaluations, patience=patience))
+        except OSError:  # no evaluations, no locks, or a full disk, which the next write reports
+            held = True
+        yield held
 
 
 def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:
@@ -128,7 +110,7 @@ def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -
             time=time.time(),
             job_id=known.job_id,
             error=error,
-            died=job is None or job.state != "CANCELLED",  # what a person did stands
+            died=job is None or job.state != "CANCELLED",  # a person's cancellation stands
         ),
     )
     log_line(f"evaluation of iteration {folder.iteration} failed: {error}")
@@ -139,12 +121,12 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
     try:
         folder.path.mkdir()
         queued = None
-    except FileExistsError:  # a supervisor was killed, or could not reach the scheduler
-        queued = scheduler.named(name)
+    except FileExistsError:  # an earlier supervisor was killed, or could not reach the scheduler
+        queued = scheduler.find_job(name)
     arguments = [f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"]
     try:
         job_id = queued or scheduler.submit_auxiliary(plan, script, name=name, arguments=arguments, limit=time_limit)
-    except SchedulerError as error:  # `status` tells it: the log alone is read by nobody
+    except SchedulerError as error:  # for `status`: nobody reads the log alone
         UnqueuedEvaluation(error=error.message, time=time.time()).write(folder.not_queued)
         raise
     SubmittedEvaluation(job_id=job_id, time=time.time()).write(folder.submitted)
@@ -153,5 +135,5 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
 
 
 def evaluation_job_name(plan: Plan, folder: EvaluationDir) -> str:
-    """Slurm's name for the one evaluation job of a checkpoint; it differs from the name of the chain's jobs."""
+    """Return Slurm's name of the evaluation job of a checkpoint; it differs from the name of the chain's jobs."""
     return f"{plan.job_name}-{folder.path.name}"

@@ -3,9 +3,9 @@
 The fallback job starts if a job of the chain fails. If another job of the chain is queued or runs, the fallback job
 waits behind that one again. If not, it writes STOP if a person ended the chain, and otherwise queues the next job.
 
-An orphaned agent has lost its coordinator. It asks Slurm whether the batch host is lost; if so it closes the
-attempt and queues the job again, or cancels it if another job continues. Every node may do this; the records make
-it happen once.
+An orphaned agent has lost its coordinator. It asks Slurm whether the batch host is lost; if so it closes the attempt
+and queues the job again, or cancels it if another job continues. Every node may do this; the records make it happen
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 
 from relayrun.control import chain_state, decisions
 from relayrun.control.chain import background, campaign, excluded_nodes, fallback, jobs, supervisor
-from relayrun.control.chain import jobs as chain_jobs
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
@@ -34,22 +33,22 @@ from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import SchedulerError
 
 FALLBACK_PATIENCE = 240.0
-"""Seconds for which a controller that does not answer is asked again; then the batch script calls this again."""
+"""Seconds for which a question to a controller that does not answer is repeated; then the batch script calls this
+again."""
 
 
 def run_fallback_job(run: Run) -> int:
-    """See to a chain one of whose jobs has failed; return an exit code.
-
-    Raises SchedulerError and OSError, which another try may not meet.
-    """
+    """Continue or end a chain after the failure of a job; return an exit code. Raises SchedulerError, OSError."""
     plan = Plan.load(run)
     scheduler = scheduler_for_plan(plan, run, patience=FALLBACK_PATIENCE)
     own = scheduler.current_job_id()
-    jobs = scheduler.fallback_jobs
-    if jobs is None or not plan.fallback_job or stop_reason(run) is not None or chain_state.is_taken_over(plan, own):
+    fallback_jobs = scheduler.fallback_jobs
+    if fallback_jobs is None or not plan.fallback_job:
         return 0
-    order = jobs.order(own)
-    live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # such a one carries nothing on
+    if stop_reason(run) is not None or chain_state.is_taken_over(plan, own):
+        return 0
+    order = fallback_jobs.order(own)
+    live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # a completing job continues nothing
     if live:
         last = next((job for job in live if job.waits), live[-1])
         known = scheduler.query(last.id)
@@ -64,7 +63,7 @@ def run_fallback_job(run: Run) -> int:
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return 0
-    _queue_next(run, plan, scheduler, jobs, order, failed)
+    _queue_next(run, plan, scheduler, fallback_jobs, order, failed)
     return 0
 
 
@@ -73,11 +72,11 @@ def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
 
 
 def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> str | None:
-    """What a person did to the queue, or that it has been tried often enough; None where the chain goes on."""
-    if (stopped := chain_jobs.stop_reason_of_job(failed)) is not None:
+    """Return why the chain ends: a person's act in the queue, or too many failures; None if it goes on."""
+    if (stopped := jobs.stop_reason_of_job(failed)) is not None:
         return stopped
     newest = run.newest_begun()
-    words = chain_jobs.cancelled_successor_reason(newest, scheduler) if newest is not None else None
+    words = jobs.cancelled_successor_reason(newest, scheduler) if newest is not None else None
     if words is not None:
         return words
     if failed is not None and failed.state == "CANCELLED" and not _was_replaced(newest, failed):
@@ -90,34 +89,33 @@ def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: J
 
 
 def _was_replaced(newest: Attempt | None, job: Job) -> bool:
-    """Whether the chain itself has cancelled the job, which was its newest that began."""
+    """Return whether the chain itself cancelled the job, which was its newest that began."""
     begin = newest.read_begin() if newest is not None else None
-    return newest is not None and begin is not None and begin.job_id == job.id and newest.made_place.exists()
+    return newest is not None and begin is not None and begin.job_id == job.id and newest.replaced_by.exists()
 
 
 def _queue_next(
-    run: Run, plan: Plan, scheduler: Scheduler, jobs: FallbackJobs, order: FallbackOrder, failed: Job | None
+    run: Run, plan: Plan, scheduler: Scheduler, fallback_jobs: FallbackJobs, order: FallbackOrder, failed: Job | None
 ) -> None:
-    """Queue a job with the options of the one that failed. Raises SchedulerError."""
     newest = run.newest_begun()
     begin = newest.read_begin() if newest is not None else None
-    given = chain_jobs.successor_options(failed, scheduler) if failed else begin.options if begin else {}
+    given = jobs.successor_options(failed, scheduler) if failed else begin.options if begin else {}
     tried = _tried_nodes(scheduler, failed)
     options = excluded_nodes.next_job_options(run, plan, scheduler, given, tried=tried)
-    tried = [node for node in tried if node in options.get("exclude", "").split(",")]  # or there are too few others
+    tried = [node for node in tried if node in options.get("exclude", "").split(",")]  # too few other nodes may be up
     count = _failed_begins(order, failed)
     delay = BEGIN_BACKOFF << (count - 1)
     job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
     fallback.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
     try:
-        jobs.count_failed_begins(job_id, count, ",".join(tried))
-    except SchedulerError as error:  # a site may let nobody change a job; the new fallback job knows the count
+        fallback_jobs.count_failed_begins(job_id, count, ",".join(tried))
+    except SchedulerError as error:  # a site may forbid changes of jobs; the new fallback job knows the count
         log_line(f"job {job_id} does not know how often the jobs before it failed: {error.message}")
 
 
 def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> list[str]:
-    """The nodes where the batch scripts of this and the tries before it ran."""
+    """Return the nodes on which the batch scripts of this try and the tries before it ran."""
     if failed is None or scheduler.nodes is None:
         return []
     own = scheduler.nodes.expand(failed.nodes)[:1] if failed.nodes else []
@@ -125,23 +123,23 @@ def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> list[str]:
 
 
 FIRST_NODE_SECONDS = 5.0
-"""Between two questions of the first node."""
+"""Interval between two questions of the first node."""
 LATER_NODE_SECONDS = 10.0
-"""By how much longer each node waits than the one before it; so many nodes do not ask Slurm at the same time."""
+"""Additional interval of each further node, so that the nodes do not ask Slurm at the same time."""
 LONGEST_NODE_SECONDS = 300.0
-"""No node waits for longer, however many there are."""
+"""Maximum interval, however many nodes there are."""
 SPREAD_SECONDS = 60
-"""Over so many seconds the questions of those are spread that wait for about as long."""
+"""Seconds over which the questions of nodes near the maximum interval are spread."""
 RETRY_SECONDS = 30.0
 
 
 def close_orphaned_attempt(run: Run, number: int, *, node: int, number_of_round: int) -> int:
-    """Until this job is over, or this program has seen to it that it will be. Return the exit code of the agent.
+    """Wait until this job is over or its batch host is lost, then see that the job ends. Returns the agent's exit code.
 
-    Whatever fails meanwhile is tried again: nobody else is left. The agent has left it the signals that ask ranks to
-    leave as ignored ones.
+    Every error is retried: no other process is left. The agent has left the signals that ask ranks to leave ignored.
 
-    `node`: number of this node in the job. `number_of_round`: the newest that its agent knew, 0 before the first.
+    `node`: number of this node in the job. `number_of_round`: the newest restart that its agent knew, 0 before the
+    first.
     """
     log_line(f"attempt {number}: the coordinator is gone; Slurm is asked whether the batch host is")
     told = False
@@ -165,27 +163,27 @@ def close_orphaned_attempt(run: Run, number: int, *, node: int, number_of_round:
             told = True
             _record_lost_batch_host(attempt, host, number_of_round, run)
             supervisor.end_attempt(run, number, decisions.UNKNOWN_EXIT_CODE)
-            if lost_batch_host(scheduler.query(own), names):  # or a person, or another agent, has ended it meanwhile
+            if lost_batch_host(scheduler.query(own), names):  # a person or another agent may have ended it meanwhile
                 _end_job(run, plan, attempt, own)
             return 1
-        except Exception as error:  # of whatever kind: without this program the job would hold its nodes to its limit
+        except Exception as error:  # any error: without this program the job would hold its nodes to its limit
             log_line(f"tried again: {getattr(error, 'message', '') or f'{type(error).__name__}: {error}'}")
 
 
 def question_interval(node: int) -> float:
-    """Seconds before each question of this node; those that would wait for longer than the longest are spread."""
+    """Return the seconds before each question of this node."""
     return min(FIRST_NODE_SECONDS + LATER_NODE_SECONDS * node, LONGEST_NODE_SECONDS - node % SPREAD_SECONDS)
 
 
 def lost_batch_host(job: Job | None, names: list[str]) -> str:
-    """The batch host of a job that Slurm lets run without it; empty where it is there. `names`: nodes of the job."""
+    """Return the batch host that a job in state RUNNING has lost; empty if it is there. `names`: nodes of the job."""
     if job is None or job.state != "RUNNING" or not names or job.batch_host in names:
         return ""
     return job.batch_host
 
 
 def _record_lost_batch_host(attempt: Attempt, host: str, number: int, run: Run) -> None:
-    """Put on record why the attempt ends, for `end`; once."""
+    """Record once why the attempt ends, for `end_attempt`."""
     earlier = restarts.read_failed_restarts(attempt)
     begin = attempt.read_begin()
     if begin is None or attempt.read_end() is not None or any(host in each.lost for each in earlier):
@@ -210,7 +208,7 @@ def _record_lost_batch_host(attempt: Attempt, host: str, number: int, run: Run) 
 
 
 def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
-    """Queue this job again, in front of the one that may wait behind it; cancel it where that one goes on, or none."""
+    """Requeue this job in front of the job that may wait behind it; cancel it if that job goes on, or no job shall."""
     record, scheduler = attempt.read_end(), scheduler_for_plan(plan, run)
     goes_on = ""
     stopped = stop_reason(run) or jobs.stop_reason_of_job(scheduler.query(own))

@@ -1,28 +1,33 @@
-"""What the logs of an attempt say about its end."""
+"""The reason for the end of an attempt, from its logs."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.job_log import LOG_PREFIX
+from relayrun.control.rundir import node_health, restarts, time_limit
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.records import RankFailure
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptStart, RankFailure
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.registry import trainer_of
 from relayrun.files import last_bytes
 
 TAIL_BYTES = 200_000
 EXCERPT_LINES = 30
 SCHEDULER_LINES = 5
-"""How many of srun's lines an excerpt keeps: it writes one for every task of a job, and the first ones tell all."""
+"""Maximum number of srun's lines in an excerpt: srun writes one per task, and the first ones suffice."""
 REASON_CHARACTERS = 500
-"""Characters of a rank's last words in a reason."""
+"""Maximum length of a rank's last words in a reason."""
 NOT_STARTED_CODES = (126, 127)
 """Exit codes of a shell that may not execute a program, or does not find it."""
-
 SIGNAL_EXIT_CODE = 128
-"""A shell's exit codes from here on say that a signal ended the program: its node may have been the reason."""
+"""Exit codes of a shell from here on mean that a signal ended the program: its node may be the reason."""
 
 _SCHEDULER = re.compile(
     r"(?:\[[^\]]*\] |\d+: )*(?:srun|slurmstepd\S*|slurmd\S*): |.*\berror: \*\*\* (?:STEP|JOB|REASON)\b"
@@ -39,7 +44,7 @@ _MISSING_MODULE = ("ModuleNotFoundError:", "ImportError:")
 
 
 def stderr_file() -> str | None:
-    """The file that this process's standard error goes to, if it is one."""
+    """Return the path of this process's standard error, if it is a file."""
     try:
         path = os.readlink("/proc/self/fd/2")
     except OSError:
@@ -48,12 +53,12 @@ def stderr_file() -> str | None:
 
 
 def log_size(log: str | None) -> int:
-    """Bytes of a log now."""
+    """Return the current size of a log in bytes."""
     return os.path.getsize(log) if log is not None and os.path.exists(log) else 0
 
 
 def log_tail(log: str | None, *, since: int = 0) -> str:
-    """The end of a log, at most TAIL_BYTES, nothing of it before byte `since`; empty where there is none."""
+    """Return at most the last TAIL_BYTES of a log, from byte `since` on; empty if there is no log."""
     if log is None:
         return ""
     try:
@@ -63,10 +68,10 @@ def log_tail(log: str | None, *, since: int = 0) -> str:
 
 
 def log_excerpt(log: str) -> str:
-    """The lines that matter: from the first traceback or error on, without the supervisor's own and most of srun's.
+    """Return the relevant lines: from the first traceback or error on, without the supervisor's own and most of srun's.
 
-    At most EXCERPT_LINES; of a traceback that is longer, its beginning and its end. Where nothing looks like an error,
-    the last lines.
+    At most EXCERPT_LINES; of a longer traceback, its beginning and its end. If no line looks like an error, the last
+    lines.
     """
     lines, of_scheduler = [], 0
     for line in log.splitlines():
@@ -87,11 +92,11 @@ def log_excerpt(log: str) -> str:
 
 
 def _end_of_traceback(lines: Sequence[str]) -> int:
-    """Number of the line in which the traceback that begins with the first line ends, with those chained to it."""
+    """Return the number of the line in which the traceback of the first line ends, chained tracebacks included."""
     end = 0
     for number, line in enumerate(lines[1:], start=1):
         if "Traceback" in line:
-            if "exception" not in lines[number - 1]:  # of another rank
+            if "exception" not in lines[number - 1]:  # a traceback of another rank
                 break
         elif "Traceback" in lines[0] and _RAISED.match(line) and not line.startswith(("During ", "The above ")):
             end = number
@@ -102,7 +107,7 @@ def _end_of_traceback(lines: Sequence[str]) -> int:
 
 
 def first_failure_text(log: str, failures: Sequence[RankFailure]) -> str:
-    """Who failed first by itself, and how, in one line; empty where nobody can be named. `log`: standard error."""
+    """Return in one line which rank failed first by itself, and how; empty if unknown. `log`: standard error."""
     first = excluded_nodes.first_failure(log, failures)
     if not isinstance(first, RankFailure) and (cause := excluded_nodes.cause_outside_nodes(log, first)):
         return _one_line(cause)
@@ -114,22 +119,51 @@ def first_failure_text(log: str, failures: Sequence[RankFailure]) -> str:
     return f"{who} on {', '.join(first.nodes[:4])}: {first.what}"
 
 
-def not_started_text(attempt: Attempt) -> str:
-    """Why the batch script did not start the ranks; it may have had no room to say so."""
-    try:
-        words = attempt.not_started.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        words = ""
-    return _one_line(words) or "the batch script could not start the ranks"
+def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> tuple[str, str | None]:
+    """Return the first failure of an attempt without outcome, and why every other attempt would fail too, in words."""
+    if attempt.not_started.exists():  # on a full disk it is empty
+        return _file_line(attempt.not_started) or "the batch script could not start the ranks", None
+    if exit_code < SIGNAL_EXIT_CODE and (line := _file_line(attempt.setup_failed)):
+        return line, line
+    log, failures = first_failure_log(plan, attempt), read_failures(attempt)
+    earlier = range(plan.submitted_after_attempt + 1, attempt.number)
+    fatal = fatal_reason(
+        log,
+        failures,
+        exit_code=exit_code,
+        ntasks=plan.rank_count(started.options),
+        began=_any_rank_was_alive(plan, attempt),
+        worked_before=any(run.attempt(number).started.exists() for number in earlier),
+        program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
+    )
+    who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt) or first_failure_text(log, failures)
+    if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # time was not short
+        return who, fatal
+    short = time_limit.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)
+    return "; ".join(filter(None, [who, short])), fatal
 
 
-def setup_failure_text(attempt: Attempt, *, exit_code: int) -> str:
-    """Which line of `job.setup` failed, in one line; empty where none did, or where a signal ended it."""
-    try:
-        words = attempt.setup_failed.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return _one_line(words) if exit_code < SIGNAL_EXIT_CODE else ""
+def _any_rank_was_alive(plan: Plan, attempt: Attempt) -> bool:
+    """Return whether a rank was ever alive. A foreign trainer's heartbeat is the observer's, so it proves nothing."""
+    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
+
+
+def _why_no_restart(attempt: Attempt) -> str:
+    failed = restarts.read_failed_restarts(attempt)[-1:]
+    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
+
+
+def attempt_log(attempt: Attempt) -> str:
+    """Return the standard error of the attempt's job since the attempt, or its last restart, began."""
+    started = attempt.read_begin()
+    since = max((failed.log_size for failed in restarts.read_failed_restarts(attempt) if failed.again), default=0)
+    return "" if started is None else log_tail(started.log, since=max(since, started.log_offset))
+
+
+def first_failure_log(plan: Plan, attempt: Attempt) -> str:
+    """Return the log used to find the first failure, without srun's lines about agents, which all exit together."""
+    log = attempt_log(attempt)
+    return log if plan.recovery == "job" else excluded_nodes.without_task_ends(log)
 
 
 def fatal_reason(
@@ -142,17 +176,18 @@ def fatal_reason(
     worked_before: bool,
     program: str,
 ) -> str | None:
-    """Why another attempt would fail in the same way, in one sentence; None where it need not.
+    """Return in one sentence why every other attempt would fail in the same way; None if that is not certain.
 
-    That is an error that a rank itself takes for one (`RankFailure.repeats`); a program that no rank could start, and a
-    module that every rank lacks, unless an attempt since the last submit had them: then a file system may be away.
+    Certain are: an error that a rank itself declares so (`RankFailure.repeats`); a program that no rank could start,
+    and a module that every rank lacks, unless an attempt since the last submit had them: then a file system may be
+    away.
 
     Args:
         log: standard error of the attempt's job.
-        exit_code: of all ranks together, as the task starter gave it.
-        began: whether a rank of this attempt has given a sign of life.
-        worked_before: whether an earlier attempt since the last submit came as far as its first step.
-        program: what was to be started on every rank.
+        exit_code: exit code of all ranks together, from the task starter.
+        began: a rank of this attempt was alive.
+        worked_before: an earlier attempt since the last submit reached its first step.
+        program: the program that every rank should start.
     """
     first = excluded_nodes.first_failure(log, failures)
     if isinstance(first, RankFailure) and first.repeats:
@@ -163,9 +198,7 @@ def fatal_reason(
     if len(failures) >= ntasks and len(errors) == 1 and (error := errors.pop()).startswith(_MISSING_MODULE):
         return f"every rank: {_one_line(error)}"
     if exit_code in NOT_STARTED_CODES and not began and not failures and _no_task_started(log, ntasks):
-        if cause := excluded_nodes.cause_outside_nodes(
-            log, first
-        ):  # the program is there, and what it was to run is not
+        if cause := excluded_nodes.cause_outside_nodes(log, first):  # the program exists, but its script does not
             return _one_line(cause)
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (
@@ -176,10 +209,17 @@ def fatal_reason(
 
 
 def _no_task_started(log: str, ntasks: int) -> bool:
-    """Whether srun says so of every task; the local starter names none, and has one node."""
+    """Return whether srun reports it of every task; the local starter names no tasks, and has one node."""
     ends = excluded_nodes.task_ends(log)
     codes = tuple(f"Exited with exit code {code}" for code in NOT_STARTED_CODES)
     return not ends or len({task for end in ends if end.what.startswith(codes) for task in end.tasks}) >= ntasks
+
+
+def _file_line(path: Path) -> str:
+    try:
+        return _one_line(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
 
 
 def _one_line(text: str) -> str:
@@ -188,7 +228,7 @@ def _one_line(text: str) -> str:
 
 
 def read_failures(attempt: Attempt, rank: int | None = None) -> list[RankFailure]:
-    """What ranks, or one of them, said of their own end."""
+    """Return the records of ranks, or of one rank, about their own end."""
     name = "rank-*.json" if rank is None else f"rank-{rank:04}.json"
     found = [RankFailure.read(path) for path in attempt.failures.glob(name)]
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)

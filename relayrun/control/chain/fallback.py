@@ -1,9 +1,8 @@
-"""The fallback job: one small job behind the chain's last one, which starts only where that one fails.
+"""The fallback job: one small job behind the chain's last job, which starts only if that job fails.
 
-A batch script that is killed inside `begin`, before it has queued a successor, leaves nobody who could say or do
-something; a waiting job that is cancelled while nothing runs leaves nobody either. `failover` is what the fallback
-job does then. There is one for a chain: it is moved behind each new job. Where it cannot be had the chain goes on
-without it: a line in the log, no second try.
+It covers a batch script that is killed inside `begin`, before it has queued a successor, and a waiting job that is
+cancelled while no job runs. `failover` is what the fallback job runs. A chain has one: it is moved behind each new job.
+If it cannot be queued the chain goes on without it, with a line in the log and no second try.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ from relayrun.slurmtime import parse_time
 def queue_fallback_job(
     run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str | None], failed_begins: int = 0
 ) -> None:
-    """Let a fallback job wait for the failure of the chain's newest job, which has these options.
-
-    `failed_begins`: how often in a row the jobs before it could not begin.
-    """
+    """Queue a fallback job behind the chain's newest job, after `failed_begins` jobs in a row that could not begin."""
     scheduler = scheduler_for_plan(plan, run, patience=0)
     jobs = scheduler.fallback_jobs
     if not plan.fallback_job or jobs is None:
@@ -57,32 +53,30 @@ def _pending_fallback_jobs(plan: Plan, jobs: FallbackJobs) -> list[Job]:
 
 
 def _move_fallback_job(jobs: FallbackJobs, job_id: str, order: FallbackOrder) -> bool:
-    """Let the fallback job that waits stand behind another job; return whether it does."""
     try:
         jobs.move(job_id, order)
-    except SchedulerError as error:  # a site may let nobody change a job; or it has just started
+    except SchedulerError as error:  # a site may forbid changes of jobs; or it has just started
         log_line(f"fallback job {job_id} stays as it is, and another one is queued: {error.message}")
         return False
     return True
 
 
 def _chain_options(plan: Plan, given: Mapping[str, str]) -> dict[str, str | None]:
-    """All that the chain's jobs ask of sbatch: `given`, read back from one of them, wins over the plan."""
+    """Return all options of the chain's jobs: `given`, read back from one of them, overrides the plan."""
     planned = {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
     return planned | slurm_commands.gpu_options_like_script(given, plan.sbatch_options)
 
 
 def _fallback_time_limit(plan: Plan, given: Mapping[str, str]) -> int:
-    """Seconds that the fallback job may take: no more than a job of the chain, so that its partition allows them."""
     try:
         asked = parse_time(given["time"])
-    except (KeyError, ValueError):  # the plan's; or UNLIMITED
+    except (KeyError, ValueError):  # not given, or UNLIMITED
         asked = plan.time_limit
     return min(FALLBACK_TIME_LIMIT, asked)
 
 
 def cancel_fallback_jobs(plan: Plan, scheduler: Scheduler, *, anyone: bool = False) -> list[str]:
-    """Cancel the fallback jobs that wait: this user's, or `anyone`'s; return their ids. Raises SchedulerError."""
+    """Cancel the pending fallback jobs: this user's, or `anyone`'s; return their ids. Raises SchedulerError."""
     waiting = [job.id for job in live_fallback_jobs(plan, scheduler, anyone=anyone) if job.waits]
     for job_id in waiting:
         scheduler.cancel(job_id)
@@ -90,6 +84,6 @@ def cancel_fallback_jobs(plan: Plan, scheduler: Scheduler, *, anyone: bool = Fal
 
 
 def live_fallback_jobs(plan: Plan, scheduler: Scheduler, *, anyone: bool = False) -> list[Job]:
-    """The chain's fallback jobs that wait or run: this user's, or `anyone`'s. Raises SchedulerError."""
+    """Return the chain's pending or running fallback jobs: this user's, or `anyone`'s. Raises SchedulerError."""
     jobs = scheduler.fallback_jobs
     return jobs.live(plan.fallback_job_name, anyone=anyone) if plan.fallback_job and jobs is not None else []

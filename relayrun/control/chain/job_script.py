@@ -1,4 +1,4 @@
-"""Scripts from data: the job that every attempt submits, and the environment of one attempt.
+"""Job scripts: the sbatch script that every attempt submits, the fallback job, evaluation jobs, and job.env.
 
 Only quoted data is rendered; the logic is `launchers/lib/job.sh`, the same for every run.
 """
@@ -17,14 +17,13 @@ from relayrun.errors import ConfigError
 from relayrun.slurmtime import format_time
 
 FALLBACK_TIME_LIMIT = 600
-"""The time limit of the fallback job: for a controller or a file system that is away for some minutes."""
-
+"""Time limit of the fallback job in seconds: enough if a controller or a file system is away for some minutes."""
 FALLBACK_GIVE_UP_SECONDS = 60
-"""Seconds before that at which it gives up: at the limit Slurm takes no comment any more."""
+"""Seconds before its limit at which the fallback job gives up: at the limit Slurm accepts no comment any more."""
 
 
 def job_script(plan: Plan, run: Run) -> str:
-    """The sbatch script of a run."""
+    """Return the sbatch script of a run."""
     options: dict[str, str | None] = {
         "job-name": plan.job_name,
         "time": format_time(plan.time_limit),
@@ -32,49 +31,43 @@ def job_script(plan: Plan, run: Run) -> str:
         "ntasks-per-node": str(plan.ntasks_per_node),
         "cpus-per-task": str(plan.cpus_per_task),
         **plan.sbatch_options,
-        # the script opens its log itself: Slurm would not start it where it cannot, and say nothing
+        # the script opens its log itself: if Slurm cannot open it, the job silently does not start
         "output": "/dev/null",
         # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
         # which asks the ranks to save; Slurm may send it up to 60 s early.
         "signal": f"B:USR2@{plan.signal_lead}",
-        # Slurm brings it back after the loss of its node; once a successor waits behind it, `begin` forbids that
+        # Slurm requeues it after the loss of its node; `begin` forbids that once a successor is queued
         "requeue" if plan.auto_requeue else "no-requeue": None,
         **({"no-kill": None} if plan.outlives_nodes else {}),  # the loss of a node does not end the job
     }
-    lines = [
+    variables = {
+        "RELAYRUN_RUN_DIR": str(run.path),
+        "RELAYRUN_ROOT": plan.package_root,
+        "RELAYRUN_HOST_PYTHON": plan.host_python,
+        "RELAYRUN_JOB_NAME": plan.job_name,
+        "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
+        "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
+        "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
+        "RELAYRUN_LOG_FOLDER": plan.log_folder,
+    }
+    if plan.outlives_nodes:  # for again.sh
+        variables["RELAYRUN_NODE_COUNTS"] = " ".join(map(str, plan.node_counts))
+        variables["RELAYRUN_NTASKS_PER_NODE"] = str(plan.ntasks_per_node)
+    return _text(
         *_header(plan, options),
         "set -euo pipefail",
-        *export_lines(
-            {
-                "RELAYRUN_RUN_DIR": str(run.path),
-                "RELAYRUN_ROOT": plan.package_root,
-                "RELAYRUN_HOST_PYTHON": plan.host_python,
-                "RELAYRUN_JOB_NAME": plan.job_name,
-                "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
-                "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
-                "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
-                "RELAYRUN_LOG_FOLDER": plan.log_folder,
-            }
-            | (_node_counts(plan) if plan.outlives_nodes else {})
-        ),
+        *export_lines(variables),
         "",
-        # here, and not sourced: the package may be what is away
+        # copied and not sourced: the package itself may be away
         *(_launcher_text(name) for name in ("again.sh", "log.sh")),
         'within 600 grep -q . "${RELAYRUN_ROOT}/launchers/lib/job.sh" || again "reading launchers/lib/job.sh" "$?"',
         "# shellcheck source=/dev/null",
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _node_counts(plan: Plan) -> dict[str, str]:
-    """For `again`: what a job that does not need all of its nodes can start with."""
-    counts = " ".join(map(str, plan.node_counts))
-    return {"RELAYRUN_NODE_COUNTS": counts, "RELAYRUN_NTASKS_PER_NODE": str(plan.ntasks_per_node)}
+    )
 
 
 def fallback_script(plan: Plan, run: Run) -> str:
-    """The sbatch script of a run's fallback job; where it may run is on the command line."""
+    """Return the sbatch script of a run's fallback job; its partition comes from the command line."""
     limit = min(FALLBACK_TIME_LIMIT, plan.time_limit)
     options: dict[str, str | None] = {
         "job-name": plan.fallback_job_name,
@@ -82,23 +75,22 @@ def fallback_script(plan: Plan, run: Run) -> str:
         "nodes": "1",
         "ntasks-per-node": "1",
         "cpus-per-task": "1",
-        "output": "/dev/null",  # as in the chain's jobs
+        "output": "/dev/null",  # as in `job_script`
         "requeue": None,
     }
     if limit >= 5 * FALLBACK_GIVE_UP_SECONDS:  # Slurm may send it a minute early
         options["signal"] = f"B:USR2@{FALLBACK_GIVE_UP_SECONDS}"
+    variables = {
+        "RELAYRUN_RUN_DIR": str(run.path),
+        "RELAYRUN_ROOT": plan.package_root,
+        "RELAYRUN_HOST_PYTHON": plan.host_python,
+        "RELAYRUN_JOB_NAME": plan.fallback_job_name,
+        "RELAYRUN_LOG_FOLDER": plan.log_folder,
+    }
     lines = [
         *_header(plan, options),
         "set -euo pipefail",
-        *export_lines(
-            {
-                "RELAYRUN_RUN_DIR": str(run.path),
-                "RELAYRUN_ROOT": plan.package_root,
-                "RELAYRUN_HOST_PYTHON": plan.host_python,
-                "RELAYRUN_JOB_NAME": plan.fallback_job_name,
-                "RELAYRUN_LOG_FOLDER": plan.log_folder,
-            }
-        ),
+        *export_lines(variables),
         "",
         _launcher_text("again.sh"),
         "trap - EXIT  # this job is none of the chain's: it does not queue itself again",
@@ -108,13 +100,16 @@ def fallback_script(plan: Plan, run: Run) -> str:
     return "\n".join(lines)
 
 
+def _text(*lines: str) -> str:
+    return "\n".join(lines) + "\n"
+
+
 def _launcher_text(name: str) -> str:
-    """The text of one of launchers/lib without its first line."""
+    """Return the text of a file in launchers/lib without its first line."""
     return (places.shared_file("launchers/lib") / name).read_text(encoding="utf-8").partition("\n")[2]
 
 
 def _launcher_function(file: str, name: str) -> str:
-    """The text of one function of a file of launchers/lib."""
     text = _launcher_text(file)
     begin = text.index(f"\n{name}() {{") + 1
     return text[begin : text.index("\n}\n", begin) + 3]
@@ -130,10 +125,10 @@ def program_script(
     fallback: Path,
     before: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The sbatch script of a job that runs one program and is no part of the chain: an evaluation, a check.
+    """Return the sbatch script of a job outside the chain that runs one program: an evaluation, a check.
 
-    The job's arguments are put behind `command`. `before`: commands that run first, whatever becomes of them. It opens
-    its log itself, in `fallback` where the plan's folder is away.
+    The job's arguments are appended to `command`. `before`: commands that run first; their errors are ignored. The job
+    opens its log itself, in `fallback` if the plan's folder is away.
     """
     every: dict[str, str | None] = {
         "job-name": f"{plan.job_name}-{name}",
@@ -141,37 +136,32 @@ def program_script(
         "ntasks-per-node": "1",
         **options,
         "output": "/dev/null",  # as in `job_script`
-        "no-requeue": None,  # one that came back would find its own claim
+        "no-requeue": None,  # a requeued job would find its own claim
     }
-    return (
-        "\n".join(
-            [
-                *_header(plan, every),
-                "set -euo pipefail",
-                f"RELAYRUN_LOG_FOLDER={shlex.quote(plan.log_folder)}",
-                f"RELAYRUN_RUN_DIR={shlex.quote(str(fallback))}",
-                f'RELAYRUN_JOB_NAME="${{SLURM_JOB_NAME:-{name}}}"',
-                '[[ -n "${SLURM_JOB_ID:-}" ]] || relayrun_log_is_open=1 # the queue of one machine has opened it',
-                _launcher_function("again.sh", "within"),
-                _launcher_text("log.sh"),
-                *export_lines(environment),
-                # the submitter's own comes last, whoever submits this job
-                f'export PYTHONPATH={shlex.quote(":".join(python_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
-                *(f"module load {shlex.quote(module)}" for module in plan.modules),
-                *setup_lines(plan.setup),
-                *(f"{shlex.join(words)} || true" for words in before),
-                f'exec {shlex.join(command)} "$@"',
-            ]
-        )
-        + "\n"
+    return _text(
+        *_header(plan, every),
+        "set -euo pipefail",
+        f"RELAYRUN_LOG_FOLDER={shlex.quote(plan.log_folder)}",
+        f"RELAYRUN_RUN_DIR={shlex.quote(str(fallback))}",
+        f'RELAYRUN_JOB_NAME="${{SLURM_JOB_NAME:-{name}}}"',
+        '[[ -n "${SLURM_JOB_ID:-}" ]] || relayrun_log_is_open=1 # the queue of one machine has opened it',
+        _launcher_function("again.sh", "within"),
+        _launcher_text("log.sh"),
+        *export_lines(environment),
+        # the submitter's PYTHONPATH comes last
+        f'export PYTHONPATH={shlex.quote(":".join(python_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
+        *(f"module load {shlex.quote(module)}" for module in plan.modules),
+        *setup_lines(plan.setup),
+        *(f"{shlex.join(words)} || true" for words in before),
+        f'exec {shlex.join(command)} "$@"',
     )
 
 
 def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]:
-    """A person's own lines of Bash, as they are, between two of ours: the first that fails ends the script.
+    """Return the lines of Bash of `job.setup`, unchanged, between lines of ours: the first that fails ends the script.
 
-    Which one that was, and how, is said on standard error and in the file `report`. The number of the line is kept by
-    a trap, so that nothing stands between the lines: an `if` may go over several.
+    The failed line and its exit code go to standard error and to the file `report`. A trap keeps the number of the
+    line, so that nothing stands between the lines: an `if` may span several.
     """
     if not lines:
         return []
@@ -183,7 +173,7 @@ def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]
         "  exit $(($1 ? $1 : 1)) # they have ended the script: nothing may run behind them",
         "}",
         "relayrun_line=0",
-        'trap \'relayrun_setup_failed "$?" "${relayrun_before}"\' EXIT',  # whose own line is the newest by then
+        'trap \'relayrun_setup_failed "$?" "${relayrun_before}"\' EXIT',  # EXIT runs after the newest DEBUG
         "trap 'relayrun_before=$relayrun_line relayrun_line=$LINENO' DEBUG",
         *lines,
         "trap - DEBUG EXIT",
@@ -191,35 +181,26 @@ def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]
 
 
 def setup_script(lines: Sequence[str], *, report: str) -> str:
-    """A script that runs a person's own lines, then the program that it is given, in their environment.
-
-    A signal to the ranks may come early, and there is a file that says the same: it must not end the lines.
-    """
-    return (
-        "\n".join(
-            [
-                "#!/usr/bin/env bash",
-                "set -euo pipefail",
-                "trap '' USR1 USR2",
-                *setup_lines(lines, report=report),
-                "trap - USR1 USR2",
-                'exec "$@"',
-            ]
-        )
-        + "\n"
+    """Return a script that runs `job.setup`, which signals to ranks must not end, then the program in its arguments."""
+    return _text(
+        "#!/usr/bin/env bash",
+        "set -euo pipefail",
+        "trap '' USR1 USR2",
+        *setup_lines(lines, report=report),
+        "trap - USR1 USR2",
+        'exec "$@"',
     )
 
 
 def python_path(plan: Plan) -> list[str]:
-    """Folders from which the ranks import: the package first, which a site's own PYTHONPATH does not displace."""
+    """Return the folders from which the ranks import: the package first, before the PYTHONPATH of the site."""
     return [plan.package_root, *(folder for folder in plan.environment.get("PYTHONPATH", "").split(":") if folder)]
 
 
 def _header(plan: Plan, options: Mapping[str, str | None]) -> list[str]:
-    lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
-    return lines + [
-        "#SBATCH --" + name + ("" if value is None else f"={_quote(value)}") for name, value in options.items()
-    ]
+    words = (name if value is None else f"{name}={_quote(value)}" for name, value in options.items())
+    note = f"# {plan.run}: rendered by relayrun; a submit writes it anew"
+    return ["#!/usr/bin/env bash", note, *(f"#SBATCH --{word}" for word in words)]
 
 
 def attempt_environment(
@@ -231,28 +212,23 @@ def attempt_environment(
     leave_signal: str,
     leave_from: int = 0,
 ) -> str:
-    """The text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
+    """Return the text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
 
-    `leave_signal`: a signal's name without SIG; empty where a file alone asks. `leave_from`: seconds since 1970, before
-    which Slurm's warning of the time limit comes too early.
+    `leave_signal`: a signal's name without SIG; empty if only a file asks the ranks to leave. `leave_from`: seconds
+    since 1970, before which Slurm's warning of the time limit comes too early.
     """
-    return (
-        "\n".join(
-            [
-                *export_lines(environment),
-                f"modules=({shlex.join(modules)})",
-                f"task_command=({shlex.join(task_command)})",
-                f"signal_command=({shlex.join(signal_command)})",
-                f"leave_signal={shlex.quote(leave_signal)}",
-                *([f"leave_from={leave_from}"] if leave_from else []),
-            ]
-        )
-        + "\n"
+    return _text(
+        *export_lines(environment),
+        f"modules=({shlex.join(modules)})",
+        f"task_command=({shlex.join(task_command)})",
+        f"signal_command=({shlex.join(signal_command)})",
+        f"leave_signal={shlex.quote(leave_signal)}",
+        *([f"leave_from={leave_from}"] if leave_from else []),
     )
 
 
 def rank_defaults(cpus_per_task: str) -> dict[str, str]:
-    """Variables of every rank, whatever its trainer; those of the site win."""
+    """Return the default variables of every rank of any trainer; the site's variables override them."""
     return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": cpus_per_task,
@@ -263,18 +239,15 @@ def rank_defaults(cpus_per_task: str) -> dict[str, str]:
 
 
 def export_lines(variables: Mapping[str, str]) -> list[str]:
-    """`export NAME=value` lines. Names are checked by the schema."""
+    """Return `export NAME=value` lines. The schema checks the names."""
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
 def rank_program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) -> list[str]:
-    """What a job starts: a rank's `command`, or the agent that forks or starts the ranks of a node.
-
-    `where`: arguments that tell an agent the run and the attempt.
-    """
+    """Return what the job starts: a rank's `command`, or the agent of a node with `where`, its run and attempt."""
     if plan.recovery == "job":
         return list(command)
-    # the working folder may hold another relayrun; a foreign program would hear a variable that says so
+    # the working folder may hold another relayrun; a foreign program would inherit PYTHONSAFEPATH
     safe = [] if plan.trainer == "native" else ["-P"]
     agent = [plan.fork_server[0], *safe, "-m", "relayrun.control.agent", *where]
     if not plan.outlives_nodes:
@@ -285,31 +258,21 @@ def rank_program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) ->
 def task_command(
     plan: Plan, starter: Sequence[str], program: Sequence[str], *, setup: Path, nodes: Sequence[str] = ()
 ) -> list[str]:
-    """The whole command that starts `program` on the ranks.
+    """Return the whole command that starts `program` on the ranks.
 
-    `setup`: the file with a person's own lines, if any. `nodes`: where `starter` starts one step on each of these.
+    `setup`: the file with the lines of `job.setup`, if any. `nodes`: nodes on each of which `starter` starts one step.
     """
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
     before = ["bash", str(setup)] if plan.setup else []
     if nodes:
         where = [word for word in program[: program.index("--")] if word.startswith(("--run-dir=", "--attempt="))]
-        before += [
-            plan.host_python,
-            "-P",
-            "-m",
-            "relayrun.control.agent.step_per_node",
-            *where,
-            f"--nodes={','.join(nodes)}",
-            "--",
-        ]
+        step_per_node = [plan.host_python, "-P", "-m", "relayrun.control.agent.step_per_node"]
+        before += [*step_per_node, *where, f"--nodes={','.join(nodes)}", "--"]
     return [*before, *starter, "bash", str(rank), *plan.command_prefix, *program]
 
 
 def _quote(value: str) -> str:
-    """Quote for an #SBATCH line: Slurm knows "..." with backslash escapes; plain text stays plain.
-
-    Raises ConfigError for a control character, which could end the line.
-    """
+    """Quote for an #SBATCH line, in which Slurm knows "..." with backslash escapes; raise ConfigError if impossible."""
     if any(ord(char) < 32 or ord(char) == 127 for char in value):
         raise ConfigError("a control character cannot stand in a line of a job script", where=repr(value))
     if value and all(char.isalnum() or char in "-_./:,@%+=[]" for char in value):

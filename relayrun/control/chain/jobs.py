@@ -1,8 +1,8 @@
 """The jobs of a chain in the queue: the successor, the fallback job, and the cancellation by a person.
 
-A successor is a pending job of this chain; a job that is still completing does not count. The fallback job waits
-for the failure of the chain's newest job (`chain.failover` says what it does then). A person may cancel the chain
-on a full disk: cancelling needs no file, and if STOP cannot be written the comments of the jobs hold the order.
+A successor is a pending job of this chain; a job that is still completing does not count. The fallback job waits for
+the failure of the chain's newest job (`chain.failover` says what it does then). A person may cancel the chain on a full
+disk: cancelling needs no file, and if STOP cannot be written the comments of the jobs hold the order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,212 @@ from relayrun.errors import RunDirError, SchedulerError, describe_owner
 from relayrun.files import write_atomic
 
 
-def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
-    """End the chain and cancel its jobs, without waiting for a checkpoint; return what was done, in words.
+def queue_first_job(run: Run, plan: Plan, scheduler: Scheduler) -> str:
+    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
+    evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
+    job_id = scheduler.submit_first(plan, run.job_script, evaluation)
+    queue_fallback_job(run, plan, job_id, options=plan.sbatch_options)
+    return job_id
 
-    Raises RunDirError where this user may not write STOP or this is no run, SchedulerError where a job stays.
+
+def ensure_successor(
+    run: Run,
+    plan: Plan,
+    scheduler: Scheduler,
+    attempt: Attempt,
+    *,
+    own: str,
+    options: Mapping[str, str],
+    delay: int = 0,
+) -> str:
+    """Queue a job behind `own` unless one is pending; return its id. Several pending jobs are reduced to one."""
+    found = pending_jobs(plan, scheduler, own=own)
+    if found:
+        job_id = found[0].id
+    else:
+        wanted = excluded_nodes.next_job_options(run, plan, scheduler, options)
+        try:
+            job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
+        except SchedulerError:  # a limit of submitted jobs may allow one job behind this one, but not two
+            if not cancel_fallback_jobs(plan, scheduler) or pending_jobs(plan, scheduler, own=own):
+                raise
+            job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
+        log_line(f"queued job {job_id} behind this one" + (f", not before {delay} s from now" if delay else ""))
+    for job in found[1:]:  # the answer to a submit was lost, and a second job was submitted
+        cancel_job(scheduler, job)
+    try:
+        SuccessorJob(job_id=job_id, time=time.time()).write(attempt.successor)
+        attempt.retry_successor.unlink(missing_ok=True)
+    except OSError as error:  # it is queued; its cancellation will go unnoticed
+        log_line(f"{attempt.successor.name} not written: {error}")
+    queue_fallback_job(run, plan, job_id, options=options)
+    return job_id
+
+
+def pending_jobs(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
+    """Return the chain's pending jobs except `own`, the job of this process. Raises SchedulerError."""
+    return [job for job in scheduler.jobs(plan) if job.id != own and job.waits]
+
+
+def cancel_job(scheduler: Scheduler, job: Job) -> None:
+    """Cancel one queued job by its id. Raises SchedulerError."""
+    scheduler.cancel(job.id)
+    log_line(f"cancelled queued job {job.id}")
+
+
+def successor_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
+    """Return the options of the running job that hold for its successors.
+
+    Its time limit is not among them: Slurm or a person may have lowered it, and successors ask for the plan's. Nor are
+    the excluded nodes on which its `begin` failed.
+    """
+    options = {name: value for name, value in job.options.items() if name != "time"}
+    if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
+        return options
+    tried = set(job.begin_failed_on.split(","))
+    kept = [node for node in scheduler.nodes.expand(options.pop("exclude")) if node not in tried]
+    return options | ({"exclude": ",".join(kept)} if kept else {})
+
+
+def stop_reason_of_job(job: Job | None) -> str | None:
+    """Return why the chain of a job has ended if only its comment says so; see `note_stop_in_jobs`."""
+    return f"stopped by {job.stopped_by}" if job is not None and job.stopped_by else None
+
+
+def record_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> SuccessorJob | None:
+    """Return the successor if it was cancelled, and note that: a scheduler forgets jobs. Raises SchedulerError."""
+    known = SuccessorJob.read(attempt.successor)
+    if known is None or known.cancelled:
+        return known
+    if known.job_id == scheduler.current_job_id():
+        return None  # the successor itself asks
+    job = scheduler.query(known.job_id)
+    if job is None or job.state != "CANCELLED":
+        return None
+    noted = replace(known, cancelled=True, cancelled_by=scheduler.cancelled_by(known.job_id))
+    try:
+        noted.write(attempt.successor)
+    except OSError as error:
+        log_line(f"{attempt.successor.name} not written: {error}")
+    return noted
+
+
+def cancelled_successor_reason(attempt: Attempt, scheduler: Scheduler) -> str | None:
+    """Return why the chain ends with this attempt if somebody cancelled its successor. Raises SchedulerError."""
+    cancelled = record_cancelled_successor(attempt, scheduler)
+    if cancelled is None:
+        return None
+    by = f" by {cancelled.cancelled_by}" if cancelled.cancelled_by else ""
+    return f"the successor, job {cancelled.job_id}, was cancelled{by}"
+
+
+def continue_chain(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str | None:
+    """Ensure that exactly one job follows, to start after `delay` seconds or later; return why none may, else None.
+
+    A person's acts in the queue stand: a cancelled job is not replaced, a held job stays held. Raises SchedulerError if
+    no job could be queued.
+    """
+    if (stopped := stop_reason_of_job(scheduler.query(own))) is not None:
+        return stopped
+    if plan.mode == "requeue":
+        cancelled = cancelled_successor_reason(attempt, scheduler)  # another job may replace this one
+        if cancelled is None:
+            requeue_job(run, plan, scheduler, attempt, own=own, delay=delay)
+        return cancelled
+    found = pending_jobs(plan, scheduler, own=own)
+    if found:
+        if found[0].state == RESERVATION_GONE:
+            return f"the successor, job {found[0].id}, never starts: its reservation was deleted"
+        _adapt_pending_job(run, plan, scheduler, found[0].id, delay)
+        return None
+    cancelled = cancelled_successor_reason(attempt, scheduler)
+    if cancelled is not None:
+        return cancelled
+    options = _begin_options(attempt)
+    try:
+        ensure_successor(run, plan, scheduler, attempt, own=own, options=options, delay=delay)
+    except SchedulerError as error:  # for example a limit of submitted jobs: a requeue needs no second job
+        if pending_jobs(plan, scheduler, own=own):  # it was queued all the same
+            return None
+        log_line(f"no job could be queued behind this one: {error.message}")
+        requeue_job(run, plan, scheduler, attempt, own=own, delay=delay)
+    return None
+
+
+def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:
+    """Delay the waiting job, and exclude the nodes that are bad now. Errors are logged."""
+    try:
+        if delay:
+            scheduler.postpone(job_id, delay=delay)
+            log_line(f"job {job_id} does not start before {delay} s from now")
+        excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id)
+    except SchedulerError as error:
+        log_line(f"job {job_id} stays as it is: {error.message}")
+
+
+def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
+    """Requeue the running job under its id, with the nodes that it can have; return the id of the job that goes on.
+
+    That is another job if this one cannot start with fewer nodes and too few are up. A repeated call returns the same
+    job: this job, queued in front of it, would delay it. Raises SchedulerError.
+    """
+    if other := _replacement_of(plan, scheduler, attempt, own):
+        return other
+    try:
+        minimum = excluded_nodes.requeue_node_count(run, plan, scheduler, own)
+    except SchedulerError as error:
+        log_line(f"with how many nodes job {own} may start is not known: {error.message}")
+        minimum = None
+    if minimum is not None and excluded_nodes.would_wait_for_nodes(run, minimum):
+        # cancelled meanwhile: the next try of `end` sees it
+        if cancelled := cancelled_successor_reason(attempt, scheduler):
+            raise SchedulerError(cancelled)
+        try:
+            return ensure_replacement(run, plan, scheduler, attempt, own=own, delay=delay)
+        except SchedulerError as error:
+            if found := pending_jobs(plan, scheduler, own=own):  # it was queued all the same, or by another agent
+                return found[0].id
+            waits = f"job {own}, which may wait for nodes that are not up"
+            log_line(f"no job can take the place of {waits}: {error.message}")
+    log_line(f"job {own} is queued again, not before {delay} s from now")
+    scheduler.requeue(own, delay=delay, minimum=minimum)
+    return own
+
+
+def _replacement_of(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> str | None:
+    """Return the job that already replaces `own`; in mode `requeue` any pending job does."""
+    if attempt.replaced_by.exists():
+        return attempt.replaced_by.read_text()
+    found = pending_jobs(plan, scheduler, own=own) if plan.mode == "requeue" else []
+    return found[0].id if found else None
+
+
+def ensure_replacement(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
+    """Ensure that another job replaces `own`, which lost nodes and so may not shrink any more; return its id."""
+    for job in pending_jobs(plan, scheduler, own=own)[:1]:  # Slurm may not have answered when the attempt ended
+        _adapt_pending_job(run, plan, scheduler, job.id, delay=0)
+    options = _begin_options(attempt)
+    job_id = ensure_successor(run, plan, scheduler, attempt, own=own, options=options, delay=delay)
+    lost = f"job {own}, which has lost a node and would wait for as many as before"
+    log_line(f"job {job_id} goes on in the place of {lost}")
+    return job_id
+
+
+def _begin_options(attempt: Attempt) -> dict[str, str]:
+    started = attempt.read_begin()
+    return started.options if started else {}
+
+
+def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str) -> None:
+    """Cancel `own` after recording its replacement, else the next `begin` would take it for a person's wish."""
+    write_atomic(attempt.replaced_by, job_id)
+    scheduler.cancel(own)
+
+
+def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
+    """End the chain and cancel its jobs, without waiting for a checkpoint; return a sentence about it.
+
+    Raises RunDirError if this user may not write STOP or this is no run, SchedulerError if a job stays.
     """
     plan, unwritten = Plan.load(run), ""
     try:
@@ -40,15 +242,15 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     except OSError as error:
         unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
     withdrawn: list[str] = []
-    with contextlib.suppress(SchedulerError):  # it finds STOP; it may be a former owner's
+    with contextlib.suppress(SchedulerError):  # it would find STOP; it may belong to a former owner
         withdrawn = cancel_fallback_jobs(plan, scheduler, anyone=True)
     jobs = scheduler.jobs(plan, anyone=True)
-    for job in sorted(jobs, key=lambda job: not job.waits):  # or one that waits would start
+    for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
         scheduler.cancel(job.id)
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
     said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
     reason, saved = f"cancelled by {user}{unwritten}", "its checkpoints cannot be looked at"
-    with contextlib.suppress(OSError, RunDirError):  # where the file system is away the jobs have gone all the same
+    with contextlib.suppress(OSError, RunDirError):  # the jobs are cancelled even if the file system is away
         reason = stop_reason(run) or reason
         newest = next(Lineage(run).backwards(), None)
         saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
@@ -56,10 +258,10 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
 
 
 def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
-    """End a chain whose run directory takes neither trigger nor STOP; return what was done, in words.
+    """End a chain whose run directory accepts neither trigger nor STOP; return a sentence about it.
 
-    What waits is cancelled, and the ranks of the job that runs are asked by a signal to save and leave. Raises
-    SchedulerError where a job stays that waits.
+    Pending jobs are cancelled, and a signal asks the ranks of the running job to save and leave. Raises SchedulerError
+    if a pending job stays.
     """
     unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
     with contextlib.suppress(SchedulerError):
@@ -77,10 +279,8 @@ def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: 
             scheduler.signal_ranks(job.id, leave)
             told.append(f"the ranks of job {job.id} are asked to save and leave")
         except SchedulerError as error:
-            told.append(
-                f"job {job.id} ({job.state.lower()}) could not be asked to leave ({error.message}): `relayrun cancel` "
-                "ends it at once"
-            )
+            who = f"job {job.id} ({job.state.lower()}) could not be asked to leave ({error.message})"
+            told.append(f"{who}: `relayrun cancel` ends it at once")
     reason = f"stopped by {user}{unwritten}"
     with contextlib.suppress(OSError):
         reason = stop_reason(run) or reason
@@ -88,227 +288,12 @@ def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: 
 
 
 def note_stop_in_jobs(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
-    """Write into the jobs of a chain that it has ended; return what is to be said of that. Raises SchedulerError."""
+    """Record in the comments of a chain's jobs that it has ended; return a clause about it. Raises SchedulerError."""
     for job in scheduler.jobs(plan, anyone=True):
-        with contextlib.suppress(SchedulerError):  # a site may let nobody change a job; it is cancelled all the same
+        # a site may forbid changes of jobs; the job is cancelled all the same
+        with contextlib.suppress(SchedulerError):
             scheduler.note_stop(job.id, user)
     return (
         f", which could not be written ({error.strerror}, in {run.path}): jobs that are still there know it by their "
         "comments; free some space, and call this again"
     )
-
-
-def pending_jobs(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
-    """The chain's pending jobs but for `own`, the one that this runs in. Raises SchedulerError."""
-    return [job for job in scheduler.jobs(plan) if job.id != own and job.waits]
-
-
-def ensure_successor(
-    run: Run,
-    plan: Plan,
-    scheduler: Scheduler,
-    attempt: Attempt,
-    *,
-    own: str,
-    options: Mapping[str, str],
-    delay: int = 0,
-) -> str:
-    """Queue a job with these options behind `own`, unless one waits there already; return its id.
-
-    Of several that wait one is left. Raises SchedulerError where none could be queued.
-    """
-    found = pending_jobs(plan, scheduler, own=own)
-    if found:
-        job_id = found[0].id
-    else:
-        wanted = excluded_nodes.next_job_options(run, plan, scheduler, options)
-        try:
-            job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
-        except SchedulerError:  # a limit of submitted jobs may leave room for one behind this one, not for two
-            if not cancel_fallback_jobs(plan, scheduler) or pending_jobs(plan, scheduler, own=own):
-                raise
-            job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
-        log_line(f"queued job {job_id} behind this one" + (f", not before {delay} s from now" if delay else ""))
-    for job in found[1:]:  # an order to queue one whose answer was lost, and then another
-        cancel_job(scheduler, job)
-    try:
-        SuccessorJob(job_id=job_id, time=time.time()).write(attempt.successor)
-        attempt.retry_successor.unlink(missing_ok=True)
-    except OSError as error:  # it is queued; whether somebody cancels it will not be known
-        log_line(f"{attempt.successor.name} not written: {error}")
-    queue_fallback_job(run, plan, job_id, options=options)
-    return job_id
-
-
-def queue_first_job(run: Run, plan: Plan, scheduler: Scheduler) -> str:
-    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
-    job_id = scheduler.submit_first(plan, run.job_script, evaluation)
-    queue_fallback_job(run, plan, job_id, options=plan.sbatch_options)
-    return job_id
-
-
-def cancel_job(scheduler: Scheduler, job: Job) -> None:
-    """Cancel one queued job by its id. Raises SchedulerError."""
-    scheduler.cancel(job.id)
-    log_line(f"cancelled queued job {job.id}")
-
-
-def successor_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
-    """The options of the running job that hold for its successors.
-
-    Not its time limit, which Slurm or a person may have lowered: they ask for the plan's. Nor the nodes that it leaves
-    out because its `begin` failed there.
-    """
-    options = {name: value for name, value in job.options.items() if name != "time"}
-    if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
-        return options
-    tried = set(job.begin_failed_on.split(","))
-    kept = [node for node in scheduler.nodes.expand(options.pop("exclude")) if node not in tried]
-    return options | ({"exclude": ",".join(kept)} if kept else {})
-
-
-def stop_reason_of_job(job: Job | None) -> str | None:
-    """Why the chain of a job has ended, where its comment alone says it; see `chain.cancel`."""
-    return f"stopped by {job.stopped_by}" if job is not None and job.stopped_by else None
-
-
-def record_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> SuccessorJob | None:
-    """The recorded successor, if somebody has cancelled it: noted, since a scheduler forgets its jobs after a while.
-
-    Raises SchedulerError.
-    """
-    known = SuccessorJob.read(attempt.successor)
-    if known is None or known.cancelled:
-        return known
-    if known.job_id == scheduler.current_job_id():
-        return None  # it is the one that asks
-    job = scheduler.query(known.job_id)
-    if job is None or job.state != "CANCELLED":
-        return None
-    noted = replace(known, cancelled=True, cancelled_by=scheduler.cancelled_by(known.job_id))
-    try:
-        noted.write(attempt.successor)
-    except OSError as error:
-        log_line(f"{attempt.successor.name} not written: {error}")
-    return noted
-
-
-def cancelled_successor_reason(attempt: Attempt, scheduler: Scheduler) -> str | None:
-    """Why the chain ends with this attempt, where somebody cancelled the job behind it. Raises SchedulerError."""
-    cancelled = record_cancelled_successor(attempt, scheduler)
-    if cancelled is None:
-        return None
-    by = f" by {cancelled.cancelled_by}" if cancelled.cancelled_by else ""
-    return f"the successor, job {cancelled.job_id}, was cancelled{by}"
-
-
-def continue_chain(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str | None:
-    """See to it that exactly one job follows, not before `delay` seconds; return why none may, where that is so.
-
-    What a person did to the queue stands: a job that was cancelled is not replaced, one that is held stays held.
-    Raises SchedulerError where nothing could be queued.
-    """
-    if (stopped := stop_reason_of_job(scheduler.query(own))) is not None:
-        return stopped
-    if plan.mode == "requeue":
-        cancelled = cancelled_successor_reason(
-            attempt, scheduler
-        )  # where another job was to take the place of this one
-        if cancelled is None:
-            requeue_job(run, plan, scheduler, attempt, own=own, delay=delay)
-        return cancelled
-    found = pending_jobs(plan, scheduler, own=own)
-    if found:
-        if found[0].state == RESERVATION_GONE:
-            return f"the successor, job {found[0].id}, never starts: its reservation was deleted"
-        _adapt_pending_job(run, plan, scheduler, found[0].id, delay)
-        return None
-    cancelled = cancelled_successor_reason(attempt, scheduler)
-    if cancelled is not None:
-        return cancelled
-    started = attempt.read_begin()
-    try:
-        ensure_successor(
-            run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay
-        )
-    except SchedulerError as error:  # a limit of submitted jobs, say: this one does not need a second one
-        if pending_jobs(plan, scheduler, own=own):  # it was queued all the same
-            return None
-        log_line(f"no job could be queued behind this one: {error.message}")
-        requeue_job(run, plan, scheduler, attempt, own=own, delay=delay)
-    return None
-
-
-def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
-    """Queue the running job again under its id, with the nodes that it then can have; return the id that goes on.
-
-    That is another job's where this one could have no fewer nodes, and so many are not up. Whoever asks again hears of
-    the same one: in front of it this one would wait, and hold it up. Raises SchedulerError.
-    """
-    if other := _replacement_of(plan, scheduler, attempt, own):
-        return other
-    try:
-        few = excluded_nodes.requeue_node_count(run, plan, scheduler, own)
-    except SchedulerError as error:
-        log_line(f"with how many nodes job {own} may start is not known: {error.message}")
-        few = None
-    if few is not None and excluded_nodes.would_wait_for_nodes(run, few):
-        if cancelled := cancelled_successor_reason(attempt, scheduler):  # meanwhile: for the next try of `end`
-            raise SchedulerError(cancelled)
-        try:
-            return ensure_replacement(run, plan, scheduler, attempt, own=own, delay=delay)
-        except SchedulerError as error:
-            if found := pending_jobs(plan, scheduler, own=own):  # it was queued all the same, or by another agent
-                return found[0].id
-            log_line(
-                f"no job can take the place of job {own}, which may wait for nodes that are not up: {error.message}"
-            )
-    log_line(f"job {own} is queued again, not before {delay} s from now")
-    scheduler.requeue(own, delay=delay, few=few)
-    return own
-
-
-def ensure_replacement(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
-    """See to it that another job goes on than `own`, which has lost nodes; return its id. Raises SchedulerError.
-
-    Of such a job Slurm 22.05 changes nothing any more, so that it waits for as many nodes as before.
-    """
-    started = attempt.read_begin()
-    for job in pending_jobs(plan, scheduler, own=own)[:1]:  # perhaps Slurm did not answer when the attempt ended
-        _adapt_pending_job(run, plan, scheduler, job.id, delay=0)
-    job_id = ensure_successor(
-        run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay
-    )
-    log_line(
-        f"job {job_id} goes on in the place of job {own}, which has lost a node and would wait for as many as before"
-    )
-    return job_id
-
-
-def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str) -> None:
-    """Cancel the job `own`, in whose place another one goes on.
-
-    That is on record first: the next `begin` would take it for a person's wish. Raises SchedulerError and OSError.
-    """
-    write_atomic(attempt.made_place, job_id)
-    scheduler.cancel(own)
-
-
-def _replacement_of(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> str | None:
-    """The job that has taken the place of `own` already; where that queues itself again, any that waits."""
-    if attempt.made_place.exists():
-        return attempt.made_place.read_text()
-    found = pending_jobs(plan, scheduler, own=own) if plan.mode == "requeue" else []
-    return found[0].id if found else None
-
-
-def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:
-    """Let the waiting job start later, and without the nodes that are bad now. What fails is said and left."""
-    try:
-        if delay:
-            scheduler.postpone(job_id, delay=delay)
-            log_line(f"job {job_id} does not start before {delay} s from now")
-        excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id)
-    except SchedulerError as error:
-        log_line(f"job {job_id} stays as it is: {error.message}")

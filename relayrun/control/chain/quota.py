@@ -27,98 +27,16 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import FILE_SYSTEM, QuotaLimit, UsageSample
 from relayrun.errors import RelayrunError
 
-BLOCK = 1024
-"""Bytes of a block, as `quota` and `lfs quota` count."""
-BLOCK_UNITS = {"": BLOCK, **{unit: 1024**power for power, unit in enumerate("KMGTPE", 1)}}
-FILE_UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate("KMGTPE", 1)}}
-
-_NUMBER = r"\[?\d+(?:\.\d+)?[kKMGTPE]?\]?\*?"
-_GRACE = r"[^\s\[\]*]+"
-_THREE_NUMBERS = rf"({_NUMBER})\s+({_NUMBER})\s+({_NUMBER})"
-_ROW = re.compile(rf"(?P<name>.*?)(?:^|\s)\s*{_THREE_NUMBERS}(?:\s+{_GRACE})?\s+{_THREE_NUMBERS}(?:\s+{_GRACE})?\s*")
-_QUOTA_OWNER = re.compile(r"\s*Disk quotas for (?P<kind>usr|user|grp|group|prj|project) (?P<name>\S+)")
-_KINDS = {"usr": "", "user": "", "grp": "group", "group": "group", "prj": "project", "project": "project"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuotaTableRow:
-    """What a table says of one file system and one user, group or project. Bytes and files; 0 is no limit."""
-
-    of: str
-    """` of group staff`; empty: a user."""
-    name: str
-    """The file system."""
-    used: int
-    limit: int
-    files: int
-    most_files: int
-
-
-def parse_quota_output(source: str, text: str) -> list[QuotaLimit] | None:
-    """Read `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None: it is neither.
-
-    A limit of 0 is none. `source`: who says it; whose quota it is stands behind that, and where the table has several
-    file systems, which of them.
-    """
-    try:
-        value = json.loads(text)
-        used, limit = int(value["used"]), int(value["limit"])
-        return make_limits(source, used, limit, int(value.get("used_files", 0)), int(value.get("limit_files", 0)))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    rows = list(_table_rows(text))
-    if not rows and not _QUOTA_OWNER.search(text):
-        return None
-    times = Counter(row.of for row in rows)
-    found = []
-    for row in rows:
-        where = f" on {row.name}" if times[row.of] > 1 else ""
-        found += make_limits(f"{source}{row.of}{where}", row.used, row.limit, row.files, row.most_files)
-    return found
-
-
-def make_limits(source: str, used: int, limit: int, files: int, most_files: int) -> list[QuotaLimit]:
-    """Make limits of numbers; those that are 0 are none."""
-    found = [QuotaLimit(source=source, kind="bytes", used=used, limit=limit)] if limit else []
-    return found + ([QuotaLimit(source=source, kind="files", used=files, limit=most_files)] if most_files else [])
-
-
-def _table_rows(text: str) -> Iterator[QuotaTableRow]:
-    of, before = "", ""
-    for line in text.splitlines():
-        if (owner := _QUOTA_OWNER.match(line)) is not None:
-            kind = _KINDS[owner["kind"]]
-            of = f" of {kind} {owner['name']}" if kind else ""
-        elif (row := _ROW.fullmatch(line)) is not None:
-            _, *numbers = row.groups()
-            used, soft, hard = (_parse_number(number, BLOCK_UNITS) for number in numbers[:3])
-            files, soft_files, hard_files = (_parse_number(number, FILE_UNITS) for number in numbers[3:])
-            yield QuotaTableRow(
-                of=of,
-                name=row["name"].strip() or before,
-                used=used,
-                limit=hard or soft,
-                files=files,
-                most_files=hard_files or soft_files,
-            )
-        before = line.strip()
-
-
-def _parse_number(text: str, units: dict[str, int]) -> int:
-    number, unit = re.fullmatch(r"([\d.]+)([A-Z]?)", text.strip("[]*").upper()).groups()  # type: ignore[union-attr]
-    return round(float(number) * units[unit]) if "." in number else int(number) * units[unit]
-
-
 QUOTA_QUESTION_SECONDS = 10.0
-"""How long a question for a quota may take."""
+"""Time limit of a quota command."""
 MEASURE_SECONDS = 3600.0
-"""Between two measures."""
+"""Interval between two measurements."""
 MEASURE_AFTER_SAVE_SECONDS = 600.0
-"""And between two that follow a save."""
+"""Interval between two measurements with a save between them."""
 
 
 class QuotaMonitor:
-    """Measures now and then, while a job runs."""
+    """Measures from time to time while a job runs."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
@@ -129,7 +47,7 @@ class QuotaMonitor:
         self._error: Exception | None = None
 
     def look(self, saved: int) -> None:
-        """Measure where it is time to. `saved` changes with each save. Raises what the last measure met, once."""
+        """Measure if it is due. `saved` changes with each save. Raises the error of the last measurement, once."""
         if self._thread is not None and self._thread.is_alive():
             return
         if (error := self._error) is not None:
@@ -150,7 +68,7 @@ class QuotaMonitor:
 
 
 def is_measurement_due(run: Run, *, now: float) -> bool:
-    """Whether nobody has measured for longer than a job would let pass."""
+    """Return whether the last measurement is older than the interval of a running job."""
     try:
         return now - storage_limits.usage_path(run).stat().st_mtime > 1.5 * MEASURE_SECONDS
     except FileNotFoundError:
@@ -158,7 +76,7 @@ def is_measurement_due(run: Run, *, now: float) -> bool:
 
 
 def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
-    """Put down how full everything is. Raises OSError where that cannot be written, RunDirError for damaged records."""
+    """Measure and record all limits. Raises OSError, and RunDirError for damaged records."""
     place = run.checkpoints if run.checkpoints.is_dir() else run.path
     complaint = None
     try:
@@ -192,11 +110,10 @@ def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
 
 
 def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:
-    """Return the quotas that hold for what this user writes at a path: the user's, a group's and a project's.
+    """Return the quotas on this user's files at a path: the user's, a group's and a project's.
 
-    `command`: the site's own, instead of `lfs quota` and `quota`; `{path}` and `{user}` in it are filled in. Where
-    `lfs` and `quota` are not there, or answer in a form that is not known, there are no quotas. Raises RelayrunError
-    where the site's own does.
+    `command`: the site's command instead of `lfs quota` and `quota`, with `{path}` and `{user}` filled in. If `lfs` and
+    `quota` are missing, or print an unknown format, the list is empty. Raises RelayrunError for the site's command.
     """
     user = str(os.getuid())  # it may have no name here
     if command:
@@ -222,7 +139,6 @@ def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:
 
 
 def _group_of_folder(place: Path) -> str:
-    """The group of files that this user makes at a path."""
     with contextlib.suppress(OSError):
         info = place.stat()
         if info.st_mode & stat.S_ISGID:
@@ -231,13 +147,13 @@ def _group_of_folder(place: Path) -> str:
 
 
 def _project_of_folder(place: Path) -> str:
-    """The project of files that are made at a path, as Lustre says: `1042 P /lustre/ada`; empty where there is none."""
+    """Return the project of files made at a path, from Lustre's `1042 P /lustre/ada`; empty if there is none."""
     found = re.match(r"\s*(\d+)", _program_answer(["lfs", "project", "-d", str(place)]))
     return "" if found is None or int(found[1]) == 0 else found[1]
 
 
 def _mount_point(place: Path) -> Path:
-    """Where the file system of a path is mounted: `quota` knows it by no other path."""
+    """Return the mount point of a path: `quota` accepts no other path."""
     real = Path(os.path.realpath(place))
     return next(folder for folder in (real, *real.parents) if os.path.ismount(folder))
 
@@ -261,7 +177,6 @@ def _site_quotas(command: list[str]) -> list[QuotaLimit]:
 
 
 def _program_answer(command: list[str]) -> str:
-    """What a usual program says; nothing where it hangs or cannot be run."""
     try:
         return _program_output(command)
     except (subprocess.TimeoutExpired, OSError):
@@ -282,7 +197,7 @@ def _program_output(command: list[str]) -> str:
 
 
 def file_system_limit(place: Path) -> list[QuotaLimit]:
-    """Return what `df` says, of what this user may write: blocks that are kept for root count as none."""
+    """Return the limits of `df` for this user: blocks reserved for root do not count."""
     found = os.statvfs(place)
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
     return make_limits(
@@ -292,3 +207,83 @@ def file_system_limit(place: Path) -> list[QuotaLimit]:
         found.f_files - found.f_ffree,
         found.f_files - found.f_ffree + found.f_favail if found.f_files else 0,
     )
+
+
+BLOCK = 1024
+"""Bytes per block in the output of `quota` and `lfs quota`."""
+BLOCK_UNITS = {"": BLOCK, **{unit: 1024**power for power, unit in enumerate("KMGTPE", 1)}}
+FILE_UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate("KMGTPE", 1)}}
+_NUMBER = r"\[?\d+(?:\.\d+)?[kKMGTPE]?\]?\*?"
+_GRACE = r"[^\s\[\]*]+"
+_THREE_NUMBERS = rf"({_NUMBER})\s+({_NUMBER})\s+({_NUMBER})"
+_ROW = re.compile(rf"(?P<name>.*?)(?:^|\s)\s*{_THREE_NUMBERS}(?:\s+{_GRACE})?\s+{_THREE_NUMBERS}(?:\s+{_GRACE})?\s*")
+_QUOTA_OWNER = re.compile(r"\s*Disk quotas for (?P<kind>usr|user|grp|group|prj|project) (?P<name>\S+)")
+_KINDS = {"usr": "", "user": "", "grp": "group", "group": "group", "prj": "project", "project": "project"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaTableRow:
+    """A table's row of one file system (`name`) and one user, group or project, in bytes and files; 0 is no limit."""
+
+    of: str
+    """` of group staff`; empty: a user."""
+    name: str
+    used: int
+    limit: int
+    files: int
+    most_files: int
+
+
+def parse_quota_output(source: str, text: str) -> list[QuotaLimit] | None:
+    """Parse `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None if it is neither.
+
+    A limit of 0 is no limit. `source`: name of the program; the owner of the quota, and the file system if the table
+    has several, are appended.
+    """
+    try:
+        value = json.loads(text)
+        used, limit = int(value["used"]), int(value["limit"])
+        return make_limits(source, used, limit, int(value.get("used_files", 0)), int(value.get("limit_files", 0)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    rows = list(_table_rows(text))
+    if not rows and not _QUOTA_OWNER.search(text):
+        return None
+    times = Counter(row.of for row in rows)
+    found = []
+    for row in rows:
+        where = f" on {row.name}" if times[row.of] > 1 else ""
+        found += make_limits(f"{source}{row.of}{where}", row.used, row.limit, row.files, row.most_files)
+    return found
+
+
+def make_limits(source: str, used: int, limit: int, files: int, most_files: int) -> list[QuotaLimit]:
+    """Return the limits that are not 0."""
+    found = [QuotaLimit(source=source, kind="bytes", used=used, limit=limit)] if limit else []
+    return found + ([QuotaLimit(source=source, kind="files", used=files, limit=most_files)] if most_files else [])
+
+
+def _table_rows(text: str) -> Iterator[QuotaTableRow]:
+    of, before = "", ""
+    for line in text.splitlines():
+        if (owner := _QUOTA_OWNER.match(line)) is not None:
+            kind = _KINDS[owner["kind"]]
+            of = f" of {kind} {owner['name']}" if kind else ""
+        elif (row := _ROW.fullmatch(line)) is not None:
+            _, *numbers = row.groups()
+            used, soft, hard = (_parse_number(number, BLOCK_UNITS) for number in numbers[:3])
+            files, soft_files, hard_files = (_parse_number(number, FILE_UNITS) for number in numbers[3:])
+            yield QuotaTableRow(
+                of=of,
+                name=row["name"].strip() or before,
+                used=used,
+                limit=hard or soft,
+                files=files,
+                most_files=hard_files or soft_files,
+            )
+        before = line.strip()
+
+
+def _parse_number(text: str, units: dict[str, int]) -> int:
+    number, unit = re.fullmatch(r"([\d.]+)([A-Z]?)", text.strip("[]*").upper()).groups()  # type: ignore[union-attr]
+    return round(float(number) * units[unit]) if "." in number else int(number) * units[unit]

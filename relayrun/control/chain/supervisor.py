@@ -1,11 +1,10 @@
-"""The little program beside the ranks: `begin` before them, `watch` beside them, `end` after them.
+"""The supervisor, a small program beside the ranks: `begin` before them, `watch` beside them, `end` after them.
 
-It gathers facts, lets `decisions` judge, and acts: records, the successor, the end of the chain. It keeps no
-state but the run directory's files, so it may be killed at any point; the next job's `begin` makes up for
-what a killed `end` left undone.
+It gathers facts, lets `decisions` judge, and acts: records, the successor, the end of the chain. Its only state is the
+run directory, so it may be killed at any point; the next job's `begin` completes a killed `end`.
 
-What fails here is raised and ends the program: the batch script then tries `end` again, and in the end queues the
-job itself again (`launchers/lib/again.sh`). STOP is written only where another try would end in the same way.
+An error is raised and ends the program: the batch script then retries `end`, and finally requeues the job itself
+(`launchers/lib/again.sh`). STOP is written only if another try would end in the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import os
 import shlex
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from relayrun.control import chain_state, decisions
@@ -45,25 +45,22 @@ from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
 
 EXIT_CHAIN_ENDS = 10
-"""Exit code of `begin` when the ranks must not start."""
-
+"""Exit code of `begin` if the ranks must not start."""
 EXIT_ATTEMPT_FAILED = 12
-"""Exit code of `end` when the attempt failed and all is done that follows from it."""
-
-
+"""Exit code of `end` if the attempt failed and everything that follows from it is done."""
 USEFUL_RESERVATION_SECONDS = 60.0
-"""With less time than this, and the lead, before the end of its reservation no other job begins."""
+"""No further job begins if less time than this and the grace period is left before the end of the reservation."""
 
 
 def begin_attempt(run: Run) -> int:
-    """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh.
+    """Open an attempt, or end the chain. Prints the attempt's directory for job.sh; returns the exit code.
 
-    Raises SchedulerError and OSError, which another try may not meet; RunDirError with STOP written.
+    Raises SchedulerError and OSError, for which the caller retries; RunDirError after STOP is written.
     """
     try:
         plan = Plan.load(run)
     except RunDirError as error:
-        if run.plan.exists():  # it is a run, but none that this version can go on with
+        if run.plan.exists():  # it is a run, but this version cannot continue it
             write_stop(run, f"this job could not begin: {error.message}")
         raise
     scheduler = scheduler_for_plan(plan, run)
@@ -113,7 +110,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     )
     if decision.action == "stop":
         stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
-        if trigger is not None:  # behind STOP: what is acknowledged has come
+        if trigger is not None:  # after STOP: an acknowledgement reports a fact
             _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
         background.send_notices(run, plan)
@@ -121,12 +118,12 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         return EXIT_CHAIN_ENDS
     options = jobs.successor_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
-    if chain_state.is_taken_over_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
+    if chain_state.is_taken_over_meanwhile(run, job_id):  # without begin.json its attempt owns nothing
         attempt.begin.unlink()
         return EXIT_CHAIN_ENDS
     chained = plan.auto_requeue and plan.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, options)
-    # a job that outlives a node must be allowed to come back: once it has lost one, Slurm may take no change of it
+    # a job that outlives a node must stay requeueable: after a loss Slurm may refuse changes of it
     _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     campaign.start_due_members_of(run)
@@ -136,16 +133,13 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
 
 
 def watch_attempt(run: Run, number: int, *, batch_pid: int) -> int:
-    """Beside the ranks, until SIGTERM or as long as the batch script lives; see `chain.watch`."""
+    """Watch the ranks until SIGTERM, or until the batch script ends; see `chain.watch`."""
     Watch(run, number).loop(batch_pid)
     return 0
 
 
 def end_attempt(run: Run, number: int, exit_code: int) -> int:
-    """Close the attempt: record how it ended and what becomes of the chain.
-
-    It may be called again: what has been recorded holds, and what follows from it is done once.
-    """
+    """Record how the attempt ended, and continue or end the chain; safe to call again. Returns the exit code."""
     plan = Plan.load(run)
     attempt = run.attempt(number)
     started = _attempt_start(attempt)
@@ -154,7 +148,7 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
         log_line(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
     patience = CONTROLLER_PATIENCE
-    if plan.mode == "requeue" and started.job_end_time is not None:  # nobody else would queue this job again
+    if plan.mode == "requeue" and started.job_end_time is not None:  # no other program would requeue this job
         patience = max(patience, started.job_end_time - time.time())
     scheduler = scheduler_for_plan(plan, run, patience=patience)
     own = scheduler.current_job_id()
@@ -168,21 +162,20 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
     if reason is None and record.action in ("continue", "retry"):
         reason = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if reason is not None:
-        words = failure_reason.log_excerpt(_attempt_log(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
-        stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
+        log = failure_reason.attempt_log(attempt) if record.cause in ("failed", "fatal", "hang") else ""
+        stop_chain(run, plan, scheduler, reason, own_job=own, words=failure_reason.log_excerpt(log))
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
-    if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
-        _update_views(run)  # last: whatever becomes of it, the chain has been seen to
+    if run.attempt_numbers()[-1] == number:  # else the next job's `watch` already writes them
+        _update_views(run)  # last: by now the chain has been continued or ended
         background.send_notices(run, plan)
-    over = record.action == "end" or stop_reason(run) is not None  # then perhaps nobody else begins the next run
-    campaign.start_due_members_of(
-        run, leaves=record.action == "end", patience=CONTROLLER_PATIENCE if over else campaign.PATIENCE
-    )
+    leaves = record.action == "end"
+    over = leaves or stop_reason(run) is not None  # perhaps no later process starts the next run
+    campaign.start_due_members_of(run, leaves=leaves, patience=CONTROLLER_PATIENCE if over else campaign.PATIENCE)
     return 0 if record.cause in ("done", "saved", "exit") else EXIT_ATTEMPT_FAILED
 
 
 def _update_views(run: Run) -> None:
-    """Bring the merged views up to date. What fails is left for the next job's `watch`."""
+    """Update the merged metrics. On an error the next job's `watch` does it."""
     try:
         merged_metrics.MergedViews(run).update()
     except (OSError, RelayrunError) as error:
@@ -190,33 +183,30 @@ def _update_views(run: Run) -> None:
 
 
 def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
-    """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
-    newest = islice(
-        merged_metrics.newest_valid_lines(run), 2 * time_limit.GRACE_STEPS
-    )  # an iteration has two lines where it was evaluated
-    steps = [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1]
+    """Return the measured grace period of the next attempt and the duration of an evaluation, in seconds."""
+    # an evaluated iteration has two lines
+    newest = islice(merged_metrics.newest_valid_lines(run), 2 * time_limit.GRACE_STEPS)
     evaluations = merged_metrics.evaluation_seconds(run, time_limit.GRACE_SAVES)
     measured = time_limit.measured_grace_period(
-        steps,
+        [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1],
         line.newest_saves(time_limit.GRACE_SAVES),
         floor=plan.lead_floor,
         ceiling=plan.lead_ceiling,
         evaluation_seconds=evaluations,
     )
-    return plan.lead if measured is None else measured, time_limit.percentile(
-        evaluations, 0.95
-    ) if evaluations else None
+    evaluation = time_limit.percentile(evaluations, 0.95) if evaluations else None
+    return plan.lead if measured is None else measured, evaluation
 
 
 def _time_limit(plan: Plan, job: Job) -> float:
-    """Seconds that Slurm, or the reservation, gives the job; at most what the plan asks for."""
+    """Return the seconds that Slurm or the reservation gives the job; at most the time limit of the plan."""
     if job.end_time is None or job.start_time is None or job.end_time - job.start_time > plan.time_limit - 1:
         return plan.time_limit
     return job.end_time - job.start_time
 
 
 def _plan_for_time_limit(plan: Plan, job: Job) -> Plan:
-    """The plan with the leads of the time limit that Slurm gave the job, where that is less than the plan asks for."""
+    """Return the plan with the grace periods for the job's time limit if that is less than the plan's."""
     limit = _time_limit(plan, job)
     if limit >= plan.time_limit:
         return plan
@@ -236,7 +226,6 @@ def _open_attempt(
     options: dict[str, str],
     rewound: bool,
 ) -> Attempt:
-    """Make the next attempt's directory; from its begin.json on it owns the run."""
     run.attempts.mkdir(exist_ok=True)
     number = max(run.attempt_numbers(), default=0) + 1
     previous = run.newest_begun()
@@ -290,7 +279,7 @@ def _open_attempt(
 def _queue_successor(
     run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, options: dict[str, str]
 ) -> bool:
-    """Queue the next job with these options; where that fails, `watch` tries again. Returns whether one waits."""
+    """Queue the next job with these options; return whether one waits. On an error `watch` tries again."""
     try:
         jobs.ensure_successor(run, plan, scheduler, attempt, own=own, options=options)
     except SchedulerError as error:
@@ -302,7 +291,7 @@ def _queue_successor(
 
 def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
     try:
-        scheduler.settle(job, followed=followed, log=failure_reason.stderr_file())
+        scheduler.confirm_begin(job, followed=followed, log=failure_reason.stderr_file())
     except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
         log_line(f"job {job.id} stays as it is: {error.message}")
 
@@ -322,10 +311,7 @@ def _attempt_start(attempt: Attempt) -> AttemptStart:
 
 
 def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
-    """That the reservation of the attempt's job has ended, or leaves no time for another job, in words; else empty.
-
-    Slurm takes a reservation that has ended from a job that it still ends.
-    """
+    """Return a sentence if the job's reservation, which Slurm may have removed from it, ends too soon; else ""."""
     name = started.options.get("reservation")
     job = scheduler.query(own) if name is not None else None
     if name is None or job is None:
@@ -337,7 +323,7 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
         return ""
     for job in map(scheduler.query, [job.id for job in jobs.pending_jobs(plan, scheduler, own=own)]):
         if job is not None and job.state != RESERVATION_GONE and job.options.get("reservation") != name:
-            return ""  # a person has moved it to another one
+            return ""  # a person moved it to another reservation
     ended = end is None or time.time() >= end
     when = "ended" if ended else f"ends at {time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(end))}"
     command = shlex.join(["relayrun", "resume", str(run.path), "--set", "job.reservation=null"])
@@ -347,15 +333,16 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
 def _close(
     run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = ""
 ) -> AttemptEnd:
-    """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _attempt_start(attempt)
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
-    failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
+    failure, fatal = "", None
+    if not (outcome or hang):
+        failure, fatal = failure_reason.why_failed(run, plan, attempt, started, exit_code)
     now = checkpoint_records.resume_point(run)
     facts = decisions.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
-        outcome_reason=fatal or (_with_shortage(plan, attempt, outcome) if outcome else ""),
+        outcome_reason=fatal or (_leave_reason(plan, attempt, outcome) if outcome else ""),
         failure=failure,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
@@ -364,7 +351,7 @@ def _close(
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
         stop_after=plan.stop_after,
-        failed_attempts=count_failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
+        failed_attempts=count_failed_attempts(run, plan) - 1,  # without this attempt, which counts until it has an end
         max_failed_attempts=plan.max_failed_attempts,
         auto_requeue=plan.auto_requeue,
         reservation=reservation,
@@ -381,83 +368,44 @@ def _close(
         action=decision.action,
         delay=decision.delay,
     )
-    excluded_nodes.record_node_failures(
-        run, attempt.number, node_health.sick_nodes(attempt), now=record.end_time, sick=True
-    )
-    if record.cause in ("failed", "unknown"):
-        blame = excluded_nodes.blamed_nodes(
-            _first_failure_log(plan, attempt), failure_reason.read_failures(attempt), ntasks=_rank_count(plan, started)
-        )
-        excluded_nodes.record_node_failures(run, attempt.number, blame, now=record.end_time)
-        for node, reason in blame.items():
-            log_line(f"a strike for node {node}: {reason}")
-    gone = {node: each.words for each in restarts.read_failed_restarts(attempt) for node in each.lost}
-    excluded_nodes.record_node_failures(run, attempt.number, gone, now=record.end_time)
+    _record_node_failures(run, plan, attempt, started, record)
     record.write(attempt.end)
     return record
 
 
-def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> None:
-    """Have the records completed that a foreign program does not write. Nobody is asked for anything any more."""
-    newest = restarts.attempt_start_of_restart(attempt, started)
-    observer = trainer_of(plan, run).follow(newest, signal_ranks=lambda _number: None)
-    if observer is not None:
-        observer.conclude(None if exit_code == decisions.UNKNOWN_EXIT_CODE else exit_code)
-
-
-def _with_shortage(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
-    """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
+def _leave_reason(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
+    """Return why rank 0 left and, if it saved to be resumed, that the start took most of the time limit."""
     if outcome.outcome != "saved":
         return outcome.reason
     short = time_limit.why_time_was_short(attempt, now=outcome.time, asked=plan.time_limit)
     return "; ".join(filter(None, [outcome.reason, short]))
 
 
-def _rank_count(plan: Plan, started: AttemptStart) -> int:
-    return plan.training_nodes(int(started.options.get("nodes", plan.nodes))) * plan.ntasks_per_node
+def _record_node_failures(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, end: AttemptEnd) -> None:
+    record = partial(excluded_nodes.record_node_failures, run, attempt.number, now=end.end_time)
+    record(node_health.sick_nodes(attempt), sick=True)
+    if end.cause in ("failed", "unknown"):
+        log, failures = failure_reason.first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
+        blame = excluded_nodes.blamed_nodes(log, failures, ntasks=plan.rank_count(started.options))
+        record(blame)
+        for node, reason in blame.items():
+            log_line(f"a strike for node {node}: {reason}")
+    record({node: each.words for each in restarts.read_failed_restarts(attempt) for node in each.lost})
 
 
-def _why_failed(
-    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int
-) -> tuple[str, str | None]:
-    """Who failed first, and why every other attempt would fail too; in words, for an attempt without outcome."""
-    if attempt.not_started.exists():
-        return failure_reason.not_started_text(attempt), None
-    if failed_line := failure_reason.setup_failure_text(attempt, exit_code=exit_code):
-        return failed_line, failed_line
-    log_text, failures = _first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
-    earlier = range(plan.submitted_after_attempt + 1, attempt.number)
-    fatal = failure_reason.fatal_reason(
-        log_text,
-        failures,
-        exit_code=exit_code,
-        ntasks=_rank_count(plan, started),
-        began=_any_rank_was_alive(plan, attempt),
-        worked_before=any(run.attempt(number).started.exists() for number in earlier),
-        program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
-    )
-    who = (
-        _why_no_restart(attempt)
-        or node_health.why_health_ended_attempt(attempt)
-        or failure_reason.first_failure_text(log_text, failures)
-    )
-    if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # it was no lack of time
-        return who, fatal
-    return "; ".join(
-        filter(None, [who, time_limit.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)])
-    ), fatal
-
-
-def _any_rank_was_alive(plan: Plan, attempt: Attempt) -> bool:
-    """Whether a rank has given a sign of life. An observer's heartbeat is there whether its program is or not."""
-    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
+def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> None:
+    """Complete the records that a foreign program does not write. No rank is asked any more."""
+    newest = restarts.attempt_start_of_restart(attempt, started)
+    observer = trainer_of(plan, run).follow(newest, signal_ranks=lambda _number: None)
+    if observer is not None:
+        observer.conclude(None if exit_code == decisions.UNKNOWN_EXIT_CODE else exit_code)
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
     """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict.
 
-    The scheduler is asked also where an end is there: a script can be killed, or misled, in the last seconds of its
-    job. And the end may have decided that the chain ends, and been killed before STOP.
+    The scheduler is asked even if an end exists: a script can be killed, or misled, in the last seconds of its job. And
+    the end may have decided that the chain ends, and been killed before STOP.
     """
     attempt = run.newest_begun()
     if attempt is None or attempt.number <= plan.submitted_after_attempt:
@@ -469,32 +417,14 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
 
 
 def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:
-    """Whether a person cancelled the attempt's job. What the chain itself cancels is on record before."""
-    return scheduler.cancelled(started.job_id, nodes=started.nodes) and not attempt.made_place.exists()
-
-
-def _attempt_log(attempt: Attempt) -> str:
-    """What the attempt's job wrote to its standard error since the attempt, or its last round, began."""
-    started = attempt.read_begin()
-    since = max((failed.log_size for failed in restarts.read_failed_restarts(attempt) if failed.again), default=0)
-    return "" if started is None else failure_reason.log_tail(started.log, since=max(since, started.log_offset))
-
-
-def _first_failure_log(plan: Plan, attempt: Attempt) -> str:
-    """The same, for who failed first; without srun's words on tasks that are agents, as these all end with one rank."""
-    return _attempt_log(attempt) if plan.recovery == "job" else excluded_nodes.without_task_ends(_attempt_log(attempt))
-
-
-def _why_no_restart(attempt: Attempt) -> str:
-    """Why the ranks were not started again inside the job, in words; empty where nobody judged it."""
-    failed = restarts.read_failed_restarts(attempt)[-1:]
-    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
+    """Return whether a person cancelled the attempt's job. The chain records its own cancellations before."""
+    return scheduler.cancelled(started.job_id, nodes=started.nodes) and not attempt.replaced_by.exists()
 
 
 def _environment(
     run: Run, plan: Plan, scheduler: Scheduler, job: Job, trainer: Trainer, attempt: Attempt, begin: AttemptStart
 ) -> str:
-    """The text of job.env: defaults that every rank needs, then the site's own, which win."""
+    """Return the text of job.env: defaults of every rank, overridden by the site's variables."""
     leave = trainer.leave_signal
     launch = scheduler.rank_launch(plan, job, leave_signal=leave)
     where = [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
@@ -519,7 +449,7 @@ def _environment(
         ),
         signal_command=launch.signal_command,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
-        # Slurm's warning is that of the plan: in a job with less time it comes with the start
+        # Slurm's warning is the plan's: in a job with less time it comes with the start
         leave_from=math.floor((begin.job_end_time or 0) - begin.lead)
         if _time_limit(plan, job) < plan.time_limit and begin.lead < plan.signal_lead
         else 0,
@@ -527,9 +457,9 @@ def _environment(
 
 
 def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
-    """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued.
+    """Write the reason to STOP first, so that a successor that starts meanwhile stops too; then cancel the queued jobs.
 
-    Raises OSError where STOP cannot be written: then nothing is cancelled, and the next job decides the same.
+    Raises OSError if STOP cannot be written: then no job is cancelled, and the next job decides the same.
     """
     write_stop(run, reason, words=words)
     log_line(f"the chain ends: {reason}")
@@ -537,5 +467,5 @@ def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_j
         fallback.cancel_fallback_jobs(plan, scheduler)
         for job in jobs.pending_jobs(plan, scheduler, own=own_job):
             jobs.cancel_job(scheduler, job)
-    except SchedulerError as error:  # whatever starts will find STOP
+    except SchedulerError as error:  # every job that starts finds STOP
         log_line(f"queued jobs not cancelled: {error.message}")

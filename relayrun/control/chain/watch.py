@@ -1,13 +1,13 @@
 """The watch and the guard: two programs that run beside the ranks of an attempt.
 
-The watch updates the merged metrics, ends an attempt that hangs, and looks after the successor. A duty that fails
-does not keep the watch from the other duties, and no duty waits long for the scheduler: a rank that hangs must be
-seen. An attempt hangs if no node's heartbeat changes for `hang_timeout` seconds, or for ten times the usual
-duration of a step (while saving: of a save), if that is longer. The watch measures with its own clock, so the
-clocks of the nodes need not agree. Before it ends the ranks it asks each one for its Python stacks.
+The watch updates the merged metrics, ends an attempt that hangs, and queues a missing successor. A duty that fails does
+not keep the watch from the other duties, and no duty waits long for the scheduler: a rank that hangs must be seen. An
+attempt hangs if no node's heartbeat changes for `hang_timeout` seconds, or for ten times the usual duration of a step
+(while saving: of a save), if that is longer. The watch measures with its own clock, so the clocks of the nodes need not
+agree. Before it ends the ranks it asks each one for its Python stacks.
 
-The guard is a step of its own in a job that has no successor. If the batch script is killed, or the time limit
-comes, Slurm sends the guard SIGTERM and waits KillWait seconds; in that time the guard queues the job again.
+The guard is a step of its own in a job that has no successor. If the batch script is killed, or the time limit comes,
+Slurm sends the guard SIGTERM and waits KillWait seconds; in that time the guard requeues the job.
 """
 
 from __future__ import annotations
@@ -32,112 +32,41 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Hang, Heartbeat
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Scheduler
-from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.control.trainers.base import AttemptObserver
 from relayrun.control.trainers.observer import RestartObserver
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import write_atomic
 
+POLL_SECONDS = 1.0
+LEAVE_SECONDS = 60.0
+"""Minimum seconds for ranks to exit after their outcome."""
+ANSWER_SECONDS = 5.0
+"""Seconds for ranks to write their stacks."""
+RETRY_SECONDS = 60.0
+RETRY_CEILING = 1800.0
+"""Maximum interval between two tries to queue a successor; each failure doubles it."""
+AGENTS_FIRST_SECONDS = 30.0
+"""Additional seconds before the watch ends ranks if agents, which know more, look for hangs too."""
+AGENT_SECONDS = 60.0
+"""Seconds for agents to end ranks that hang; then the watch ends the whole step."""
+PATIENCE = 10.0
+"""Seconds for which a question to a controller that does not answer is repeated."""
+UNWRITABLE_FACTOR = 5
+"""Factor on the hang limit if a full disk keeps ranks from writing heartbeats."""
+RESERVATION_SECONDS = 15.0
+"""Interval between two questions for the end of the reservation; a person may move it."""
+RARE_HEARTBEAT_LOOKS = 10
+"""Looks per interval of rare heartbeats: there is one file per node."""
+USUAL_STEPS = 10
+"""A step hangs if it takes this many times the usual duration."""
 KILL_WAIT_SHARE = 2 / 3
 """The part of KillWait in which the batch script may still close the attempt itself."""
 
 
-def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
-    """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on the batch host."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        return _guard_job(run, number, batch_pid)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _guard_job(run: Run, number: int, batch_pid: int) -> int:
-    plan = Plan.load(run)  # refuses the directory of a version that this one does not know
-    scheduler = Slurm()
-    attempt = run.attempt(number)
-    own = scheduler.current_job_id()
-    patience = KILL_WAIT_SHARE * scheduler.kill_wait()
-    here, job = os.environ.get("SLURMD_NODENAME"), scheduler.query(own)
-    beside = job is not None and job.batch_host == here  # elsewhere the number is another process's, or nobody's
-    log_line(f"guarding attempt {number}, job {own}{'' if beside else f', from {here}: this is not the batch host'}")
-    signal.sigwait({signal.SIGTERM})
-    killed = beside and not is_process_alive(batch_pid)  # a job that is cancelled, or at its limit, still has it
-    deadline = time.monotonic() + patience
-    while not attempt.end.exists() and not (beside and not is_process_alive(batch_pid)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
-        return 0  # seen to by the batch script, or by the successor, which could be queued after all
-    begin = attempt.read_begin()
-    if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
-        return 0
-    with contextlib.suppress(SchedulerError):  # asked once: there may be seconds left
-        if stopped := jobs.stop_reason_of_job(Slurm(patience=0).query(own)):
-            log_line(f"the chain ends: {stopped}")
-            return 0
-    log_line(
-        f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again"
-    )
-    scheduler.requeue(own)  # first: there may be seconds left
-    try:
-        if (few := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
-            return 0
-        if excluded_nodes.would_wait_for_nodes(run, few):
-            job_id = jobs.ensure_replacement(run, plan, scheduler, attempt, own=own, delay=0)
-            jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=job_id)
-        else:
-            scheduler.nodes.do_with(own, few)
-    except (SchedulerError, OSError) as error:
-        log_line(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
-    return 0
-
-
-def is_process_alive(pid: int) -> bool:
-    """Whether there is such a process."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-POLL_SECONDS = 1.0
-LEAVE_SECONDS = 60.0
-"""How long ranks have at least, behind their outcome, to go."""
-ANSWER_SECONDS = 5.0
-"""How long ranks have to write their stacks."""
-RETRY_SECONDS = 60.0
-RETRY_CEILING = 1800.0
-"""Between two tries to queue a successor; each failed one doubles it."""
-AGENTS_FIRST_SECONDS = 30.0
-"""Where agents look for hangs, too, and know more, they have so many seconds more than the supervisor's limit."""
-AGENT_SECONDS = 60.0
-"""How long agents have to end ranks that hang, before the whole step is ended."""
-PATIENCE = 10.0
-"""Seconds for which a controller that does not answer is asked again."""
-UNWRITABLE_FACTOR = 5
-"""Ranks whose signs of life cannot be written, for a full disk, may be silent for this many times as long."""
-RESERVATION_SECONDS = 15.0
-"""Between two questions when the reservation ends; a person may move that."""
-RARE_HEARTBEAT_LOOKS = 10
-"""Looks for another heartbeat between two that are rare: there is a file for each node."""
-USUAL_STEPS = 10
-"""A step that takes this many times the usual one hangs."""
-
-
-def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
-    """Seconds without a change after which an attempt with these heartbeats stands still."""
-    rare = longest_heartbeat_interval(beats)
-    if not beats or all(beat.phase == "start" for beat in beats):
-        return max(start_timeout, hang_timeout) + rare
-    return max([hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
-
-
 class Watch:
-    """The supervisor's part beside one attempt."""
+    """The watch beside one attempt."""
 
     def __init__(self, run: Run, number: int) -> None:
         self.run = run
@@ -148,38 +77,39 @@ class Watch:
         self._trainer = trainer_of(self.plan, run)
         self._observer = self._observing()
         self._views = MergedViews(run)
-        self._messenger = NoticeSender(run, self.plan)
+        self._notices = NoticeSender(run, self.plan)
         self._copier = CheckpointCopier(run, self.plan)
         self._quota = QuotaMonitor(run, self.plan)
         self._complaints: dict[str, str] = {}
-        """What was last said about each duty that fails."""
+        """The last error that was logged for each duty that fails."""
         self._seen: list[Heartbeat] = []
         self._changed = self._next_beats = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
         self._pause = RETRY_SECONDS
         self._ended_hang = False
         self._handed_over: float | None = None
-        """When a hang was left to the agents, which end the ranks and may start them again."""
+        """Time at which a hang was left to the agents, which end the ranks and may restart them."""
         self._left: float | None = None
-        """When the ranks' outcome was first seen."""
+        """Time at which the ranks' outcome was first seen."""
         self._guarded = False
         self._commits = 0
-        """Bytes of commits.jsonl when evaluations and the campaign were last looked after."""
+        """Bytes of commits.jsonl at the last look at evaluations and the campaign."""
         self._next_look = self._next_reservation = 0.0
 
     def loop(self, batch_pid: int) -> None:
-        """Until SIGTERM, or until the batch script, this process of this node, has gone."""
+        """Run until SIGTERM, or until the batch script, a process of this node, has gone."""
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         leaving, told = os.pipe()
         os.set_blocking(told, False)
-        signal.set_wakeup_fd(told)  # a sleep would go on after the signal, and the end of the job with it
+        signal.set_wakeup_fd(told)  # a sleep would continue after the signal and delay the end of the job
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a mask is handed down, and the job waits for it
+        # a blocked signal is inherited, and the job waits for this process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while is_process_alive(batch_pid):
             self.look(batch_pid)
             if select.select([leaving], [], [], POLL_SECONDS)[0] and signal.SIGTERM in os.read(leaving, 1024):
-                break  # another signal is a duty's own
-        self._messenger.finish()
+                break  # other signals belong to a duty
+        self._notices.finish()
         self._copier.finish()
         self._try("the merged views", self._follow_to_the_end)
 
@@ -196,10 +126,10 @@ class Watch:
         saved = failure_reason.log_size(str(self.attempt.commits))
         self._try("the copies of checkpoints", lambda: self._copier.look(saved))
         self._try("how full the disk is", lambda: self._quota.look(saved))
-        self._messenger.look()
+        self._notices.look()
 
     def _observing(self) -> AttemptObserver | None:
-        """Who writes the records of a foreign program; None where it writes them itself."""
+        """Return the writer of a foreign program's records; None if the program writes them itself."""
         if self.begin is None:
             return None
 
@@ -212,10 +142,10 @@ class Watch:
         return follow(self.begin)
 
     def _try(self, what: str, duty: Callable[[], None]) -> None:
-        """Do one duty; what fails is said once and tried again with the next look."""
+        """Do one duty; an error is logged once, and the next look tries again."""
         try:
             duty()
-        except Exception as error:  # a defect in one duty must not end the others either
+        except Exception as error:  # a defect in one duty must not end the others
             words = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
             if self._complaints.get(what) != words:
                 log_line(f"{what}: left for later: {words}")
@@ -224,7 +154,6 @@ class Watch:
             self._complaints.pop(what, None)
 
     def _follow(self) -> None:
-        """Append what is new and whole in the attempt's metrics to the merged view."""
         self._views.update(attempt=self.attempt.number)
 
     def _follow_to_the_end(self) -> None:
@@ -254,14 +183,14 @@ class Watch:
             self._end_hang(beats, still)
 
     def _look_for_agents(self, since: float) -> None:
-        """See whether the agents have taken the hang: its record is put aside where another round begins."""
+        """Check whether the agents handle the hang: they move its record away when another restart begins."""
         if not self.attempt.hang.exists():
             self._handed_over, self._changed = None, time.monotonic()
         elif time.monotonic() - since > AGENT_SECONDS:
             self._end_step()
 
     def _writable(self) -> bool:
-        """Whether signs of life can be written; where not, the ranks' silence says little."""
+        """Return whether heartbeats can be written; if not, silent ranks prove little."""
         probe = self.attempt.heartbeats / ".watch"
         try:
             probe.touch()
@@ -271,7 +200,7 @@ class Watch:
         return True
 
     def _look_for_leaving(self) -> None:
-        """End ranks that said how they leave and then do not go; what they said holds."""
+        """End ranks that recorded an outcome and do not exit; the outcome holds."""
         now = time.monotonic()
         self._left = self._left or now
         if now - self._left > max(self.plan.hang_timeout, LEAVE_SECONDS):
@@ -279,11 +208,11 @@ class Watch:
             self._end_step()
 
     def _end_hang(self, beats: Sequence[Heartbeat], seconds: float) -> None:
-        """End the ranks, whatever else fails: only that is tried again. Raises SchedulerError where it fails."""
+        """End the ranks even if other steps fail: only that is retried. Raises SchedulerError if it fails."""
         job_id = self.scheduler.current_job_id()
         if not self.attempt.hang.exists():
             stacks = self.run.stacks(self.attempt.number)
-            asked = self._observer is None  # a foreign program may take the signal for something else
+            asked = self._observer is None  # the signal may mean something else to a foreign program
             try:
                 if asked:
                     self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
@@ -292,11 +221,12 @@ class Watch:
                 log_line(f"the ranks could not be asked for their stacks: {error.message}")
             if self._goes_on(beats):
                 return
+            ranks = self.plan.rank_count(self.begin.options if self.begin else {})
             hang = Hang(
                 iteration=max((beat.iteration for beat in beats), default=0),
                 phase=beats[0].phase if beats else "start",
                 seconds=seconds,
-                silent=sorted(set(range(self._ranks())) - ranks_with_stacks(stacks)) if asked else [],
+                silent=sorted(set(range(ranks)) - ranks_with_stacks(stacks)) if asked else [],
                 asked=asked,
                 late={str(rank): place for rank, place in late_ranks(stacks).items()} if asked else {},
                 time=time.time(),
@@ -304,7 +234,7 @@ class Watch:
             log_line(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")
             try:
                 hang.write(self.attempt.hang)
-            except OSError as error:  # its words stand in the log
+            except OSError as error:  # the log has its words
                 log_line(f"{self.attempt.hang.name} not written: {error}")
         if self.plan.recovery == "node" and self.attempt.hang.exists():
             self._handed_over = time.monotonic()
@@ -312,7 +242,7 @@ class Watch:
             self._end_step()
 
     def _goes_on(self, beats: Sequence[Heartbeat]) -> bool:
-        """Whether something has moved since: while ranks were asked, agents may have begun another round."""
+        """Return whether a heartbeat has changed since: while ranks were asked, agents may have restarted them."""
         try:
             return self.attempt.read_heartbeats() != beats
         except (OSError, RunDirError):
@@ -323,40 +253,27 @@ class Watch:
         self._ended_hang = True
 
     def _guard(self, batch_pid: int) -> None:
-        """Start the guard of a job behind which no other waits, once its ranks have their step.
-
-        Before that it could take their place in the job.
-        """
+        """Start the guard of a job without successor, after the ranks, whose place in the job it could take."""
         if self._guarded or not self._seen or not self.plan.auto_requeue:
             return
         if self.plan.mode == "singleton" and not self.attempt.retry_successor.exists():
             return
         root = Path(self.plan.package_root)
-        command = [
-            "env",
-            f"PYTHONPATH={root}",
-            "bash",
-            str(root / "launchers/lib/rank.sh"),
-            self.plan.host_python,
-            "-m",
-            "relayrun.control.chain",
-            "guard",
-            f"--run-dir={self.run.path}",
-            f"--attempt={self.attempt.number}",
-            f"--batch-pid={batch_pid}",
-        ]
+        start = ["env", f"PYTHONPATH={root}", "bash", str(root / "launchers/lib/rank.sh"), self.plan.host_python]
+        where = [f"--run-dir={self.run.path}", f"--attempt={self.attempt.number}", f"--batch-pid={batch_pid}"]
+        command = [*start, "-m", "relayrun.control.chain", "guard", *where]
         self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
         self._guarded = True
 
     def _look_at_reservation(self, batch_pid: int) -> None:
-        """Have the ranks leave before a reservation ends that was made shorter since the attempt began."""
+        """Ask the ranks to leave if the reservation's end was moved forward since the attempt began."""
         if self.begin is None or "reservation" not in self.begin.options or self.attempt.stop.exists():
             return
         if time.monotonic() < self._next_reservation:
             return
         self._next_reservation = time.monotonic() + RESERVATION_SECONDS
         end, known = self.scheduler.reservation_end(self.begin.options["reservation"]), self.begin.job_end_time
-        if end is None or (known is not None and end > known - 1):  # the ranks know of it
+        if end is None or (known is not None and end > known - 1):  # the ranks know this end
             return
         if time.time() + RESERVATION_SECONDS >= end - self.begin.lead:
             log_line(
@@ -365,12 +282,8 @@ class Watch:
             write_atomic(self.attempt.stop, "the reservation ends\n")
             os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
 
-    def _ranks(self) -> int:
-        nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes
-        return self.plan.training_nodes(nodes) * self.plan.ntasks_per_node
-
     def _look_at_saves(self) -> None:
-        """Submit the evaluation of a new checkpoint, begin runs that waited for it; also without one, now and then."""
+        """Submit evaluations and start waiting runs after a save, and from time to time without one."""
         size = failure_reason.log_size(str(self.attempt.commits))
         if size == self._commits and time.monotonic() < self._next_look:
             return
@@ -379,7 +292,7 @@ class Watch:
         campaign.start_due_members_of(self.run)
 
     def _look_after_successor(self) -> None:
-        """Queue the successor that could not be queued when the attempt began; note it when somebody cancels it."""
+        """Queue the successor that could not be queued when the attempt began; record when somebody cancels it."""
         if time.monotonic() < self._next_try:
             return
         self._next_try = time.monotonic() + self._pause
@@ -395,4 +308,73 @@ class Watch:
         self._pause = RETRY_SECONDS
         job = self.scheduler.query(own)
         if job is not None:
-            self.scheduler.settle(job, followed=not self.plan.outlives_nodes, log=failure_reason.stderr_file())
+            self.scheduler.confirm_begin(job, followed=not self.plan.outlives_nodes, log=failure_reason.stderr_file())
+
+
+def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
+    """Return the seconds without a change after which an attempt with these heartbeats hangs."""
+    rare = longest_heartbeat_interval(beats)
+    if not beats or all(beat.phase == "start" for beat in beats):
+        return max(start_timeout, hang_timeout) + rare
+    return max([hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
+
+
+def is_process_alive(pid: int) -> bool:
+    """Return whether a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
+    """Wait for SIGTERM, then requeue the job if needed. `batch_pid`: the batch script's process on the batch host."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return _guard_job(run, number, batch_pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _guard_job(run: Run, number: int, batch_pid: int) -> int:
+    plan = Plan.load(run)  # refuses the run directory of a newer version
+    scheduler = slurm_scheduler()
+    attempt = run.attempt(number)
+    own = scheduler.current_job_id()
+    patience = KILL_WAIT_SHARE * scheduler.kill_wait()
+    here, job = os.environ.get("SLURMD_NODENAME"), scheduler.query(own)
+    beside = job is not None and job.batch_host == here  # on another node the id names another process or none
+    log_line(f"guarding attempt {number}, job {own}{'' if beside else f', from {here}: this is not the batch host'}")
+    signal.sigwait({signal.SIGTERM})
+    # a job that is cancelled or at its limit still has its batch script
+    killed = beside and not is_process_alive(batch_pid)
+    deadline = time.monotonic() + patience
+    while not attempt.end.exists() and not (beside and not is_process_alive(batch_pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
+        return 0  # the batch script closed the attempt, or a successor is queued
+    begin = attempt.read_begin()
+    if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
+        return 0
+    with contextlib.suppress(SchedulerError):  # asks once: only seconds may be left
+        if stopped := jobs.stop_reason_of_job(slurm_scheduler(patience=0).query(own)):
+            log_line(f"the chain ends: {stopped}")
+            return 0
+    log_line(
+        f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again"
+    )
+    scheduler.requeue(own)  # first: only seconds may be left
+    try:
+        if (minimum := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
+            return 0
+        if excluded_nodes.would_wait_for_nodes(run, minimum):
+            job_id = jobs.ensure_replacement(run, plan, scheduler, attempt, own=own, delay=0)
+            jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=job_id)
+        else:
+            scheduler.nodes.allow_fewer(own, minimum)
+    except (SchedulerError, OSError) as error:
+        log_line(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
+    return 0

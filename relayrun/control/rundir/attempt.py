@@ -25,17 +25,94 @@ R = TypeVar("R", bound=Record)
 COMMITS_NAME, METRICS_NAME = "commits.jsonl", "metrics.jsonl"
 
 
+class PathIn:
+    """An attribute for a file or folder: `path / name` of its object, computed once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self._attribute = attribute
+
+    def __get__(self, instance: Any, owner: type) -> Path:
+        if instance is None:
+            return Path(self._name)
+        found: Path = instance.path / self._name
+        vars(instance)[self._attribute] = found
+        return found
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One start of the run inside one Slurm job: the names of its files, and its records.
 
-    This object keeps begin.json and end.json as long as they are the same files: end.json is written once, begin.json
-    once more if the checkpoint that it names turns out to be damaged. Everything else may change while the attempt
-    lives and is read anew whenever it is asked for.
+    The object caches begin.json and end.json until the files change: end.json is written once, begin.json a second time
+    if its checkpoint turns out to be damaged. All other files may change while the attempt lives and are always read
+    anew.
     """
 
     folder: str
     _kept: dict[str, tuple[FileIdentity, Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    begin = PathIn("begin.json")
+    """Written by the supervisor before the ranks start; see `read_begin` and `fall_back`."""
+    end = PathIn("end.json")
+    """Written once by the supervisor after the ranks have gone; see `read_end`."""
+    outcome = PathIn("outcome.json")
+    """Written by rank 0 when it leaves on purpose."""
+    commits = PathIn(COMMITS_NAME)
+    """One line per published checkpoint, by rank 0."""
+    rollbacks = PathIn("rewinds.jsonl")
+    """One line per rollback, by rank 0 before the rollback happens; see `rundir.restarts`."""
+    failed_restarts = PathIn("rounds.jsonl")
+    """One line per failed restart inside the attempt's job, by the coordinator; see `rundir.restarts`."""
+    node_health = PathIn("node_health.jsonl")
+    """Findings about nodes, by the coordinator or ranks; see `rundir.node_health`."""
+    hand_over = PathIn("hand_over.json")
+    """The end of a foreign program's restart, between the coordinator and the watch; see `rundir.restarts`."""
+    restart_base = PathIn("round.json")
+    """The base of a foreign program's newest restart, by the coordinator; see `rundir.restarts`."""
+    memory_intervals = PathIn("memory_intervals.jsonl")
+    """One line per choice of `checkpoint.memory_interval: auto`, with its measurements, by rank 0."""
+    metrics = PathIn(METRICS_NAME)
+    """One line per iteration, by rank 0."""
+    failed_saves = PathIn("failed_saves.jsonl")
+    """One line per failed save (iteration, error, time), by rank 0."""
+    started = PathIn("started.json")
+    """Times of rank 0's way to its first step; see `rundir.records.StartTimes`."""
+    data = PathIn("data.json")
+    """The data order of this attempt (phases, data sets, counts) at its start, by rank 0."""
+    stop = PathIn("stop")
+    """Its existence asks the ranks to save and leave; its text gives the reason."""
+    heartbeats = PathIn("heartbeat")
+    """One file per node, by its first rank; see `rundir.records.Heartbeat`."""
+    failures = PathIn("failures")
+    """One file per rank that failed and could record it; see `rundir.records.RankFailure`."""
+    agents = PathIn("agents")
+    """One log per node, by its agent if each agent is a step of its own: the job's log ends with the batch host."""
+    setup = PathIn("setup.sh")
+    """The script with the lines of `job.setup`; only if there are some."""
+    setup_failed = PathIn("setup_failed")
+    """The failed line of `job.setup` and its exit code."""
+    not_started = PathIn("not_started")
+    """The reason in words if the batch script did not start the ranks."""
+    retry_successor = PathIn("successor.owed")
+    """Its existence means that the successor could not be queued yet; `watch` retries."""
+    successor = PathIn("successor.json")
+    """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
+    replaced_by = PathIn("made_place")
+    """Id of the job that replaces this attempt's job, which the chain itself, and no person, cancels.
+
+    Several agents may write `successor` at the same time; only this file is never overwritten with an older state.
+    """
+    client = PathIn("client")
+    """A folder of messages between a foreign program and the supervisor; see `relayrun.control.trainers`."""
+    data_paths = PathIn("data_paths")
+    """The shards of a run with Megatron-LM if they are too many for a command line."""
+    guard_log = PathIn("guard.log")
+    """The log of the guard; see `chain.watch`."""
+    hang = PathIn("hang.json")
+    """Written by the supervisor when it ends an attempt that hangs."""
 
     @cached_property
     def path(self) -> Path:
@@ -45,156 +122,12 @@ class Attempt:
     def number(self) -> int:
         return int(self.path.name)
 
-    @cached_property
-    def begin(self) -> Path:
-        """Written by the supervisor before the ranks start; see `read_begin` and `fall_back`."""
-        return self.path / "begin.json"
-
-    @cached_property
-    def end(self) -> Path:
-        """Written once by the supervisor after the ranks have gone; see `read_end`."""
-        return self.path / "end.json"
-
-    @property
-    def outcome(self) -> Path:
-        """Written by rank 0 when it leaves on purpose."""
-        return self.path / "outcome.json"
-
-    @cached_property
-    def commits(self) -> Path:
-        """A line per published checkpoint, by rank 0."""
-        return self.path / COMMITS_NAME
-
-    @property
-    def rewinds(self) -> Path:
-        """A line per rewind, by rank 0 before it is done; see `rundir.restarts`."""
-        return self.path / "rewinds.jsonl"
-
-    @cached_property
-    def rounds(self) -> Path:
-        """What failed inside the attempt's job without ending it, by the coordinator; see `rundir.restarts`."""
-        return self.path / "rounds.jsonl"
-
-    @property
-    def node_health(self) -> Path:
-        """What was found wrong with nodes, by the coordinator or ranks; see `rundir.node_health`."""
-        return self.path / "node_health.jsonl"
-
-    @property
-    def hand_over(self) -> Path:
-        """A round of a foreign program that is over, between the coordinator and the watch; see `rundir.restarts`."""
-        return self.path / "hand_over.json"
-
-    @property
-    def round(self) -> Path:
-        """What the newest round of a foreign program starts from, by the coordinator; see `rundir.restarts`."""
-        return self.path / "round.json"
-
-    @property
-    def memory_intervals(self) -> Path:
-        """A line per choice of `checkpoint.memory_interval: auto`, with what was measured, by rank 0."""
-        return self.path / "memory_intervals.jsonl"
-
-    @cached_property
-    def metrics(self) -> Path:
-        """A line per iteration, by rank 0."""
-        return self.path / METRICS_NAME
-
-    @cached_property
-    def failed_saves(self) -> Path:
-        """A line per save that did not work (iteration, error, time), by rank 0."""
-        return self.path / "failed_saves.jsonl"
-
-    @property
-    def started(self) -> Path:
-        """When rank 0 was how far with its start; see `rundir.records.StartTimes`."""
-        return self.path / "started.json"
-
-    @property
-    def data(self) -> Path:
-        """The data order of this attempt (phases, data sets, counts) where it began, by rank 0."""
-        return self.path / "data.json"
-
-    @property
-    def stop(self) -> Path:
-        """Its existence asks the ranks to save and leave; its text says why."""
-        return self.path / "stop"
-
-    @property
-    def heartbeats(self) -> Path:
-        """A file per node, by its first rank; see `rundir.records.Heartbeat`."""
-        return self.path / "heartbeat"
-
-    @property
-    def failures(self) -> Path:
-        """A file per rank that failed and could say so; see `rundir.records.RankFailure`."""
-        return self.path / "failures"
-
-    @property
-    def agents(self) -> Path:
-        """A log per node, by its agent, where each is a step of its own: the job's log ends with the batch host."""
-        return self.path / "agents"
-
-    @property
-    def setup(self) -> Path:
-        """The script of a person's own lines, `job.setup`, before the ranks; only where there are some."""
-        return self.path / "setup.sh"
-
-    @property
-    def setup_failed(self) -> Path:
-        """Which of those lines failed, and how, where one did."""
-        return self.path / "setup_failed"
-
-    @property
-    def not_started(self) -> Path:
-        """Why the batch script did not start the ranks, in words, where it could not."""
-        return self.path / "not_started"
-
-    @property
-    def retry_successor(self) -> Path:
-        """Its existence says that the successor could not be queued yet; `watch` retries."""
-        return self.path / "successor.owed"
-
-    @property
-    def successor(self) -> Path:
-        """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
-        return self.path / "successor.json"
-
-    @property
-    def made_place(self) -> Path:
-        """The id of the job in whose favour the chain itself cancels this attempt's: no person does.
-
-        Several agents may write `successor` at the same time; this one nobody writes back.
-        """
-        return self.path / "made_place"
-
-    @property
-    def client(self) -> Path:
-        """A folder in which a foreign program and the supervisor leave each other word; see
-        `relayrun.control.trainers`."""
-        return self.path / "client"
-
-    @property
-    def data_paths(self) -> Path:
-        """The shards of a run with Megatron-LM, where they are too many for a command line."""
-        return self.path / "data_paths"
-
-    @property
-    def guard_log(self) -> Path:
-        """What the guard of a job in requeue mode said; see `chain.watch`."""
-        return self.path / "guard.log"
-
-    @property
-    def hang(self) -> Path:
-        """Written by the supervisor when it ends an attempt that stands still."""
-        return self.path / "hang.json"
-
     def read_begin(self) -> AttemptStart | None:
-        """What the attempt started from; None while it has not begun. Raises RunDirError if the record is damaged."""
+        """Return begin.json; None while the attempt has not begun. Raises RunDirError if the record is damaged."""
         return self._once(AttemptStart, "begin.json")
 
     def fall_back(self, iteration: int, path: str | None) -> AttemptStart:
-        """Record that the attempt starts from another checkpoint than begin.json says; return the new record."""
+        """Record that the attempt starts from another checkpoint than begin.json names; return the new record."""
         begin = self.read_begin()
         assert begin is not None
         changed = replace(begin, base_iteration=iteration, base_path=path)
@@ -202,17 +135,17 @@ class Attempt:
         return changed
 
     def read_end(self) -> AttemptEnd | None:
-        """How the attempt ended; None while nobody has seen its end. Raises RunDirError if the record is damaged."""
+        """Return end.json; None while the end is not recorded. Raises RunDirError if the record is damaged."""
         return self._once(AttemptEnd, "end.json")
 
     def read_commits(self) -> list[CheckpointCommit]:
-        """The checkpoints that it has published up to now, oldest first."""
+        """Return the checkpoints that the attempt has published so far, oldest first."""
         return [self.commit_of(line) for line in read_lines(self.commits)]
 
     def commit_of(self, line: Mapping[str, Any]) -> CheckpointCommit:
-        """Return a line of commits.jsonl with its checkpoint where the run directory is now.
+        """Parse a line of commits.jsonl and move its path to the present run directory.
 
-        Lines hold absolute paths, and a directory may be moved or copied. An attempt publishes below it alone.
+        Lines hold absolute paths, and a run directory may be moved or copied. An attempt publishes only below it.
         """
         commit = CheckpointCommit.of(line)
         folder, name = os.path.split(commit.path)
@@ -223,19 +156,19 @@ class Attempt:
         return commit if path == commit.path else replace(commit, path=path)
 
     def commits_backwards(self) -> Iterator[CheckpointCommit]:
-        """The same as `read_commits`, the newest first, only as far as somebody asks."""
+        """Yield the commits, newest first; the file is read only as far as needed."""
         return (self.commit_of(line) for _, line in read_lines_backwards(f"{self.folder}/{COMMITS_NAME}"))
 
     def metrics_backwards(self) -> Iterator[dict[str, Any]]:
-        """The lines of its metrics, the newest first, only as far as somebody asks."""
+        """Yield the lines of the metrics, newest first; the file is read only as far as needed."""
         return (line for _, line in read_lines_backwards(f"{self.folder}/{METRICS_NAME}"))
 
     def append_commit(self, commit: CheckpointCommit) -> None:
-        """Put a published checkpoint on record: from here on it counts."""
+        """Record a published checkpoint: from here on it counts."""
         append_line(self.commits, asdict(commit))
 
     def read_heartbeats(self) -> list[Heartbeat]:
-        """The newest sign of life of every node, by name; one that cannot be read is no sign."""
+        """Return the newest heartbeat of every node, by name; unreadable ones are left out."""
         found = []
         for path in sorted(self.heartbeats.glob("*.json")):
             with contextlib.suppress(RunDirError, OSError):

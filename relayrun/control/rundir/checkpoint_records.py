@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class ReadOnce(Generic[T]):
-    """The items of an iterator, to be gone through any number of times, also while another goes through them."""
+    """The items of an iterator, iterable any number of times, even while another iteration is under way."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._read: list[T] = []
@@ -57,50 +57,56 @@ class ResumePoint:
     iteration: int
     path: str | None
 
+    @classmethod
+    def of(cls, commit: CheckpointCommit) -> ResumePoint:
+        return cls(iteration=commit.iteration, path=commit.path)
+
 
 BEGINNING = ResumePoint(iteration=0, path=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineageCommit:
-    """A commit of the line."""
+    """A commit of the lineage."""
 
     attempt: int
     commit: CheckpointCommit
     published: bool
-    """Whether this attempt published it. Otherwise the attempt began with it, and no attempt of this run has it on
-    record: another run's checkpoint, or a conversion's."""
+    """This attempt published it. Otherwise the attempt began with it, and no attempt of this run has a record of it:
+    another run's checkpoint, or a converted one."""
 
 
 class Lineage:
-    """The line of a run as it is when it is read: back from the newest attempt, each record once, as far as asked for.
-
-    Whoever waits for changes makes a new one each time.
-    """
+    """The lineage of a run as it is now, read back from the newest attempt, each record once and only if needed."""
 
     def __init__(self, run: Run, *, begun: Iterable[tuple[int, AttemptStart]] | None = None) -> None:
-        """`begun`: see `started_attempts_backwards`, where somebody reads it besides."""
+        """`begun`: the result of `started_attempts_backwards`, if the caller reads it too."""
         self._run = run
         self._commits = ReadOnce(_lineage_backwards(run, started_attempts_backwards(run) if begun is None else begun))
 
     def backwards(self) -> Iterator[LineageCommit]:
-        """Every commit that counts, the newest first: iterations fall. Raises RunDirError if a record is damaged."""
+        """Yield every commit that counts, newest first: iterations fall. Raises RunDirError if a record is damaged."""
         return iter(self._commits)
 
     def line(self) -> list[CheckpointCommit]:
-        """Every commit that counts, rising, whether or not its folder is still there."""
+        """Return every commit that counts, by rising iteration, even if its folder is gone."""
         return [counted.commit for counted in self.backwards()][::-1]
 
+    def beyond(self, iteration: int) -> Iterator[CheckpointCommit]:
+        """Yield the commits of later iterations that count, newest first."""
+        commits = (counted.commit for counted in self.backwards())
+        return takewhile(lambda commit: commit.iteration > iteration, commits)
+
     def newest_saves(self, most: int) -> list[float]:
-        """Seconds of the newest saves, at most so many, oldest first."""
+        """Return the seconds of at most `most` newest saves, oldest first."""
         seconds = (counted.commit.seconds for counted in self.backwards())
         return list(islice((value for value in seconds if value > 0), most))[::-1]
 
     def durable(self) -> ResumePoint:
-        """The newest whole checkpoint of the line.
+        """Return the newest whole checkpoint of the lineage.
 
-        Raises RunDirError if the line has checkpoints and none of them is whole: to start from the beginning
-        then would throw the run away, and the file system may only be away for a while.
+        Raises RunDirError if the lineage has checkpoints and none of them is whole: to start from the beginning then
+        would throw the run away, and the file system may only be away for a while.
         """
         newest: CheckpointCommit | None = None
         own = False
@@ -108,10 +114,10 @@ class Lineage:
             commit = counted.commit
             newest = newest or commit
             own = own or counted.published
-            if own and not counted.published and not is_checkpoint_of(self._run, _resume_point_at(commit)):
-                break  # where another run's checkpoint, with which this one began, is the only whole one left
+            if own and not counted.published and not is_checkpoint_of(self._run, ResumePoint.of(commit)):
+                break  # only another run's checkpoint, with which this one began, is left
             if checkpoint_fault(commit) is None:
-                return _resume_point_at(commit)
+                return ResumePoint.of(commit)
         if newest is not None:
             raise RunDirError(
                 f"no checkpoint of this run is whole; the newest, {newest.path}: {checkpoint_fault(newest)}",
@@ -121,10 +127,10 @@ class Lineage:
         return BEGINNING
 
     def chosen_by_hand(self) -> ResumePoint | None:
-        """The checkpoint that a person set in the tracker file: an older, whole one of the line.
+        """Return the checkpoint that a person chose in the tracker file: an older, whole one of the lineage.
 
-        The program writes the tracker right after a commit, so a tracker that is older than the newest commit
-        is what a kill between the two left, and means nothing.
+        The program writes the tracker right after a commit, so a tracker that is older than the newest commit only
+        shows a kill between the two, and is ignored.
         """
         newest = next(self.backwards(), None)
         try:
@@ -134,24 +140,14 @@ class Lineage:
             return None
         if newest is None or value >= newest.commit.iteration or written <= newest.commit.time:
             return None
-        for commit in (counted.commit for counted in self.backwards()):
-            if commit.iteration < value:
-                break
-            if commit.iteration == value and checkpoint_fault(commit) is None:
-                return ResumePoint(iteration=commit.iteration, path=commit.path)
-        return None
+        found = (commit for commit in self.beyond(value - 1) if commit.iteration == value)
+        return next((ResumePoint.of(commit) for commit in found if checkpoint_fault(commit) is None), None)
 
     def quarantine(self, base: ResumePoint, *, attempt: int) -> list[str]:
-        """Move checkpoints out of the way that lie beyond `base`: torn ones to .quarantine, whole ones to .superseded.
-
-        Nothing is deleted. Returns what was moved, in words, oldest first.
-        """
-        beyond = takewhile(lambda commit: commit.iteration > base.iteration, (c.commit for c in self.backwards()))
+        """Move torn checkpoints beyond `base` to .quarantine, whole ones to .superseded; return a line for each."""
         moved: list[str] = []
-        for commit in reversed(list(beyond)):
-            if not Path(commit.path).exists():
-                continue
-            if not is_checkpoint_of(self._run, ResumePoint(iteration=commit.iteration, path=commit.path)):
+        for commit in reversed(list(self.beyond(base.iteration))):
+            if not (Path(commit.path).exists() and is_checkpoint_of(self._run, ResumePoint.of(commit))):
                 continue
             what = checkpoint_fault(commit)
             folder = self._run.checkpoints / (".superseded" if what is None else ".quarantine")
@@ -164,12 +160,8 @@ class Lineage:
         return moved
 
 
-def _resume_point_at(commit: CheckpointCommit) -> ResumePoint:
-    return ResumePoint(iteration=commit.iteration, path=commit.path)
-
-
 def started_attempts_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
-    """The attempts that have begun, the newest first: one that was killed before it began owns nothing."""
+    """Yield the attempts that have begun, newest first: an attempt that was killed before it began owns nothing."""
     for number in reversed(run.attempt_numbers()):
         if (begin := run.attempt(number).read_begin()) is not None:
             yield number, begin
@@ -179,7 +171,7 @@ def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> I
     limit = float("inf")
     """The highest iteration that still counts."""
     base: LineageCommit | None = None
-    """What the last of them began with, until the commit turns up that made it."""
+    """The checkpoint from which the newer attempt began, until its commit is found."""
     for number, begin in begun:
         attempt = run.attempt(number)
         for commit in attempt.commits_backwards():
@@ -189,7 +181,8 @@ def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> I
                 yield base
             base = None
             yield LineageCommit(attempt=number, commit=commit, published=True)
-            limit = min(limit, commit.iteration - 1)  # it went back: a rewind that met a damaged checkpoint
+            # iterations fall in an attempt after a rollback that met a damaged checkpoint
+            limit = min(limit, commit.iteration - 1)
         if base is not None and begin.base_iteration < base.commit.iteration:
             yield base
             base = None
@@ -210,19 +203,20 @@ def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> I
 
 
 def lineage_commits(run: Run) -> list[CheckpointCommit]:
-    """Every commit that counts now, rising, whether or not its folder is still there."""
+    """Return every commit that counts now, by rising iteration, even if its folder is gone."""
     return Lineage(run).line()
 
 
 def resume_point(run: Run) -> ResumePoint:
-    """The newest whole checkpoint now; see `Lineage.durable`."""
+    """Return the newest whole checkpoint now; see `Lineage.durable`."""
     return Lineage(run).durable()
 
 
 def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
-    """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion.
+    """Return whether this run made the checkpoint; a run may begin with another run's checkpoint, or a converted one.
 
-    What lies in its folder is its own, also where that is a link: a person may have moved a checkpoint to another disk.
+    A checkpoint in the run's folder is its own even if the folder is a link: a person may have moved it to another
+    disk.
     """
     if base.path is None:
         return False
@@ -230,24 +224,18 @@ def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
 
 
 def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
-    """The newest commit of the checkpoint that lies in this folder of whatever run; None where no run knows it.
-
-    Raises RunDirError if a record is damaged.
-    """
+    """Return the newest commit of the checkpoint in this folder of any run; None without one. Raises RunDirError."""
     folder = Path(os.path.realpath(path))
     if folder.parent.name != "checkpoints":
         return None
     run = Run(folder.parent.parent)
-    for number in reversed(run.attempt_numbers()):
-        attempt = run.attempt(number)
-        for commit in attempt.commits_backwards():
-            if os.path.realpath(commit.path) == str(folder):
-                return commit
-    return None
+    attempts = map(run.attempt, reversed(run.attempt_numbers()))
+    commits = (commit for attempt in attempts for commit in attempt.commits_backwards())
+    return next((commit for commit in commits if os.path.realpath(commit.path) == str(folder)), None)
 
 
 def checkpoint_fault(commit: CheckpointCommit) -> str | None:
-    """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
+    """Return the fault of a checkpoint on disk, as far as names and sizes show; None if it is whole."""
     if not path_exists(commit.path):
         return "missing"
     for name, size in commit.files.items():
@@ -261,37 +249,34 @@ def checkpoint_fault(commit: CheckpointCommit) -> str | None:
 
 
 _QUARANTINE_NAME = re.compile(r".*?(\d+)\D*-(\d{4,})(?:-\d+)?")
-"""The name of what lies in quarantine: its iteration, and the attempt that put it there."""
+"""Name of an entry in quarantine: its iteration, and the attempt that moved it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantineReason(Record):
-    """`.quarantine/iter_0000100-0007.json`: why a checkpoint lies in the folder beside it."""
+    """`.quarantine/iter_0000100-0007.json`: why `attempt` moved a checkpoint there. `time` is seconds since 1970."""
 
     iteration: int
     attempt: int
-    """Which put it there."""
     why: str
     time: float
-    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenCheckpoint:
-    """A checkpoint beyond the durable one from which nothing can start."""
+    """A checkpoint beyond the durable one from which no attempt can start."""
 
     iteration: int
     path: str
     why: str
     quarantined: bool
-    """Whether an attempt has moved it out of the way already."""
 
 
 def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> list[BrokenCheckpoint]:
-    """Checkpoints of later iterations than the durable one that are not whole, the newest first."""
+    """Return broken checkpoints of later iterations than the durable one, newest first."""
     found = {
         entry.iteration: BrokenCheckpoint(iteration=entry.iteration, path=entry.path, why=why, quarantined=False)
-        for entry in _commits_after(line, durable)
+        for entry in line.beyond(durable.iteration)
         if (why := checkpoint_fault(entry)) is not None
     }
     for iteration, attempt, folder in _quarantine_folders(run):
@@ -301,16 +286,13 @@ def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> l
 
 
 def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str) -> Path:
-    """Move a checkpoint of this run out of the way, with the reason beside it; return where it lies now.
-
-    A folder that is away already (another program moved it) is none to move: then the reason alone is written.
-    """
+    """Move a checkpoint to quarantine, unless it is gone already, and write the reason; return its new path."""
     assert base.path is not None
     folder = run.checkpoints / ".quarantine"
     folder.mkdir(exist_ok=True)
     target = unused_name(folder, f"{Path(base.path).name}-{attempt:04}")
     reason = QuarantineReason(iteration=base.iteration, attempt=attempt, why=why, time=time.time())
-    reason.write(target.with_name(f"{target.name}.json"))  # first: no kill leaves a folder there that nobody explains
+    reason.write(target.with_name(f"{target.name}.json"))  # first: a kill must not leave a folder without a reason
     if Path(base.path).is_dir():
         os.rename(base.path, target)
         fsync_directory(folder)
@@ -319,13 +301,13 @@ def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str
 
 
 def quarantined_checkpoints(run: Run) -> list[BrokenCheckpoint]:
-    """Every checkpoint in quarantine with its reason, the newest first."""
+    """Return every checkpoint in quarantine with its reason, newest first."""
     return [_broken_checkpoint(run, *entry) for entry in reversed(_quarantine_folders(run))]
 
 
 def _broken_checkpoint(run: Run, iteration: int, attempt: int, folder: Path) -> BrokenCheckpoint:
     why = None
-    with contextlib.suppress(RunDirError):  # a damaged reason hides no checkpoint
+    with contextlib.suppress(RunDirError):  # a damaged reason must not hide the checkpoint
         reason = QuarantineReason.read(folder.with_name(f"{folder.name}.json"))
         why = None if reason is None else reason.why
     if why is None and (commit := _commit_before(run, iteration, before=attempt)) is not None:
@@ -333,17 +315,8 @@ def _broken_checkpoint(run: Run, iteration: int, attempt: int, folder: Path) -> 
     return BrokenCheckpoint(iteration=iteration, path=str(folder), why=why or "it was not whole", quarantined=True)
 
 
-def _commits_after(line: Lineage, durable: ResumePoint) -> list[CheckpointCommit]:
-    found = []
-    for counted in line.backwards():
-        if counted.commit.iteration <= durable.iteration:
-            break
-        found.append(counted.commit)
-    return found
-
-
 def _quarantine_folders(run: Run) -> list[tuple[int, int, Path]]:
-    """(iteration, attempt that moved it, folder), in the order of the attempts."""
+    """Return (iteration, attempt that moved it, folder), in the order of the attempts."""
     folder = run.checkpoints / ".quarantine"
     try:
         names = os.listdir(folder)
@@ -354,10 +327,7 @@ def _quarantine_folders(run: Run) -> list[tuple[int, int, Path]]:
 
 
 def _commit_before(run: Run, iteration: int, *, before: int) -> CheckpointCommit | None:
-    """The record of the checkpoint that attempt `before` moved away."""
-    for number in reversed(run.attempt_numbers()):
-        if number < before:
-            for commit in reversed(run.attempt(number).read_commits()):
-                if commit.iteration == iteration:
-                    return commit
-    return None
+    """Return the record of the checkpoint that attempt `before` moved away."""
+    attempts = (run.attempt(number) for number in reversed(run.attempt_numbers()) if number < before)
+    commits = (commit for attempt in attempts for commit in attempt.commits_backwards())
+    return next((commit for commit in commits if commit.iteration == iteration), None)

@@ -1,18 +1,18 @@
-"""Evaluations of a run's checkpoints: which are due, how far each is, and the merged view. Standard library only.
+"""Evaluations of a run's checkpoints: which are due, the state of each, and the merged view. Standard library only.
 
-evaluations/policy.json          which checkpoints, by the newest submit
-evaluations/settled.json         up to which commit all have a result, by the supervisor
-evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by who submits the job (mkdir)
+evaluations/policy.json          which checkpoints are due, by the newest submit
+evaluations/settled.json         the commit up to which all have a result, by the supervisor
+evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by the submitter of the job (mkdir)
     wanted                         a stage waits for it, whatever the policy says
     not_queued.json                why it has no job yet, by the supervisor
     submitted.json                 its job, by the supervisor
-    claim.json                     by the job, which ends if another one has written it (O_EXCL)
+    claim.json                     by the job, which ends if another job has written it (O_EXCL)
     exported                       the checkpoint is not needed any more
-    model/                         the exported folder, while it is needed, or for good
-    scores.json                    what a command of the user's own has written (`evaluation.command`)
-    result.json                    by the job; by the supervisor where the job went without a word
-evaluations/.tried-...           one whose job died, and that was begun again
-evaluations.jsonl                a line per result
+    model/                         the exported folder, as long as it is needed or kept
+    scores.json                    the output of the user's command (`evaluation.command`)
+    result.json                    by the job; by the supervisor if the job ended without a result
+evaluations/.tried-...           an evaluation whose job died, and that was started again
+evaluations.jsonl                one line per result
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.control.rundir import checkpoint_records
+from relayrun.control.rundir.attempt import PathIn
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 from relayrun.files import fsync_directory, write_atomic
 
 MAX_TRIES = 3
-"""Jobs of one evaluation that a stage waits for, where each dies."""
+"""Maximum number of jobs of an evaluation that a stage waits for, if each dies."""
 
 EvaluationScores = dict[str, dict[str, float]]
-"""By task, or by validation set: metric and value."""
+"""Metrics and values by task, or by validation set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPolicy(Record):
-    """`policy.json`: which checkpoints are evaluated, as the newest submit says."""
+    """`policy.json`, by the newest submit. `interval` is in iterations, `time_limit` in seconds."""
 
     interval: int
-    """Iterations."""
     total_steps: int
-    """The run's last iteration, which is always evaluated; 0 where only its program knows it."""
+    """The run's last iteration, which is always evaluated; 0 if only its program knows it."""
     hold: int
-    """Checkpoints at most that must stay until they are exported."""
+    """Maximum number of checkpoints that must stay until they are exported."""
     time_limit: int
-    """Seconds, of an evaluation job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,41 +62,38 @@ class SettledEvaluations(Record):
     interval: int
     total_steps: int
     folders: str
-    """SHA-256 of the names of all evaluations up to this iteration: who removes one has it tried again."""
+    """SHA-256 of the names of all evaluations up to this iteration: a removed folder is evaluated again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedEvaluation(Record):
-    """`submitted.json`: the job that was submitted for one checkpoint."""
+    """`submitted.json`: the job of one checkpoint. Here and below `time` is seconds since 1970."""
 
     job_id: str
     time: float
-    """When it was submitted, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnqueuedEvaluation(Record):
-    """`not_queued.json`: the scheduler has refused the job of one checkpoint; it is tried again."""
+    """`not_queued.json`: the scheduler refused the job of one checkpoint; it is tried again."""
 
     error: str
     time: float
-    """When it was refused last, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationClaim(Record):
-    """`claim.json`: who evaluates the checkpoint; any other job that finds it ends."""
+    """`claim.json`: the job that evaluates the checkpoint; any other job that finds it ends."""
 
     job_id: str | None
-    """None for who evaluates by hand."""
+    """None for an evaluation by hand."""
     node: str
     time: float
-    """When the evaluation began, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(Record):
-    """`result.json`, and a line of evaluations.jsonl. `time` is seconds since 1970."""
+    """`result.json`, and a line of evaluations.jsonl."""
 
     iteration: int
     attempt: int
@@ -109,18 +105,27 @@ class EvaluationResult(Record):
     """From the claim to the result."""
     results: EvaluationScores = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    """What they depend on: program and version, few-shot examples, limit."""
+    """Program and version, few-shot examples, limit."""
     model: str | None = None
-    """The exported folder, where it is kept."""
+    """The exported folder, if it is kept."""
     died: bool = False
-    """Its job has gone and left nothing, and nobody cancelled it: its node, for example, was lost."""
+    """Its job ended without a result and without a cancellation: its node was lost, for example."""
 
 
 @dataclass(frozen=True)
 class EvaluationDir:
-    """One checkpoint's evaluation."""
+    """The evaluation of one checkpoint."""
 
     path: Path
+
+    wanted = PathIn("wanted")
+    submitted = PathIn("submitted.json")
+    not_queued = PathIn("not_queued.json")
+    claim = PathIn("claim.json")
+    exported = PathIn("exported")
+    model = PathIn("model")
+    scores = PathIn("scores.json")
+    result = PathIn("result.json")
 
     @property
     def iteration(self) -> int:
@@ -130,46 +135,13 @@ class EvaluationDir:
     def attempt(self) -> int:
         return int(self.path.name.rpartition("-")[2])
 
-    @property
-    def wanted(self) -> Path:
-        return self.path / "wanted"
-
-    @property
-    def submitted(self) -> Path:
-        return self.path / "submitted.json"
-
-    @property
-    def not_queued(self) -> Path:
-        return self.path / "not_queued.json"
-
-    @property
-    def claim(self) -> Path:
-        return self.path / "claim.json"
-
-    @property
-    def exported(self) -> Path:
-        return self.path / "exported"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def scores(self) -> Path:
-        """What a command of the user's own writes."""
-        return self.path / "scores.json"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
 
 def evaluation_dir(run: Run, iteration: int, attempt: int) -> EvaluationDir:
     return EvaluationDir(run.evaluations / f"iter_{iteration:07}-{attempt:04}")
 
 
 def due_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
-    """(attempt, commit) of every checkpoint that counts and is to be evaluated, rising; none without a policy."""
+    """Return (attempt, commit) of every due checkpoint that counts, by rising iteration; empty without a policy."""
     return list(_due_checkpoints_backwards(run))[::-1]
 
 
@@ -186,10 +158,7 @@ def _due_checkpoints_backwards(run: Run) -> Iterator[tuple[int, CheckpointCommit
 
 
 def unsettled_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
-    """(attempt, commit) of those that are due and may have no result yet, rising; their number does not grow with age.
-
-    It ends, reading backwards, at the commit that settled.json names: that one and all before it have results.
-    """
+    """Return (attempt, commit) of due checkpoints that may lack a result, rising, from settled.json's commit on."""
     mark = _read_settled(run)
     holds = mark is not None and mark == _settled_mark(run, mark.attempt, mark.iteration)
     settled = (mark.attempt, mark.iteration) if mark is not None and holds else None
@@ -198,7 +167,7 @@ def unsettled_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
 
 
 def unqueued_iterations(run: Run) -> dict[int, str]:
-    """The iterations that are due and have neither job nor result, with the scheduler's refusal; empty: none so far."""
+    """Return the due iterations without job or result, with the scheduler's refusal; empty text: not refused so far."""
     folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in unsettled_checkpoints(run)]
     waiting = [each for each in folders if not (each.result.exists() or each.submitted.exists())]
     return {
@@ -207,7 +176,7 @@ def unqueued_iterations(run: Run) -> dict[int, str]:
 
 
 def record_settled(run: Run, waiting: Sequence[tuple[int, CheckpointCommit]]) -> None:
-    """Note, where it has moved, up to which commit of `waiting`, in its order, all have results."""
+    """Record the last commit up to which all of `waiting`, in its order, have results."""
     done = list(takewhile(lambda entry: evaluation_dir(run, entry[1].iteration, entry[0]).result.exists(), waiting))
     if done:
         attempt, commit = done[-1]
@@ -217,7 +186,7 @@ def record_settled(run: Run, waiting: Sequence[tuple[int, CheckpointCommit]]) ->
 
 
 def _settled_mark(run: Run, attempt: int, iteration: int) -> SettledEvaluations | None:
-    """The mark at a commit, as policy and folders are now; None without a policy."""
+    """Return the mark at a commit under the present policy and folders; None without a policy."""
     policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None:
         return None
@@ -238,12 +207,12 @@ def _settled_path(run: Run) -> Path:
 def _read_settled(run: Run) -> SettledEvaluations | None:
     try:
         return SettledEvaluations.read(_settled_path(run))
-    except RunDirError:  # it saves time alone: without it everything is looked at
+    except RunDirError:  # the mark only saves time
         return None
 
 
 def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
-    """Where a checkpoint of the run is evaluated, whether it is or not; None where the run has not published it."""
+    """Return the evaluation folder of a checkpoint, existing or not; None if the run has not published it."""
     for counted in checkpoint_records.Lineage(run).backwards():
         if counted.published and counted.commit.path == path:
             return evaluation_dir(run, counted.commit.iteration, counted.attempt)
@@ -251,7 +220,7 @@ def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
 
 
 def request_evaluation(run: Run, folder: EvaluationDir) -> None:
-    """Have a checkpoint evaluated, whatever the policy says, and whatever has been settled."""
+    """Have a checkpoint evaluated, whatever the policy and settled.json say."""
     if not folder.wanted.exists():
         folder.path.mkdir(parents=True, exist_ok=True)
         _settled_path(run).unlink(missing_ok=True)
@@ -259,12 +228,12 @@ def request_evaluation(run: Run, folder: EvaluationDir) -> None:
 
 
 def may_retry(folder: EvaluationDir, result: EvaluationResult) -> bool:
-    """Whether an evaluation failed since its job died, and not too often."""
+    """Return whether an evaluation failed because its job died, and fewer than MAX_TRIES jobs died."""
     return result.died and len(_tried_folder(folder)) < MAX_TRIES - 1
 
 
 def retry_evaluation(folder: EvaluationDir) -> None:
-    """Put aside what a job left that died: the checkpoint is as if nobody had evaluated it."""
+    """Move away the files of a job that died, as if the checkpoint had not been evaluated."""
     os.rename(folder.path, folder.path.with_name(f".tried-{folder.path.name}-{len(_tried_folder(folder)) + 1}"))
 
 
@@ -273,7 +242,7 @@ def _tried_folder(folder: EvaluationDir) -> list[Path]:
 
 
 def iterations_held_by_evaluations(run: Run) -> set[int]:
-    """Iterations whose checkpoints must stay until they are exported."""
+    """Return iterations whose checkpoints must stay until they are exported."""
     policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None or not policy.hold:
         return set()
@@ -283,7 +252,7 @@ def iterations_held_by_evaluations(run: Run) -> set[int]:
 
 
 def claim_evaluation(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
-    """Make this process the one that evaluates; false if there is one already."""
+    """Claim the evaluation for this process; return False if it is already claimed."""
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
         fd = os.open(folder.claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -298,7 +267,7 @@ def claim_evaluation(folder: EvaluationDir, job_id: str | None, node: str) -> bo
 
 
 def all_evaluations(run: Run) -> list[EvaluationDir]:
-    """All evaluations on record, by iteration."""
+    """Return all evaluations on record, by iteration."""
     try:
         names = sorted(name for name in os.listdir(run.evaluations) if name.startswith("iter_"))
     except FileNotFoundError:
@@ -307,19 +276,19 @@ def all_evaluations(run: Run) -> list[EvaluationDir]:
 
 
 def evaluation_results(run: Run) -> list[EvaluationResult]:
-    """All results, by iteration."""
+    """Return all results, by iteration."""
     found = [EvaluationResult.read(folder.result) for folder in all_evaluations(run)]
     return sorted((result for result in found if result is not None), key=lambda r: (r.iteration, r.attempt))
 
 
 def record_result(run: Run, result: EvaluationResult) -> None:
-    """Record a result and bring the view up to date."""
+    """Record a result and update the view."""
     result.write(evaluation_dir(run, result.iteration, result.attempt).result)
     write_evaluations_view(run)
 
 
 def write_evaluations_view(run: Run) -> None:
-    """Rewrite evaluations.jsonl. Without a lock: who has put an older view over a newer one sees it, and mends it."""
+    """Rewrite evaluations.jsonl without a lock: a writer that overwrote a newer view sees and mends it."""
     while True:
         text = _view_text(run)
         write_atomic(run.evaluations_view, text)

@@ -1,4 +1,4 @@
-"""Which runs there are, and how a person names one."""
+"""All runs of the project, and the run that a person names."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from relayrun.files import RealPathCache
 
 
 def runs_folder() -> Path:
-    """Where runs of the project lie that have no `run_dir` of their own."""
+    """Return the folder of the project's runs that set no `run_dir`."""
     return places.project_folder() / "logs" / "runs"
 
 
 def split_iteration(name: str) -> tuple[str, int | None]:
-    """Return what stands before `:ITERATION` at the end of a name, and the iteration; None where it names none."""
+    """Split `NAME:ITERATION`; the iteration is None if the name has none."""
     match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", name)
     return (match["name"], int(match["iteration"])) if match else (name, None)
 
 
 def find_run(name: str) -> Run:
-    """The run in this directory, or with this `project/name` below logs/runs of the project.
+    """Return the run in this directory, or with this `project/name` below logs/runs of the project.
 
-    Raises RunDirError where there is none, with the nearest names, and where its format is a newer one.
+    Raises RunDirError if there is none, with the nearest names, or if its format is newer.
     """
     candidates = [Run(Path(name).expanduser().absolute()), Run(runs_folder() / name)]
     for run in candidates:
@@ -37,7 +37,7 @@ def find_run(name: str) -> Run:
             return run
     for run in candidates:
         if run.path.is_dir() and _run_that_contains(run.path) is None and not is_campaign(run.path):
-            Plan.load(run)  # says what is missing
+            Plan.load(run)  # its error says what is missing
     for run in candidates:
         if is_campaign(run.path):
             hint = "`relayrun sweep status` and `relayrun stages status` show its runs"
@@ -54,12 +54,11 @@ def find_run(name: str) -> Run:
 
 
 def _run_that_contains(path: Path) -> Path | None:
-    """The run in whose directory a path lies."""
     return next((folder for folder in path.parents if (folder / "plan.json").is_file()), None)
 
 
 def _nearest_run(name: str, path: Path) -> str:
-    """Which run could be meant: one beside `path`, or one below logs/runs, by its whole name or the last part of it."""
+    """Return a hint: a run beside `path`, or a run below logs/runs, by its whole name or the last part of it."""
     try:
         beside = [str(each) for each in path.parent.iterdir() if (each / "plan.json").is_file()]
     except OSError:
@@ -76,18 +75,17 @@ def _nearest_run(name: str, path: Path) -> str:
 
 
 def all_run_folders() -> list[Run]:
-    """All directories project/name below logs/runs of the project, whole or not; campaigns are none."""
+    """Return all directories project/name below logs/runs of the project, complete or not, except campaigns."""
     return [Run(path) for path in _project_run_folders() if not is_campaign(path)]
 
 
 def _project_run_folders() -> list[Path]:
-    """Every folder project/name below logs/runs, by its names."""
     projects = _folders(str(runs_folder()))
     return [Path(path) for project in projects for path in _folders(project)]
 
 
 def _folders(folder: str) -> list[str]:
-    """The folders in a folder, by name; none where it may not be looked into."""
+    """Return the folders in a folder, by name; empty if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entry.path for entry in entries if _is_dir(entry))
@@ -96,10 +94,7 @@ def _folders(folder: str) -> list[str]:
 
 
 def find_campaign(name: str) -> Path:
-    """The campaign in this directory, or with this `project/name` below logs/runs of the project.
-
-    Raises RunDirError where there is none.
-    """
+    """Return the campaign in this directory, or named `project/name` below logs/runs. Raises RunDirError."""
     candidates = [Path(name).expanduser().absolute(), runs_folder() / name]
     for folder in candidates:
         if is_campaign(folder):
@@ -115,10 +110,10 @@ def find_campaign(name: str) -> Path:
 
 
 def find_runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
-    """Yield the runs in a folder and at most `depth` folders below it, by their paths; none lies inside another one.
+    """Yield the runs in a folder and at most `depth` folders below it, by path; no run lies inside another run.
 
-    Links are followed; a run that two paths lead to is found once. Hidden folders, and what may not be looked into, are
-    left out. Raises OSError where the folder itself cannot be read.
+    Links are followed; a run that two paths lead to is found once. Hidden and unreadable folders are left out. Raises
+    OSError if the folder itself cannot be read.
     """
     seen: set[str] = set()
     real_path = RealPathCache()
@@ -144,7 +139,7 @@ def find_runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder, or a link to one; a link in a circle is none."""
+    """Return whether an entry is a folder or a link to a folder; a circular link is neither."""
     try:
         return entry.is_dir()
     except OSError:

@@ -1,16 +1,15 @@
-"""The merged views of a run: `metrics.jsonl` and `attempts.jsonl` at its root, kept by the supervisor alone.
+"""The merged views of a run: `metrics.jsonl` and `attempts.jsonl` at its root, written by the supervisor alone.
 
-For an iteration the newest attempt wins: what an attempt computed beyond the checkpoint that the next
-one started from is dropped, since the next one computes it again; so is what it computed before a rewind.
-Iterations rise strictly, without gap.
+For each iteration the newest attempt counts: iterations of an attempt beyond the base of the next attempt are dropped,
+since the next attempt computes them again; so are iterations before a rollback. Iterations rise strictly, without gap.
 
-A view is appended to. Where lines of it count no more, its end is cut off; where that begins is searched from the end.
-views.json says how far the views are: what stands behind that was written by a supervisor that was killed before it
-could say so, and is cut off and written again. Only where views.json is lost, or a view is shorter than it says, are
-the views made from the beginning, in constant memory.
+A view is appended to. If lines no longer count, its end is cut off; the position is searched from the end. views.json
+records how far the views are: lines behind that come from a supervisor that was killed before it could record them, and
+are cut off and written again. Only if views.json is lost, or a view is shorter than recorded, are the views made from
+the beginning, in constant memory.
 
-The attempts' own files are the truth; nothing of a chain depends on a view but what evaluations took.
-Standard library only.
+The attempts' own files are the truth; a chain needs the views only for the duration of evaluations. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ from relayrun.errors import RunDirError
 from relayrun.files import read_lines, read_lines_backwards, write_json
 
 CHUNK = 1 << 20
-"""Bytes of an attempt's metrics that are taken at a time."""
-
+"""Bytes of an attempt's metrics that are read at a time."""
 PROGRESS_WRITE_SECONDS = 10.0
-"""Between two times that a running supervisor says how far the views are."""
-
+"""Interval at which a running supervisor writes views.json."""
 UPDATE_SECONDS = 1.0
-"""That a running supervisor gives to the views at a time: it has more to look after."""
-
+"""Maximum time per update of a running supervisor, which has other duties."""
 KEPT_EVALUATIONS = 100
-"""The newest evaluations whose time is kept."""
+"""Number of newest evaluations whose duration is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +45,19 @@ class ViewsProgress(Record):
     """`views.json`: how far the views are."""
 
     attempt: int = 0
-    """Whose lines are the last ones of metrics.jsonl; 0: none are."""
+    """The attempt of the last lines in metrics.jsonl; 0: no lines."""
     start_time: float = 0.0
-    """When that attempt began: who removes attempts by hand gives its number to another one."""
+    """Start of that attempt: if a person removes attempts, another one gets the same number."""
     offset: int = 0
-    """Bytes of its own metrics.jsonl that were taken."""
+    """Bytes of its own metrics.jsonl that were read."""
     rewinds: int = 0
-    """How many rewinds were among them."""
+    """Number of rollbacks among them."""
     size: int = 0
-    """Bytes of the view metrics.jsonl that are right."""
+    """Bytes of the view metrics.jsonl that are valid."""
     iteration: int = 0
     """Iteration of the last line of the view metrics.jsonl."""
     closed: int = 0
-    """Attempts up to this one have the row in attempts.jsonl that they keep."""
+    """Attempts up to this one have their final row in attempts.jsonl."""
     closed_size: int = 0
     """Bytes of these rows."""
     evaluations: list[list[float]] = field(default_factory=list)
@@ -69,7 +65,7 @@ class ViewsProgress(Record):
 
 
 class MergedViews:
-    """Brings the views of a run up to date. One process at a time: the newest attempt's supervisor."""
+    """Updates the views of a run. One process at a time: the newest attempt's supervisor."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -79,14 +75,13 @@ class MergedViews:
         self._has_rows = False
 
     def update(self, *, attempt: int | None = None) -> bool:
-        """Append what is new; return whether that is all there is.
+        """Append new lines; return whether all lines were read.
 
-        Raises OSError where a view cannot be written, and RunDirError if a record is damaged; the next call, of this
+        Raises OSError if a view cannot be written, and RunDirError if a record is damaged; the next call, of this
         object or of another process, makes up for it.
 
-        `attempt`: the caller's, as long as it goes on. Nothing is done once a newer one is there, whose supervisor
-        writes then; views.json is written now and then only; and where there is more to do than a second's work, the
-        rest is left for the next call.
+        `attempt`: the caller's attempt, while it runs. Then nothing is done if a newer attempt exists, whose supervisor
+        writes; views.json is written from time to time only; and work beyond UPDATE_SECONDS is left for the next call.
         """
         numbers = self._run.attempt_numbers()
         if attempt is not None and numbers[-1:] != [attempt]:
@@ -98,14 +93,14 @@ class MergedViews:
                 self._rows(numbers)
                 self._has_rows = True
         except BaseException:
-            self._reached = read_views_progress(self._run)  # how far it came is not known
+            self._reached = read_views_progress(self._run)  # its progress is unknown
             raise
         if attempt is None or not whole or time.monotonic() > self._next_note:
             self.note()
         return whole
 
     def note(self) -> None:
-        """Write views.json, if it does not say so already."""
+        """Write views.json if it has changed."""
         self._next_note = time.monotonic() + PROGRESS_WRITE_SECONDS
         if self._reached != self._noted:
             self._write_note()
@@ -115,7 +110,7 @@ class MergedViews:
         self._noted = self._reached
 
     def _trim(self) -> None:
-        """Drop what stands behind the right lines; where lines are lost, begin again."""
+        """Cut off invalid lines at the end; if lines are lost, start again."""
         size = _size(self._run.metrics_view)
         if size < self._reached.size:
             self._reached = read_views_progress(self._run)
@@ -123,7 +118,7 @@ class MergedViews:
             _write_at(self._run.metrics_view, self._reached.size, b"")
 
     def _metrics(self, numbers: Sequence[int], *, goes_on: bool) -> bool:
-        """Whether all there is was taken."""
+        """Append new metrics; return whether all were read."""
         deadline = time.monotonic() + (UPDATE_SECONDS if goes_on else float("inf"))
         for number in numbers:
             attempt = self._run.attempt(number)
@@ -132,21 +127,18 @@ class MergedViews:
             if number > self._reached.attempt:
                 self._cut(begin.base_iteration)
                 self._reached = replace(self._reached, attempt=number, start_time=begin.start_time, offset=0, rewinds=0)
-            elif not self._reached.offset:  # before its first line it may have fallen back further
+            elif not self._reached.offset:  # before its first line the attempt may have fallen back further
                 self._cut(begin.base_iteration)
             if not self._take(attempt, begin, deadline):
                 return False
             if number != numbers[-1] or not (goes_on or attempt.read_end() is None):
-                # a rewind is on record before its line stands in the metrics
-                for entry in list(read_lines(attempt.rewinds))[self._reached.rewinds :]:
+                # a rollback is recorded before its line is in the metrics
+                for entry in list(read_lines(attempt.rollbacks))[self._reached.rewinds :]:
                     self._cut(entry["base_iteration"])
         return True
 
     def _take(self, attempt: Attempt, begin: AttemptStart, deadline: float) -> bool:
-        """Append the new and whole lines of an attempt; false if there are more, but the time is over.
-
-        Its file is opened anew each time: so NFS shows what has been written.
-        """
+        """Append an attempt's new lines; False at the deadline. It opens the file anew: so NFS shows the new lines."""
         try:
             file = open(attempt.metrics, "rb")  # noqa: SIM115 - closed by the `with`
         except FileNotFoundError:
@@ -156,7 +148,7 @@ class MergedViews:
             while lines := file.readlines(CHUNK):
                 torn = not lines[-1].endswith(b"\n")
                 self._append(lines[: len(lines) - torn], begin)
-                if torn:  # the rest of it may come meanwhile: it is read again from its beginning
+                if torn:  # the rest may arrive: the line is read again from its beginning
                     return True
                 if time.monotonic() > deadline:
                     return False
@@ -177,12 +169,12 @@ class MergedViews:
             reached = replace(reached, offset=reached.offset + len(line))
             try:
                 value = json.loads(line)
-            except ValueError:  # what a killed writer left
+            except ValueError:  # a killed writer left it
                 continue
             if not isinstance(value, dict):
                 continue
             iteration = value.get("iteration", 0)
-            if resets_iteration(value):  # what lies beyond that checkpoint is computed again
+            if resets_iteration(value):  # iterations beyond that checkpoint are computed again
                 put()
                 self._reached = replace(self._reached, rewinds=reached.rewinds + ("rewind" in value))
                 self._cut(iteration)
@@ -195,7 +187,7 @@ class MergedViews:
         put()
 
     def _cut(self, iteration: int) -> None:
-        """Drop the lines beyond this iteration from the end of the view."""
+        """Cut lines beyond this iteration off the end of the view."""
         if self._reached.iteration <= iteration:
             return
         size, last = 0, 0
@@ -205,7 +197,7 @@ class MergedViews:
                 break
         kept = [entry for entry in self._reached.evaluations if entry[0] <= iteration]
         self._reached = replace(self._reached, size=size, iteration=last, evaluations=kept)
-        self._write_note()  # first: a view that is shorter than views.json says has lost something
+        self._write_note()  # first: a view that is shorter than views.json says counts as damaged
         os.truncate(self._run.metrics_view, size)
 
     def _rows(self, numbers: Sequence[int]) -> None:
@@ -219,7 +211,7 @@ class MergedViews:
             end = attempt.read_end()
             row = vars(begin) | (vars(end) if end is not None else {})
             text += json.dumps(row, ensure_ascii=False).encode() + b"\n"
-            if number != numbers[-1]:  # the newest one's end may be written once more
+            if number != numbers[-1]:  # the end of the newest attempt may be written once more
                 closed, size = number, self._reached.closed_size + len(text)
         if text != _read_from(self._run.attempts_view, self._reached.closed_size):
             _write_at(self._run.attempts_view, self._reached.closed_size, text)
@@ -227,12 +219,12 @@ class MergedViews:
 
 
 def read_views_progress(run: Run) -> ViewsProgress:
-    """How far the views are; from nothing on where that is lost, or a view is not what it says."""
+    """Return how far the views are; the start if views.json is lost or does not match a view."""
     try:
         reached = ViewsProgress.read(run.views) or ViewsProgress()
         begin = run.attempt(reached.attempt).read_begin() if reached.attempt else None
         last = next(read_lines_backwards(run.metrics_view, end=reached.size), (0, {}))
-    except (OSError, RunDirError):  # torn by a machine that went down: it is not synced
+    except (OSError, RunDirError):  # views.json is not synced: a machine crash may tear it
         return ViewsProgress()
     if reached.attempt and (begin is None or begin.start_time != reached.start_time):
         return ViewsProgress()
@@ -242,10 +234,10 @@ def read_views_progress(run: Run) -> ViewsProgress:
 
 
 def evaluation_seconds(run: Run, most: int) -> list[float]:
-    """Seconds of the newest evaluations, at most so many, oldest first; from views.json, or else from all metrics."""
+    """Return the seconds of at most `most` newest evaluations, oldest first."""
     try:
         reached = ViewsProgress.read(run.views)
-    except (OSError, RunDirError):  # torn by a machine that went down: the next supervisor makes it anew
+    except (OSError, RunDirError):  # torn by a machine crash: the next supervisor rewrites it
         reached = None
     if reached is not None:
         return [seconds for _, seconds in reached.evaluations[-most:]]
@@ -254,7 +246,7 @@ def evaluation_seconds(run: Run, most: int) -> list[float]:
 
 
 def newest_valid_lines(run: Run) -> Iterator[dict[str, Any]]:
-    """The lines that count, the newest first, from the attempts' own files; only as far back as somebody asks."""
+    """Yield the lines that count, newest first, from the attempts' own files; read only as far as needed."""
     limit = float("inf")
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
@@ -273,14 +265,14 @@ def newest_valid_lines(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def merged_metrics(run: Run) -> list[dict[str, Any]]:
-    """All lines that count, oldest first, over all attempts."""
+    """Return all lines that count, oldest first, over all attempts."""
     return list(valid_lines(run))
 
 
 def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of the merged view, oldest first, of iterations above `above`; files that cannot hold any are not read.
+    """Yield the lines of the merged view above iteration `above`, oldest first; files without such lines are not read.
 
-    With `before`, an attempt and the number of a rewind in it, the view as it was when that had not happened; number 0
+    `before`, an attempt and the number of a rollback in it, selects the view as it was before that rollback; number 0
     is the attempt's begin.
     """
     begins = [begin for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
@@ -294,7 +286,7 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
         ends = _iteration_resets_of(attempt, before_rewind=left)
         for line in read_lines(attempt.metrics):
             iteration = line.get("iteration", 0)
-            if resets_iteration(line):  # it went back to a checkpoint, and computes what lies beyond again
+            if resets_iteration(line):  # training went back to a checkpoint
                 ends = ends[1:]
                 left = None if left is None else left - ("rewind" in line)
                 if left == 0:
@@ -306,15 +298,15 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
 
 
 def _iteration_resets_of(attempt: Attempt, *, before_rewind: int | None) -> list[int]:
-    """As `iteration_resets`; where there were no rounds, the rewinds on record are all."""
-    rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rewinds)]
-    if attempt.rounds.exists():
+    """`iteration_resets` of an attempt; without restarts the rollbacks on record are complete."""
+    rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rollbacks)]
+    if attempt.failed_restarts.exists():
         return iteration_resets(attempt.metrics, rewinds, before_rewind=before_rewind)
     return rewinds if before_rewind is None else rewinds[: before_rewind - 1]
 
 
 def _write_at(path: Path, at: int, data: bytes) -> None:
-    """Write at this place of a file, which ends behind it then. Raises OSError, also where a part was written."""
+    """Write at this position of a file and end the file there. Raises OSError, also after a partial write."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         if os.fstat(fd).st_size != at:

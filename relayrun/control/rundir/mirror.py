@@ -1,34 +1,30 @@
-"""Copies of a run's checkpoints in a second place: which there are, and what a kill cannot make of them.
+"""The records of the mirror: copies of a run's checkpoints in a second place, complete after any kill.
 
-mirror/policy.json      where they go and which stay, by the newest submit
-mirror/copying.json     the checkpoint that is being copied, which no rule of the run removes meanwhile
-mirror/verified.jsonl   a line for each checkpoint that was read back in full; no rule removes the newest one
-mirror/last.json        how the last pass ended, for people
-mirror/lock mirror/log  held by the process that copies; what the one beside a job said
+mirror/policy.json      where copies go and which stay, by the newest submit mirror/copying.json     the checkpoint that
+is being copied, which the run's rules do not remove meanwhile mirror/verified.jsonl   one line per checkpoint that was
+read back in full; no rule removes the newest one mirror/last.json        the end of the last pass, for people
+mirror/lock mirror/log  held by the process that copies; the log of the one beside a job
 
 In the second place, FOLDER/PROJECT/NAME/:
 
-mirror.json             which run's copies these are
-copies.jsonl            a line for each copy once it was verified, and one where it is taken back
-iter_0000100/           a copy; without its line it is none
-.staging/ .removing/ .damaged/   what is being copied and removed, and what was a copy once
+mirror.json             the run of these copies copies.jsonl            one line per verified copy, and one per
+withdrawal iter_0000100/           a copy; without its line it does not count .staging/ .removing/ .damaged/   copies
+that are being made, are being removed, or lost their claim
 
-A claim is made after the copy has its name, and taken back before the copy loses it.
+A claim is written after the copy has its name, and withdrawn before the copy loses it.
 
-Below a URL, URL/PROJECT/NAME/, where nothing can be renamed or appended to:
+Below a URL, URL/PROJECT/NAME/, without rename and append:
 
-mirror.json             the same
-iter_0000100/           files of a copy, or of what may become one; without its claim it is none
-copying/NAME.json       of which commit the files are that are being sent under this name
-copies/NAME.json        the claim, an object for each copy, written when it was verified; with `gone` it is taken back
-damaged/                what was a copy once
+mirror.json             the run of these copies iter_0000100/           files of a copy, or of an unfinished one;
+without its claim it does not count copying/NAME.json       the commit whose files are being sent under this name
+copies/NAME.json        the claim, one object per verified copy; with `gone` it is withdrawn damaged/
+copies that lost their claim
 
-Standard library only: what reads and writes these is `relayrun.train.mirror`.
+Standard library only: `relayrun.train.mirror` reads and writes these files.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,23 +38,23 @@ from relayrun.files import append_line, read_lines, read_lines_backwards
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorPolicy(Record):
-    """`policy.json`: where a run's checkpoints are copied to, as the newest submit says."""
+    """`policy.json`: where a run's checkpoints are copied to, by the newest submit."""
 
     folder: str
     """The folder of this run's copies, or its URL."""
     id: str
-    """Made once for a run; another run's copies have another one."""
+    """Unique id of the run, which its copies carry."""
     keep_last: int
     keep_every: int | None = None
     megabytes_per_second: float | None = None
-    """Copied at most; None: as fast as it goes."""
+    """Maximum rate; None: unlimited."""
     program: list[str]
-    """What copies, for the run directory that is named behind it."""
+    """The copier's command; the run directory is appended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorOwner(Record):
-    """`mirror.json` in the second place: which run's copies lie there."""
+    """`mirror.json` in the second place: the run of these copies."""
 
     id: str
     run: str
@@ -67,32 +63,31 @@ class MirrorOwner(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCopy(Record):
-    """A line of `copies.jsonl`, or an object in `copies/`: a copy that was verified, or that is none any more."""
+    """A line of `copies.jsonl`, or an object in `copies/`: a verified copy, or its withdrawal."""
 
     name: str
     iteration: int
     files: dict[str, int] = field(default_factory=dict)
-    """Bytes of every file, by name, as its commit has them."""
+    """Bytes of every file, by name, as in its commit."""
     checksum: str | None = None
-    """Its commit's root; None for a program whose checkpoints have none."""
+    """Its commit's root checksum; None for a program whose checkpoints have none."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """XXH3-128 of each file, where there is no root."""
+    """XXH3-128 of each file if there is no root checksum."""
     saved: float = 0.0
-    """When its commit was made, in seconds since 1970."""
+    """Time of its commit, in seconds since 1970."""
     time: float
-    """When it was verified, or taken back."""
     gone: str | None = None
-    """Why it is no copy any more; None: it is one."""
+    """The reason of its withdrawal; None: the copy counts."""
 
     def is_of(self, commit: CheckpointCommit) -> bool:
-        """Whether it holds the bytes of this commit, and not of another one of the same iteration."""
+        """Return whether it holds the bytes of this commit, and not of another commit of the same iteration."""
         known = (self.iteration, self.files, self.checksum)
         return known == (commit.iteration, commit.files, commit.checksum) and (
             self.checksum is not None or self.saved == commit.time
         )
 
     def as_commit(self, folder: Path | str) -> CheckpointCommit:
-        """The copy in this folder, or below this URL, as if it were a checkpoint of a run."""
+        """Return the copy in this folder, or below this URL, as a commit."""
         return CheckpointCommit(
             iteration=self.iteration,
             path=f"{folder}/{self.name}",
@@ -104,7 +99,7 @@ class CheckpointCopy(Record):
         )
 
     def fault(self, folder: Path) -> str | None:
-        """Return what is wrong with it as far as names and sizes tell; None: it is whole. Raises OSError."""
+        """Return its fault as far as names and sizes show; None if it is whole. Raises OSError."""
         return checkpoint_fault(self.as_commit(folder))
 
 
@@ -123,12 +118,11 @@ class VerifiedCheckpoint(Record):
     iteration: int
     checksum: str | None
     saved: float
-    """When its commit was made, in seconds since 1970."""
+    """Time of its commit, in seconds since 1970."""
     time: float
-    """When it was read back."""
 
     def is_on(self, line: Lineage) -> bool:
-        """Whether its commit still counts."""
+        """Return whether its commit still counts."""
         commits = (counted.commit for counted in line.backwards())
         commit = next((each for each in commits if each.iteration <= self.iteration), None)
         if commit is None:
@@ -138,20 +132,19 @@ class VerifiedCheckpoint(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorPass(Record):
-    """`last.json`: how the mirror stood when the last pass ended."""
+    """`last.json`: the state of the mirror at the end of the last pass."""
 
     time: float
     iteration: int | None
-    """The newest one that counts and whose copy is whole; None: there is none."""
+    """The newest iteration that counts and has a whole copy; None: none."""
     behind: int
-    """Checkpoints that should be there and are not."""
     complaint: str | None = None
     good_time: float | None = None
-    """When a pass last ended without a complaint; None: none has."""
+    """Time of the last pass without a complaint; None: no such pass."""
     seen: bool = True
-    """Whether the place could be looked at; else `iteration` and `copies` are of the pass before."""
+    """The second place could be read; otherwise `iteration` and `copies` are those of the pass before."""
     copies: int = 0
-    """How many copies were claimed there, those too that do not count any more."""
+    """Number of claimed copies, including those whose checkpoint no longer counts."""
 
 
 def mirror_folder(run: Run) -> Path:
@@ -163,22 +156,22 @@ def mirror_policy_path(run: Run) -> Path:
 
 
 def read_mirror_policy(run: Run) -> MirrorPolicy | None:
-    """Where the run is copied to; None where it is not. Raises RunDirError where the record is damaged."""
+    """Return the mirror policy of a run; None without a mirror. Raises RunDirError if the record is damaged."""
     return MirrorPolicy.read(mirror_policy_path(run))
 
 
 def read_last_pass(run: Run) -> MirrorPass | None:
-    """How the last pass ended; None before there was one. Raises RunDirError where the record is damaged."""
+    """Return the record of the last pass; None before the first. Raises RunDirError if the record is damaged."""
     return MirrorPass.read(mirror_folder(run) / "last.json")
 
 
 def write_last_pass(run: Run, last: MirrorPass) -> None:
-    """Say how a pass ended. Raises OSError."""
+    """Record the end of a pass. Raises OSError."""
     last.write(mirror_folder(run) / "last.json")
 
 
 def write_copy_in_progress(run: Run, iteration: int | None, *, now: float) -> None:
-    """Keep the rules of the run from a checkpoint while it is copied; None: from none. Raises OSError."""
+    """Protect a checkpoint from the rules of the run while it is copied; None ends the protection. Raises OSError."""
     path = mirror_folder(run) / "copying.json"
     if iteration is None:
         path.unlink(missing_ok=True)
@@ -187,17 +180,14 @@ def write_copy_in_progress(run: Run, iteration: int | None, *, now: float) -> No
 
 
 def record_verified(run: Run, commit: CheckpointCommit, *, now: float) -> None:
-    """Put down that every byte of a checkpoint was read back and is what was saved. Raises OSError."""
+    """Record that every byte of a checkpoint was read back and is correct. Raises OSError."""
     mirror_folder(run).mkdir(exist_ok=True)
     record = VerifiedCheckpoint(iteration=commit.iteration, checksum=commit.checksum, saved=commit.time, time=now)
     append_line(mirror_folder(run) / "verified.jsonl", asdict(record))
 
 
 def iterations_held_by_mirror(run: Run) -> set[int]:
-    """Iterations whose checkpoints no rule may remove: the one that is being copied, and the last verified one.
-
-    Raises RunDirError where a record is damaged.
-    """
+    """Return iterations that no rule may remove: the one being copied, the last verified one. Raises RunDirError."""
     copying = CopyInProgress.read(mirror_folder(run) / "copying.json")
     found = set() if copying is None else {copying.iteration}
     line = Lineage(run)
@@ -212,12 +202,12 @@ def iterations_held_by_mirror(run: Run) -> set[int]:
 
 
 def read_copies(place: Path) -> dict[str, CheckpointCopy]:
-    """The copies that are claimed in a second place, by name. Raises OSError, and RunDirError for a damaged record."""
+    """Return the claimed copies in a second place, by name. Raises OSError, and RunDirError for a damaged record."""
     return {name: copy for name, copy in _newest_claims(place).items() if copy.gone is None}
 
 
 def withdrawn_copies(place: Path) -> set[str]:
-    """Names of what once was a copy in a second place. Raises as `read_copies` does."""
+    """Return names of withdrawn copies in a second place. Raises like `read_copies`."""
     return {name for name, copy in _newest_claims(place).items() if copy.gone is not None}
 
 
@@ -233,26 +223,21 @@ def _newest_claims(place: Path) -> dict[str, CheckpointCopy]:
 
 
 def claim_copy(place: Path, copy: CheckpointCopy) -> None:
-    """Put a copy on record that has its name and was verified. Raises OSError."""
+    """Record a verified copy that has its name. Raises OSError."""
     append_line(place / "copies.jsonl", asdict(copy))
 
 
 def withdraw_copy(place: Path, copy: CheckpointCopy, why: str, *, now: float) -> None:
-    """Say that a copy is none any more, before anything is done to it. Raises OSError."""
+    """Record that a copy no longer counts, before it is changed. Raises OSError."""
     append_line(place / "copies.jsonl", asdict(replace(copy, time=now, gone=why)))
 
 
 def iterations_to_keep(iterations: Iterable[int], *, keep_last: int, keep_every: int | None) -> set[int]:
-    """Which of these stay: the newest ones, and multiples of `keep_every`."""
+    """Return the iterations that stay: the `keep_last` newest, and multiples of `keep_every`."""
     rising = sorted(iterations)
     return set(rising[-keep_last:]) | {each for each in rising if keep_every and each % keep_every == 0}
 
 
 def copies_newest_first(found: Mapping[str, CheckpointCopy]) -> list[CheckpointCopy]:
-    """The copies, those of the newest iteration first."""
+    """Return the copies by falling iteration."""
     return sorted(found.values(), key=lambda copy: copy.iteration, reverse=True)
-
-
-def name_exists(path: Path) -> bool:
-    """Whether something has this name, a link into nowhere too."""
-    return os.path.lexists(path)

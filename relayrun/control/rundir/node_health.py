@@ -1,11 +1,11 @@
-"""Health of nodes and ranks: what checks found on a node, slow ranks, ranks that hang. Standard library only.
+"""Health of nodes and ranks: findings of node checks, slow ranks, ranks that hang. Standard library only.
 
     attempts/0007/node_health.jsonl   the findings of one attempt, a line each, and the action that followed
     node_health.jsonl                 the measurements of every node: the history of the run
     metrics.jsonl, `straggler`        the rank that is slower than its peers
 
-The coordinator of the agents writes both files; without agents the first rank of each node does. `late_ranks` reads
-the Python stacks of a hang and returns the ranks for which the other ranks wait.
+The coordinator of the agents writes both files; without agents the first rank of each node does. `late_ranks` reads the
+Python stacks of a hang and returns the ranks for which the other ranks wait.
 """
 
 from __future__ import annotations
@@ -26,42 +26,41 @@ from relayrun.files import append_line, read_lines, read_lines_backwards
 HealthMode = Literal["off", "warn", "exclude"]
 HealthAction = Literal["warned", "left out", "ended"]
 HISTORY_LINES = 1000
-"""The newest lines of the history that count."""
+"""Number of newest lines of the history that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthPlan(Record):
-    """`node_health` in plan.json: what is looked for, and its limits. Sizes are in bytes."""
+    """`node_health` in plan.json: the checks and their limits. Sizes are in bytes."""
 
     mode: HealthMode = "off"
     memory: float | None = None
-    """Free memory that a node must have; None: what the ranks of a node have taken before."""
+    """Free memory that a node must have; None: the memory that the ranks of a node have used before."""
     shm: float = 0.0
     tmp: float = 0.0
     clock_seconds: float = 1.0
     open_files: int = 0
     slower: float = 1.5
-    """How many times the run's median a measurement may take."""
+    """Maximum ratio of a measurement to the run's median."""
     command: list[str] = field(default_factory=list)
-    """A site's own check of a node; exit status 0: it is well."""
+    """A site's own check of a node; exit status 0: healthy."""
     command_seconds: float = 30.0
     gpus: int = 0
-    """GPUs of each node."""
     gpu_program: list[str] = field(default_factory=list)
-    """Prints what NVIDIA's library says of the GPUs; see `train.gpu_health`."""
+    """Prints the GPU state from NVIDIA's library; see `relayrun.train.gpu_health`."""
     probe_program: list[str] = field(default_factory=list)
-    """Measures a node where no server forks its ranks; see `train.node_benchmark`."""
+    """Measures a node without a fork server; see `relayrun.train.node_benchmark`."""
 
     @classmethod
     def looked_for(cls, entry: Mapping[str, Any]) -> Self | None:
-        """Return `node_health` of a plan; None where nothing is looked for."""
+        """Return `node_health` of a plan; None if the mode is off."""
         found = cls.of(entry)
         return None if found.mode == "off" else found
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFinding(Record):
-    """Something that is wrong with a node, with its figure and the limit that it is beyond."""
+    """A fault of a node, with its value and the limit that it exceeds."""
 
     node: str
     check: str
@@ -70,18 +69,17 @@ class HealthFinding(Record):
     value: float
     limit: float
     words: str
-    """What it is, with both figures."""
     hard: bool
-    """The ranks cannot train there, or what they compute cannot be trusted."""
+    """Ranks cannot train on the node, or their results cannot be trusted."""
     action: HealthAction = "warned"
     reason: str = ""
-    """Why a node that is sick was not left out."""
+    """The reason for which a sick node was not excluded."""
     round: int = 0
-    """The round that was over when it was found; 0: before the first one."""
+    """The restart after which it was found; 0: before the first one."""
     time: float = 0.0
 
     def done(self, action: HealthAction, reason: str = "") -> Self:
-        """The same, with what was done about it."""
+        """Return the finding with the action that followed."""
         return replace(self, action=action, reason=reason)
 
     @property
@@ -92,43 +90,43 @@ class HealthFinding(Record):
 
 
 def record_finding(attempt: Attempt, finding: HealthFinding) -> None:
-    """Put on record what was found, and what was done about it."""
+    """Append a finding to the attempt's record."""
     append_line(attempt.node_health, asdict(finding))
 
 
 def read_findings(attempt: Attempt) -> list[HealthFinding]:
-    """What was found in this attempt, oldest first."""
+    """Return the findings of this attempt, oldest first."""
     return [HealthFinding.of(line) for line in read_lines(attempt.node_health)]
 
 
 def why_health_ended_attempt(attempt: Attempt) -> str:
-    """Why an attempt ended by the health of its nodes, in words; empty where it did not."""
+    """Return in words which findings ended an attempt; empty if none did."""
     return "; ".join(f"{found.node}: {found.words}" for found in read_findings(attempt) if found.action == "ended")
 
 
 def sick_nodes(attempt: Attempt) -> dict[str, str]:
-    """Nodes of this attempt on which ranks cannot train, with the reason, as far as something was done about them."""
+    """Return the nodes of this attempt on which ranks cannot train and that were acted upon, with the reason."""
     return {found.node: found.words for found in read_findings(attempt) if found.hard and found.action != "warned"}
 
 
 def record_measurement(run: Run, *, attempt: int, time: float, node: str, on: str = "", **values: float) -> None:
-    """Add to the run's history. `on`: the device and what else makes measurements comparable."""
+    """Append to the run's history. `on`: the device and all else that makes measurements comparable."""
     append_line(run.node_health, {"attempt": attempt, "time": time, "node": node, "on": on, **values}, durable=False)
 
 
 class NodeHistory:
-    """What was measured on the run's nodes, the newest lines."""
+    """The newest measurements of the run's nodes."""
 
     def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
         self._lines = list(lines)
 
     @classmethod
     def of(cls, run: Run) -> Self:
-        """Read that of a run."""
+        """Read the history of a run."""
         return cls(line for _, line in islice(read_lines_backwards(run.node_health), HISTORY_LINES))
 
     def median(self, name: str, *, on: str = "") -> float | None:
-        """The median of what was measured under this name on such a device; None where nothing was."""
+        """Return the median of the measurements with this name and device; None if there is none."""
         found = [float(line[name]) for line in self._lines if name in line and line.get("on", "") == on]
         return statistics.median(found) if found else None
 
@@ -139,14 +137,14 @@ WAITING_PATHS = (
     "/megatron/core/pipeline_parallel/p2p",
     "/megatron/core/distributed/",
 )
-"""Parts of paths of functions in which a rank waits for others, or for what it has given to its GPU."""
+"""Parts of source paths of functions in which a rank waits for other ranks, or for its GPU."""
 STACK_FRAMES = 3
-"""Frames of a stack, from the innermost on, by which a rank's place is told."""
+"""Number of innermost frames of a stack that are examined."""
 _STACK_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
 
 
 def ranks_with_stacks(stacks: Path) -> set[int]:
-    """Ranks that wrote their stacks."""
+    """Return the ranks that wrote their stacks."""
     found = set()
     for path in stacks.glob("rank-*.txt"):
         if path.stat().st_size:
@@ -155,15 +153,15 @@ def ranks_with_stacks(stacks: Path) -> set[int]:
 
 
 def late_ranks(stacks: Path) -> dict[int, str]:
-    """Ranks for which the others wait, by their Python stacks, with their places: `sleep_on (hooks.py:33)`.
+    """Return the ranks for which the others wait, by their Python stacks, with their places: `sleep_on (hooks.py:33)`.
 
-    A rank waits where the innermost frames of its main thread are in a collective, a message or a wait for its GPU.
-    Empty where no rank waits, or all do: then the stacks do not tell.
+    A rank waits if the innermost frames of its main thread are in a collective, a message or a wait for its GPU. Empty
+    if no rank waits, or all do: then the stacks do not tell.
     """
     places: dict[int, list[re.Match[str]]] = {}
     for path in stacks.glob("rank-*.txt"):
         text = path.read_text(encoding="utf-8", errors="replace")
-        main = text.rpartition("hread 0x")[2]  # the last one that is written
+        main = text.rpartition("hread 0x")[2]  # the main thread is written last
         if frames := list(islice(_STACK_FRAME.finditer(main), STACK_FRAMES)):
             places[int(path.stem.removeprefix("rank-"))] = frames
     waiting = {
@@ -189,16 +187,16 @@ STRAGGLER_RATIO = 1.3
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Record):
-    """`straggler` in a line of metrics.jsonl: the slow rank of the newest WINDOW steps that were compared."""
+    """`straggler` in a line of metrics.jsonl: the slow rank of the last STRAGGLER_WINDOW steps."""
 
     rank: int
     node: str
     section: str
-    """In which it loses most: `data`, `forward` (both passes), `optimizer` or `save`."""
+    """The section with the largest loss: `data`, `forward` (both passes), `optimizer` or `save`."""
     ratio: float
-    """Its own time over the median of its peers', all sections together; waits for others are nobody's own time."""
+    """Its own time over the median of its peers', all sections together; waiting for others is not counted."""
     seconds: float
-    """That a step of this rank takes longer in this section than a step of its peers."""
+    """Additional seconds per step of this rank in this section, compared with its peers."""
 
     @property
     def words(self) -> str:
@@ -210,9 +208,9 @@ class Straggler(Record):
 
 
 def slowest_rank(seconds: Sequence[Sequence[float]]) -> tuple[int, float, str, float]:
-    """The slowest rank, its time over the median of the others', the section in which it loses most, and how much.
+    """Return the slowest rank, its time over the median of the others', its worst section, and the loss in it.
 
-    `seconds`: of each rank, by SECTIONS. There are at least two ranks.
+    `seconds`: by rank and STRAGGLER_SECTIONS, of at least two ranks.
     """
     totals = [sum(own) for own in seconds]
     rank = max(range(len(totals)), key=totals.__getitem__)

@@ -12,8 +12,8 @@ Both write a line into the attempt's metrics.jsonl, and the lines after it begin
     {"iteration": N, "round": 2}        a restart
     {"iteration": N, "rewind": {...}}   a rollback
 
-With a foreign program the watch (`trainers.observer`) writes the records and the coordinator moves the files. Two
-files of the attempt keep them apart, so that each side may be killed at any point:
+With a foreign program the watch (`trainers.observer`) writes the records and the coordinator moves the files. Two files
+of the attempt keep them apart, so that each side may be killed at any point:
 
     hand_over.json    by the coordinator: restart 1 has ended and no rank lives; it removes the file when the watch may
                       follow the next restart. By the watch: everything of restart 1 is on record.
@@ -38,46 +38,44 @@ from relayrun.files import append_line, read_lines
 
 @dataclass(frozen=True, kw_only=True)
 class RestartHandOver(Record):
-    """What `hand_over.json` says: a round is over, and none of its ranks lives."""
+    """`hand_over.json`: a restart is over, and none of its ranks lives. `recorded`: everything of it is on record."""
 
     round: int
     exit_code: int
-    """The end of the rank that failed first, as a shell reports it."""
+    """Exit code of the rank that failed first, as a shell reports it."""
     recorded: bool = False
-    """Whether all that the round left is on record."""
     log_offset: int = 0
-    """Bytes of the job's standard error then, as the watch sees it: in a container it may not be there."""
+    """Bytes of the job's standard error (`output_offset`: output), by the watch: inside a container the file may be
+    missing."""
     output_offset: int = 0
-    """Bytes of its standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartBase(Record):
-    """What `round.json` says: what the newest round after the first starts from."""
+    """`round.json`: the base of the newest restart after the first."""
 
     round: int
     base_iteration: int
     base_path: str | None
     log_offset: int
-    """Bytes of the job's standard error: what stands before them is of earlier rounds."""
+    """Bytes of the job's standard error (`output_offset`: output): lines before are of earlier restarts."""
     output_offset: int
-    """Bytes of its standard output."""
     commits: int
-    """How many checkpoints the attempt had on record, whether or not they still count."""
+    """Number of checkpoints that the attempt had recorded, whether or not they still count."""
 
 
 def pending_hand_over(attempt: Attempt) -> RestartHandOver | None:
-    """Return the round that is handed over; None where one is running. Raises OSError and RunDirError."""
+    """Return the restart that is handed over; None while one runs. Raises OSError and RunDirError."""
     return RestartHandOver.read(attempt.hand_over)
 
 
 def read_restart_base(attempt: Attempt) -> RestartBase | None:
-    """Return what the newest round starts from; None in the first one. Raises OSError and RunDirError."""
-    return RestartBase.read(attempt.round)
+    """Return the base of the newest restart; None in the first one. Raises OSError and RunDirError."""
+    return RestartBase.read(attempt.restart_base)
 
 
 def attempt_start_of_restart(attempt: Attempt, begin: AttemptStart) -> AttemptStart:
-    """Return the attempt's begin as it is for its newest round: another base, and a log that was there before it."""
+    """Return the attempt's begin with the base and the log offsets of its newest restart."""
     start = read_restart_base(attempt)
     if start is None:
         return begin
@@ -95,15 +93,14 @@ class Rollback(Record):
     """A line of attempts/N/rewinds.jsonl, by rank 0."""
 
     iteration: int
-    """In which the trouble was."""
+    """The iteration with the trouble."""
     reason: str
     base_iteration: int
-    """Iteration of the checkpoint to which training goes back."""
+    """Iteration of the checkpoint to which training returns."""
     next_sample: int
-    """With which it goes on; those from the checkpoint's up to this one are passed over. The checkpoint's own where
-    training only went back because a newer checkpoint was damaged."""
+    """The sample with which training continues; samples from the checkpoint's next one up to it are skipped. Equal to
+    the checkpoint's next sample if the rollback was only due to a damaged newer checkpoint."""
     time: float
-    """Seconds since 1970."""
 
     @property
     def words(self) -> str:
@@ -111,14 +108,14 @@ class Rollback(Record):
 
 
 def record_rollback(attempt: Attempt, rewind: Rollback) -> None:
-    append_line(attempt.rewinds, asdict(rewind))
+    append_line(attempt.rollbacks, asdict(rewind))
 
 
 def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
-    """The rewinds to the checkpoint of this iteration, oldest first, as far as it does not hold them itself.
+    """Return the rollbacks to the checkpoint of this iteration that it does not contain itself, oldest first.
 
-    `consumed_samples`: up to this checkpoint. A rewind that passes over none, because the checkpoint that it was to go
-    back to turned out to be damaged, is left out.
+    `consumed_samples`: up to this checkpoint. A rollback that skips no samples (because of a damaged checkpoint) is
+    left out.
     """
     saved, since = 0.0, 0
     for counted in Lineage(run).backwards():
@@ -127,7 +124,7 @@ def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[R
                 saved, since = counted.commit.time, counted.attempt
             break
     numbers = [number for number in run.attempt_numbers() if number >= since]
-    found = [Rollback.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rewinds)]
+    found = [Rollback.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rollbacks)]
     pending = []
     for rewind in found:
         if rewind.base_iteration == iteration and rewind.time > saved and rewind.next_sample > consumed_samples:
@@ -137,11 +134,9 @@ def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[R
 
 
 RESTART_VARIABLE = "RELAYRUN_ROUND"
-"""Environment variable of the ranks that has the number of their round."""
-
-
+"""Environment variable of the ranks with the number of their restart."""
 STATE_SOURCES = {"memory": " (memory)", "neighbour": " (memory of a neighbour)"}
-"""How people are told where a state came from that was not read from the disk."""
+"""Suffix for people that names the source of a state that was not read from the disk."""
 
 RESTART_SECONDS = {
     "end": "from the first failure that was noticed until no rank was left",
@@ -152,52 +147,50 @@ RESTART_SECONDS = {
     "step": "until the first step was done",
     "all": "from the failure to the end of that step",
 }
-"""What is measured of a failed round and the way into the next one."""
+"""Measured sections of a failed restart and the way to the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRestart(Record):
-    """What rounds.jsonl says of a round that failed. Times are seconds since 1970."""
+    """A failed restart in rounds.jsonl. Times are seconds since 1970."""
 
     round: int
-    """Counted from 1; 0 where no round began, since too few nodes came."""
+    """Counted from 1; 0 if no restart began because too few nodes came."""
     time: float
-    """When its agent noticed the first failure."""
+    """Time at which its agent noticed the first failure."""
     rank: int | None
-    """The rank that failed first; None where it was not one rank."""
+    """The rank that failed first, on `node`; None if it was not one rank."""
     node: str
-    """Its node."""
     words: str
-    """How it failed: `killed by SIGKILL`, or its own last words."""
+    """Its failure: `killed by SIGKILL`, or its own last words."""
     iteration: int
-    """The newest one on record then."""
+    """The newest recorded iteration at that time."""
     base_iteration: int
-    """From which the round started."""
     durable_iteration: int
-    """The newest whole checkpoint's, then."""
+    """Iteration of the newest whole checkpoint at that time."""
     next_iteration: int
-    """From which the next round starts: that one, or a later one of which all ranks have a copy in memory."""
+    """Iteration from which the next restart starts: the durable one, or a later one of which all ranks have a copy in
+    memory."""
     source: str = "disk"
-    """Where the next round has that from: `disk`, `memory` (each rank its own node's), or `neighbour`, where a rank has
-    lost its copy, and the memory of the next node had one."""
+    """Source of that state: `disk`, `memory` (each rank its own node's), or `neighbour` if a rank lost its copy and the
+    memory of the next node had it."""
     again: bool
-    """Whether the ranks were started again."""
     reason: str = ""
-    """Why they were not."""
+    """The reason if they were not started again."""
     steps_lost: int = 0
-    """Iterations that the next round computes again."""
+    """Iterations that the next restart computes again."""
     lost: dict[str, str] = field(default_factory=dict)
-    """Nodes that were given up, each with the spare node that takes its place; empty text where none was left."""
+    """Nodes that were given up, each with the spare node that replaces it; empty text if none was left."""
     nodes: int = 0
-    """How many nodes the next round has, where those that are left are fewer; 0: as many as this one."""
+    """Number of nodes of the next restart if fewer are left; 0: as many as in this one."""
     log_size: int = 0
-    """Bytes of the job's standard error when it was over: what stands before them is of this round and earlier ones."""
+    """Bytes of the job's standard error at its end: lines before are of this restart and earlier ones."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By the names of `RESTART_SECONDS`; only `end` until the next round has done a step."""
+    """By the names of `RESTART_SECONDS`; only `end` until the next restart has done a step."""
 
     @property
     def culprit(self) -> str:
-        """Who failed, and how, in words."""
+        """The rank or node that failed, and how, in words."""
         who = [f"rank {self.rank} on {self.node}"] if self.rank is not None else [self.node] if self.node else []
         return ": ".join([*who, self.words])
 
@@ -217,29 +210,26 @@ class FailedRestart(Record):
 
 
 def record_failed_restart(attempt: Attempt, failed: FailedRestart) -> None:
-    """Put a failed round on record."""
-    append_line(attempt.rounds, asdict(failed))
+    """Append a failed restart to the record."""
+    append_line(attempt.failed_restarts, asdict(failed))
 
 
 def amend_failed_restart(attempt: Attempt, number: int, **changes: object) -> None:
-    """Change fields of the record of this failed round; `seconds` are added to those that it has."""
-    append_line(attempt.rounds, {"round": number, **changes})
+    """Change fields of the record of this failed restart; `seconds` are merged."""
+    append_line(attempt.failed_restarts, {"round": number, **changes})
 
 
 def read_failed_restarts(attempt: Attempt) -> list[FailedRestart]:
-    """The failed rounds of an attempt, oldest first; none where there was one round alone."""
+    """Return the failed restarts of an attempt, oldest first."""
     found: dict[int, dict[str, Any]] = {}
-    for entry in read_lines(attempt.rounds):
+    for entry in read_lines(attempt.failed_restarts):
         known = found.setdefault(entry["round"], {})
         known |= entry | {"seconds": known.get("seconds", {}) | entry.get("seconds", {})}
     return [FailedRestart.of(entry) for entry in found.values() if "words" in entry]
 
 
 def restart_checkpoint(run: Run, attempt: Attempt) -> ResumePoint:
-    """From which a round of this attempt starts: the run's newest whole checkpoint, or what the attempt began with.
-
-    Raises RunDirError where the run has checkpoints and none is whole.
-    """
+    """Return the run's newest whole checkpoint, or the attempt's base. Raises RunDirError if all are broken."""
     newest = Lineage(run).durable()
     if is_checkpoint_of(run, newest):
         return newest
@@ -249,7 +239,7 @@ def restart_checkpoint(run: Run, attempt: Attempt) -> ResumePoint:
 
 
 def newest_recorded_iteration(attempt: Attempt) -> int:
-    """The last iteration in the attempt's metrics; its base's where there is none."""
+    """Return the last iteration in the attempt's metrics, or its base's if there is none."""
     begin = attempt.read_begin()
     base = 0 if begin is None else begin.base_iteration
     for line in attempt.metrics_backwards():
@@ -260,39 +250,39 @@ def newest_recorded_iteration(attempt: Attempt) -> int:
 def prepare_restart(
     run: Run, attempt: Attempt, base: ResumePoint, *, next_round: int, next_iteration: int | None = None
 ) -> list[str]:
-    """Make the records ready for the next round, while no rank lives; return what was moved, in words.
+    """Prepare the records for the next restart, while no rank lives; return one line per moved checkpoint.
 
-    What lies beyond `base`, the newest whole checkpoint, is moved out of the way, as before an attempt. Words of the
-    failed round's ranks are kept in a folder of their own, so that they are not taken for those of the next one.
-    `next_iteration`: where the round starts from a later state, in memory. Raises OSError and RunDirError.
+    Checkpoints beyond `base`, the newest whole one, are moved away, as before an attempt. Records of the failed ranks
+    are moved into a folder of their own, so that they do not count for the next restart. `next_iteration`: iteration of
+    a later state in memory from which the ranks start. Raises OSError and RunDirError.
     """
     begin = attempt.read_begin()
     assert begin is not None
     moved = Lineage(run).quarantine(base, attempt=attempt.number)
-    if base.iteration < begin.base_iteration:  # what it began with is not whole any more
+    if base.iteration < begin.base_iteration:  # the attempt's base is not whole any more
         attempt.fall_back(base.iteration, base.path)
     _move_failed_restart_files(run, attempt, next_round - 1)
-    if entries := list(read_lines(attempt.rewinds)):
+    if entries := list(read_lines(attempt.rollbacks)):
         written = sum("rewind" in line for line in read_lines(attempt.metrics))
-        for entry in entries[written:]:  # rank 0 was killed between the two
+        for entry in entries[written:]:  # rank 0 was killed between the two writes
             append_line(attempt.metrics, {"iteration": entry["base_iteration"], "rewind": entry})
     mark_restart_in_metrics(attempt, base.iteration if next_iteration is None else next_iteration, number=next_round)
     return moved
 
 
 def mark_restart_in_metrics(attempt: Attempt, iteration: int, *, number: int) -> None:
-    """Say in the metrics that round `number` goes on behind `iteration`; nothing where they have no later one."""
+    """Write the restart `number` from `iteration` into the metrics; nothing if they have no later line."""
     if newest_recorded_iteration(attempt) > iteration:
         append_line(attempt.metrics, {"iteration": iteration, "round": number})
 
 
 def failed_restart_folder(top: Path, number: int) -> Path:
-    """The folder below `top` with what ranks of a round left there, when a later one has begun."""
+    """Return the folder below `top` with the files of a restart's ranks, after a later one has begun."""
     return top / f"round-{number:04}"
 
 
 def _move_failed_restart_files(run: Run, attempt: Attempt, number: int) -> None:
-    """Put what ranks of a round left, and the record of a hang, into folders that later ones do not look into."""
+    """Move the records of a restart's ranks and of a hang into folders that later ones do not read."""
     stacks = run.stacks(attempt.number)
     for top, found in (
         (attempt.failures, [*attempt.failures.glob("rank-*.json"), *attempt.path.glob(attempt.hang.name)]),
@@ -305,21 +295,21 @@ def _move_failed_restart_files(run: Run, attempt: Attempt, number: int) -> None:
 
 
 RESET_KEYS = ("rewind", "round")
-"""Names that tell such a line."""
+"""Keys that mark a line of the metrics by which training went back."""
 METRICS_CHUNK = 1 << 20
-"""Bytes that are taken at a time: a run may have a million lines."""
+"""Bytes that are read at a time: a run may have a million lines."""
 
 
 def resets_iteration(line: Mapping[str, Any]) -> bool:
-    """Whether a line of the metrics says that training went back."""
+    """Return whether a line of the metrics says that training went back."""
     return any(kind in line for kind in RESET_KEYS)
 
 
 def iteration_resets(metrics: Path, rewinds: Sequence[int], *, before_rewind: int | None = None) -> list[int]:
-    """The iterations to which an attempt went back, in the order of its metrics; a missing file has no line.
+    """Return the iterations to which an attempt went back, in the order of its metrics; a missing file has no lines.
 
-    `rewinds`: those on record, each of which is there before its line. `before_rewind`: only what came before the
-    rewind of this number, from 1 on.
+    `rewinds`: the rollbacks on record, each of which is written before its line. `before_rewind`: only resets before
+    the rollback with this number, from 1 on.
     """
     found = [(int(line["iteration"]), "rewind" in line) for line in _reset_lines(metrics)]
     found += [(iteration, True) for iteration in rewinds[sum(rewind for _, rewind in found) :]]
@@ -330,7 +320,7 @@ def iteration_resets(metrics: Path, rewinds: Sequence[int], *, before_rewind: in
 
 
 def _reset_lines(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The lines by which training goes back; no other one is parsed, and none that a killed writer left."""
+    """Yield the lines by which training goes back, without parsing other lines or torn ones."""
     keys = tuple(f'"{kind}": '.encode() for kind in RESET_KEYS)
     try:
         file = open(metrics, "rb")  # noqa: SIM115 - closed below, where the generator is

@@ -2,8 +2,8 @@
 
 quota.json   the measurements of the last week, by jobs of the run and by the cron check
 
-Growth is everything that any program wrote in that time, less the checkpoints that the rules of the run remove again.
-A measurement may fall into a save, so the size of one checkpoint is left out of the growth.
+Growth is everything that any program wrote in that time, less the checkpoints that the rules of the run remove again. A
+measurement may fall into a save, so the size of one checkpoint is left out of the growth.
 
 `cluster.purge_days` says after how many days without use a site removes a file, per folder. The last use is the later
 one of access time and modification time. A folder is as old as its oldest file. Standard library only.
@@ -25,27 +25,24 @@ from relayrun.files import read_json
 
 DAY_SECONDS = 86400.0
 PURGE_SOON_DAYS = 7.0
-"""Somebody is told so many days before."""
+"""Days before a purge at which people are told."""
 MAX_FILES_CHECKED = 1000
-"""So many files are looked at; of more every n-th, so that a data set of many shards costs no more."""
+"""Maximum number of files checked; of more files every n-th, so that a data set of many shards costs no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PurgeForecast:
-    """A file that a site would remove, and when."""
+    """A file that a site would remove by its rule `days` for `folder`, and when."""
 
     what: str
     """`checkpoint` or `data`."""
     name: str
     """For people: `the checkpoint of iteration 500`."""
     path: str
-    """The file that is the first to go."""
     folder: str
-    """The setting's folder in which it lies."""
     days: float
-    """After so many days without use."""
     time: float
-    """When, in seconds since 1970; in the past: at any moment."""
+    """Time of the purge in seconds since 1970; in the past: at any moment."""
 
     def words(self, now: float) -> str:
         """One line for people."""
@@ -56,15 +53,14 @@ class PurgeForecast:
         return f"{self.name} may be purged {when} ({rule}; first {self.path})"
 
     def is_soon(self, now: float) -> bool:
-        """Whether a person should do something now."""
+        """Return whether a person should act now."""
         return self.time - now < PURGE_SOON_DAYS * DAY_SECONDS
 
 
 def first_purge(name: str, what: str, paths: Sequence[str], purge_days: Mapping[str, float]) -> PurgeForecast | None:
-    """Return which of these files would be purged first; None where none would, or none is there.
+    """Return the file that would be purged first; None if no file would, or none exists.
 
-    `name` and `what`: as in `PurgeForecast`. `purge_days`: days by folder; of several that hold a file the innermost
-    counts.
+    `name` and `what`: as in `PurgeForecast`. `purge_days`: days by folder; the innermost folder of a file counts.
     """
     step = -(-len(paths) // MAX_FILES_CHECKED) or 1
     found = []
@@ -74,7 +70,7 @@ def first_purge(name: str, what: str, paths: Sequence[str], purge_days: Mapping[
             continue
         try:
             used = os.stat(path)
-        except OSError:  # what is missing is told elsewhere
+        except OSError:  # another check reports missing files
             continue
         folder, days = rule
         when = max(used.st_atime, used.st_mtime) + days * DAY_SECONDS
@@ -83,7 +79,7 @@ def first_purge(name: str, what: str, paths: Sequence[str], purge_days: Mapping[
 
 
 def _purge_rule(path: str, purge_days: Mapping[str, float]) -> tuple[str, float] | None:
-    """The innermost folder that holds a path, and its days."""
+    """Return the innermost folder that holds a path, and its days."""
     holding = [
         (folder, days)
         for folder, days in purge_days.items()
@@ -93,7 +89,7 @@ def _purge_rule(path: str, purge_days: Mapping[str, float]) -> tuple[str, float]
 
 
 def checkpoint_purge(iteration: int, folder: str | None, purge_days: Mapping[str, float]) -> PurgeForecast | None:
-    """Return when a checkpoint would be purged."""
+    """Return when a checkpoint would be purged; None if it would not."""
     if not purge_days or folder is None:
         return None
     paths = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
@@ -101,7 +97,7 @@ def checkpoint_purge(iteration: int, folder: str | None, purge_days: Mapping[str
 
 
 def data_purge(run: Run, purge_days: Mapping[str, float]) -> PurgeForecast | None:
-    """Return when data of a run would be purged, as far as its manifest names them; a damaged one names none."""
+    """Return when data in the manifest of a run would be purged; None if they would not, or the manifest is damaged."""
     if not purge_days:
         return None
     try:
@@ -114,35 +110,34 @@ def data_purge(run: Run, purge_days: Mapping[str, float]) -> PurgeForecast | Non
 
 
 def _data_set_paths(dataset: Mapping[str, Iterable[Mapping[str, str]]]) -> list[str]:
-    """The files of a data set; those behind URLs are no site's scratch."""
     shards = [f"{shard['prefix']}.bin" for shard in dataset.get("shards", ())]
     return shards + [file["path"] for file in dataset.get("files", ()) if "://" not in file["path"]]
 
 
 FULL_SOON_DAYS = 7.0
-"""Somebody is told so many days before."""
+"""Days before a limit is reached at which people are told."""
 FULL_SHOWN_DAYS = 30.0
-"""A file system that belongs to all is spoken of so many days before it is full."""
+"""Days before a shared file system is full at which `status` shows it."""
 USAGE_WINDOW_SECONDS = 7 * DAY_SECONDS
-"""Growth is measured over so long."""
+"""Maximum time over which growth is measured."""
 USAGE_MIN_SPAN_SECONDS = 6 * 3600.0
-"""And over so long at least."""
+"""Minimum time over which growth is measured."""
 MAX_SAMPLES = 60
-"""So many measures of one limit are kept."""
+"""Maximum number of measurements kept per limit."""
 FREED_SHARE = 0.01
-"""Where so much of a limit was freed (and more than a checkpoint), what was measured before says nothing any more."""
+"""If this share of a limit (and more than a checkpoint) was freed, earlier measurements no longer count."""
 FILE_SYSTEM = "file system"
-"""The source of what `df` would say, which belongs to all users."""
+"""Source of the figures of `df`, which concern all users."""
 
 QuotaKind = Literal["bytes", "files"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuotaLimit:
-    """What a user, a group or everybody may have on a file system, and has."""
+    """Limit and usage of a user, a group or everybody on a file system."""
 
     source: str
-    """Who said it: `lfs quota`, `quota`, the site's command, or `file system`."""
+    """Source: `lfs quota`, `quota`, the site's command, or `file system`."""
     kind: QuotaKind
     used: int
     limit: int
@@ -150,28 +145,27 @@ class QuotaLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageSample(Record):
-    """One limit at one time. Numbers are bytes, or files."""
+    """One limit at one time (seconds since 1970). Numbers are bytes, or files."""
 
     time: float
-    """In seconds since 1970."""
     source: str
     kind: QuotaKind
     used: int
     limit: int
     own: int = 0
-    """What of it lies in checkpoints of this run."""
+    """Usage by checkpoints of this run."""
     rolling: int = 0
-    """What of it lies in those that its rules remove again."""
+    """Usage by checkpoints that its rules remove again."""
     to_come: int = 0
-    """What its rules keep and is not there yet."""
+    """Future usage by checkpoints that its rules keep."""
     one: int = 0
-    """In its newest checkpoint."""
+    """Usage by its newest checkpoint."""
     saves: int = 0
-    """How many checkpoints it has saved so far."""
+    """Number of checkpoints saved so far."""
 
     @property
     def lasting(self) -> int:
-        """What is used for good."""
+        """Usage that no rule removes."""
         return self.used - self.rolling
 
 
@@ -182,27 +176,25 @@ class UsageRecord(Record):
     points: list[dict[str, object]] = field(default_factory=list)
     """Oldest first, see `UsageSample`."""
     complaint: str | None = None
-    """Why the newest measure lacks something."""
+    """The reason if the newest measurement is incomplete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuotaForecast:
-    """How full one limit is, and when it will be."""
+    """Usage of one limit at `time`, of which `own` by checkpoints of this run, and when the limit is reached."""
 
     source: str
     kind: QuotaKind
     used: int
     limit: int
     own: int
-    """What of it lies in checkpoints of this run."""
     time: float
-    """When it was measured, in seconds since 1970."""
     a_day: float | None
-    """Growth a day; None: not measured for long enough."""
+    """Growth per day; None: not measured for long enough."""
     a_checkpoint: float | None
     """Growth between two checkpoints of this run."""
     full: float | None
-    """When it will be full, in seconds since 1970; None: it does not grow, or nobody knows."""
+    """Time at which the limit is reached, in seconds since 1970; None: no growth, or unknown."""
 
     def words(self, now: float) -> str:
         """One line for people."""
@@ -218,33 +210,33 @@ class QuotaForecast:
         return text
 
     def is_soon(self, now: float) -> bool:
-        """Whether a person should do something now."""
+        """Return whether a person should act now."""
         return self.full is not None and self.full - now < FULL_SOON_DAYS * DAY_SECONDS
 
     def is_told(self, now: float) -> bool:
-        """Whether `status` says it: a quota always, what belongs to all users and files only where they get scarce."""
+        """Return whether `status` shows it: quotas of bytes always, other limits only if they get scarce."""
         if self.source != FILE_SYSTEM and self.kind == "bytes":
             return True
         return self.full is not None and self.full - now < FULL_SHOWN_DAYS * DAY_SECONDS
 
     @property
     def name(self) -> str:
-        """What tells it from others, for the name of a notice."""
+        """Unique name for notices."""
         return f"{re.sub(r'[^A-Za-z0-9_.]+', '-', self.source)}-{self.kind}"
 
 
 def usage_path(run: Run) -> Path:
-    """Return the record's name."""
+    """Return the path of quota.json."""
     return run.path / "quota.json"
 
 
 def read_usage(run: Run) -> UsageRecord:
-    """What was measured; nothing before the first measure. Raises RunDirError where the record is damaged."""
+    """Return the measurements; empty before the first. Raises RunDirError if the record is damaged."""
     return UsageRecord.read(usage_path(run)) or UsageRecord()
 
 
 def record_usage(run: Run, found: Iterable[UsageSample], *, complaint: str | None, now: float) -> None:
-    """Put a measure down, and forget what is older than a week. Raises OSError, RunDirError."""
+    """Record measurements, and drop those older than a week. Raises OSError, RunDirError."""
     points = [each for each in _usage_samples(read_usage(run)) if now - USAGE_WINDOW_SECONDS <= each.time <= now]
     kept = [each for row in _samples_by_limit([*points, *found]) for each in _thinned_samples(row)]
     kept.sort(key=lambda point: point.time)
@@ -252,14 +244,14 @@ def record_usage(run: Run, found: Iterable[UsageSample], *, complaint: str | Non
 
 
 def quota_forecasts(measures: UsageRecord, *, now: float) -> list[QuotaForecast]:
-    """Return each limit as it was measured last, and when it will be full."""
+    """Return the last measurement of each limit, with the time at which it is reached."""
     return [
         _quota_forecast(row) for row in _samples_by_limit(each for each in _usage_samples(measures) if each.time <= now)
     ]
 
 
 def format_amount(value: float, kind: QuotaKind) -> str:
-    """A number of bytes or files, for people: `1.2 TB`, `12,345 files`."""
+    """Format a number of bytes or files for people: `1.2 TB`, `12,345 files`."""
     if kind == "files":
         return f"{value:,.0f} files"
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
@@ -273,7 +265,6 @@ def _usage_samples(measures: UsageRecord) -> list[UsageSample]:
 
 
 def _samples_by_limit(points: Iterable[UsageSample]) -> list[list[UsageSample]]:
-    """The points of each limit, oldest first."""
     rows: dict[tuple[str, str], list[UsageSample]] = {}
     for point in points:
         rows.setdefault((point.source, point.kind), []).append(point)
@@ -281,7 +272,7 @@ def _samples_by_limit(points: Iterable[UsageSample]) -> list[list[UsageSample]]:
 
 
 def _thinned_samples(row: Sequence[UsageSample]) -> list[UsageSample]:
-    """At most so many of the points, the first and the last among them."""
+    """Return at most MAX_SAMPLES of the samples, including the first and the last."""
     kept = list(row)
     while len(kept) > MAX_SAMPLES:
         kept = [*kept[:-1:2], kept[-1]]
@@ -316,7 +307,7 @@ def _quota_forecast(row: Sequence[UsageSample]) -> QuotaForecast:
 
 
 def _oldest_sample_since_drop(row: Sequence[UsageSample]) -> UsageSample:
-    """The oldest point behind which nobody has freed much, nor changed the limit."""
+    """Return the oldest sample since the limit changed or much was freed."""
     for number in range(len(row) - 1, 0, -1):
         before, after = row[number - 1], row[number]
         freed = before.lasting - after.lasting

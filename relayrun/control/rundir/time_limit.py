@@ -1,8 +1,9 @@
-"""The time limit of a job: how long the start takes, and how long before the end an attempt must leave.
+"""The time limit of a job: the duration of the start, and the grace period in which an attempt must leave before the
+end.
 
 The grace period covers the step under way, an evaluation that may have started after it, the rest of a save under way,
-and the last save. The supervisor (before an attempt) and rank 0 (while it runs) use the same formula.
-The start is measured from `started.json`. Standard library only.
+and the last save. The supervisor (before an attempt) and rank 0 (while it runs) use the same formula. The start is
+measured from `started.json`. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from relayrun.control.rundir.run import Run
 
 GRACE_STEPS = 200
 GRACE_SAVES = 10
-"""How many of the newest measurements count: a run changes its speed."""
-
+"""Number of newest measurements that count: the speed of a run changes."""
 GRACE_MARGIN = 10.0
-"""Seconds for what is not measured: the end of the processes, the supervisor's last acts."""
+"""Seconds for unmeasured parts: the end of the processes, the supervisor's last acts."""
 
 
 def first_grace_period(time_limit: float) -> float:
-    """Seconds for a first attempt, of which nothing is measured yet: a quarter of the limit, at most 600."""
+    """Return the seconds for a first attempt, without measurements: a quarter of the limit, at most 600."""
     return min(600.0, time_limit / 4)
 
 
@@ -35,13 +35,11 @@ def measured_grace_period(
     under_way: float | None = None,
     evaluation_seconds: Sequence[float] = (),
 ) -> float | None:
-    """Two steps and 1.5 saves at their 95th percentile, and a margin; within floor and ceiling.
+    """Return two steps and 1.5 saves at their 95th percentile, plus a margin, in seconds, within floor and ceiling.
 
-    `evaluation_seconds`: of whole evaluations, which cannot be interrupted; one is added, at its 95th percentile.
-    `under_way`: seconds since the start of a save that is not over; the rest of it is added.
-
-    None where nothing is known of steps or of saves. `save_seconds` are from the start of a save to its
-    commit. Oldest measurements first.
+    `save_seconds`: from the start of a save to its commit. `evaluation_seconds`: of whole evaluations, which cannot be
+    interrupted; one is added, at its 95th percentile. `under_way`: seconds since the start of a save that is not over;
+    the rest of it is added. Oldest measurements first. None if steps or saves are not measured.
     """
     steps, saves = step_seconds[-GRACE_STEPS:], save_seconds[-GRACE_SAVES:]
     if not steps or not saves:
@@ -62,10 +60,10 @@ def current_grace_period(
     evaluation_seconds: Iterable[float] = (),
     estimate: float = 0.0,
 ) -> float:
-    """Seconds before the end of the job at which a running attempt leaves, by what it has measured up to now.
+    """Return the seconds before the end of the job at which a running attempt leaves, by its measurements so far.
 
-    What it began with until steps and saves are measured, and for good where its bounds leave no choice. `estimate`:
-    of an evaluation where none is measured.
+    The value from its begin holds until steps and saves are measured, and for good if the bounds are equal. `estimate`:
+    of an evaluation if none is measured.
     """
     if begin.lead_floor == begin.lead_ceiling:
         return begin.lead
@@ -81,7 +79,7 @@ def current_grace_period(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed. Raises ValueError if there is none."""
+    """Return the smallest value that at least `share` of the values do not exceed. Raises ValueError if empty."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -89,14 +87,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 MEASURED_STARTS = 10
-"""How many of the newest attempts count: a run changes its nodes and its size."""
-
+"""Number of newest attempts that count: a run changes its nodes and its size."""
 MIN_TRAINING_SHARE = 0.5
-"""Share of the time limit that is for training; where it is less, the end of the attempt says so."""
+"""Share of the time limit for training; if less was left, the end of the attempt says so."""
 
 
 def start_seconds(run: Run) -> list[float]:
-    """From the begin of an attempt to its first step, of the newest attempts that came so far."""
+    """Return the seconds from the begin of an attempt to its first step, for the newest attempts that reached it."""
     found = []
     for number in run.attempt_numbers()[-MEASURED_STARTS:]:
         attempt = run.attempt(number)
@@ -107,15 +104,15 @@ def start_seconds(run: Run) -> list[float]:
 
 
 def why_time_was_short(attempt: Attempt, *, now: float, asked: float = 0.0) -> str:
-    """That an attempt had little of its time limit to train in, in words; empty where it had enough, or no limit.
+    """Return in words that an attempt had little of its time limit to train in; empty if it had enough, or no limit.
 
-    `now`: when it ended, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less.
+    `now`: its end, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less.
     """
     begin, started = attempt.read_begin(), StartTimes.read(attempt.started)
     if begin is None or begin.job_end_time is None:
         return ""
     limit = begin.job_end_time - begin.start_time
-    less = limit < 0.9 * asked  # of what was asked for the start of the job has taken a little
+    less = limit < 0.9 * asked  # the start of the job takes a part of the request
     advice = f"job.time asks for {asked:.0f} s, and Slurm gave this job less" if less else "raise job.time"
     if started is None:
         over = now >= begin.job_end_time

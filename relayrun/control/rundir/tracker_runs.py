@@ -1,10 +1,10 @@
-"""Under which id a run is told to W&B and TensorBoard: one over all its attempts, another after each rewind.
+"""Ids of a run in W&B and TensorBoard: one id over all attempts, and another after each rollback.
 
-A resume computes what was lost again, to the same bits, so an iteration is told once, whoever computed it. After a
-rewind (a person left whole checkpoints behind, or a policy went back and passed over data) the iterations above its
-base are other ones: they become a fork, a stream with an id of its own that holds the whole line from its first
-iteration on. `streams.json` keeps the ids; where a stream begins follows from begin.json and rewinds.jsonl of the
-attempts. A fork's id follows from the first one's, so that whoever records it records the same.
+A resume computes lost iterations again, to the same bits, so each iteration is logged once, by any attempt. After a
+rollback (a person abandoned whole checkpoints, or a policy went back and skipped data) the iterations above its base
+differ: they become a fork, a tracker run with an id of its own that holds the whole line from the first iteration on.
+`streams.json` keeps the ids; the start of a fork follows from begin.json and rewinds.jsonl of the attempts. A fork's id
+follows from the first id, so that every writer records the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relayrun.files import read_json, read_lines, write_json
 
 _ID_LETTERS = string.ascii_lowercase + string.digits
 TRACKER_ID_LENGTH = 8
-"""Characters of an id, as of W&B's own ids."""
+"""Length of an id, as of W&B's own ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +34,21 @@ class TrackerRun(Record):
     """W&B's run id, and TensorBoard's folder."""
     first_attempt: int
     rewind: int = 0
-    """The rewind of this attempt, from 1 on, that began the stream; 0: the attempt's begin. It ends where the next
-    stream begins."""
+    """Number, from 1 on, of the rollback of this attempt that began the tracker run; 0: the attempt's begin. It ends
+    where the next one begins."""
     forked_from: str | None = None
-    """Id of the stream that was rewound."""
+    """Id of the tracker run that was rolled back."""
     fork_iteration: int = 0
-    """Last iteration that the fork and the stream before it have in common."""
+    """Last iteration that the fork has in common with the tracker run before it."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """Where the stream begins: its attempt, and the number of the rewind in it."""
+        """The start of the tracker run: its attempt, and the number of the rollback in it."""
         return self.first_attempt, self.rewind
 
 
 def read_tracker_runs(run: Run) -> list[TrackerRun]:
-    """The streams on record, oldest first. Raises RunDirError if the file is damaged."""
+    """Return the tracker runs on record, oldest first. Raises RunDirError if the file is damaged."""
     try:
         return [TrackerRun.of(entry) for entry in read_json(run.streams)]
     except FileNotFoundError:
@@ -62,9 +62,10 @@ def read_tracker_runs(run: Run) -> list[TrackerRun]:
 
 
 def update_tracker_runs(run: Run) -> list[TrackerRun]:
-    """Bring the record up to date with the attempts there are; return the streams, oldest first, at least one."""
+    """Update the record from the attempts; return the tracker runs, oldest first, at least one."""
     known = read_tracker_runs(run)
-    found = list(known) or [TrackerRun(id=_new_id(), first_attempt=1)]
+    new = "".join(secrets.choice(_ID_LETTERS) for _ in range(TRACKER_ID_LENGTH))
+    found = list(known) or [TrackerRun(id=new, first_attempt=1)]
     for start, base in _rollbacks(run):
         if start > found[-1].start:
             found.append(
@@ -82,19 +83,15 @@ def update_tracker_runs(run: Run) -> list[TrackerRun]:
 
 
 def _rollbacks(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
-    """Start and base iteration of each, oldest first."""
+    """Yield start and base iteration of each rollback, oldest first."""
     for number in run.attempt_numbers():
         begin = run.attempt(number).read_begin()
         if begin is not None and begin.rewound:
             yield (number, 0), begin.base_iteration
-        for count, entry in enumerate(read_lines(run.attempt(number).rewinds), start=1):
+        for count, entry in enumerate(read_lines(run.attempt(number).rollbacks), start=1):
             yield (number, count), int(entry["base_iteration"])
 
 
 def _fork_id(first: str, start: tuple[int, int]) -> str:
     digest = hashlib.sha256(f"{first} {start[0]} {start[1]}".encode()).digest()
     return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest[:TRACKER_ID_LENGTH])
-
-
-def _new_id() -> str:
-    return "".join(secrets.choice(_ID_LETTERS) for _ in range(TRACKER_ID_LENGTH))

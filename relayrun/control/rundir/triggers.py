@@ -1,8 +1,8 @@
 """Triggers: files that any member of the team touches to steer a run.
 
-`triggers/save` asks for a checkpoint, `triggers/exit` for a checkpoint and the end of the chain.
-Rank 0 alone obeys; when it has, it removes the file and leaves `save.done` or `exit.done` with
-who asked, when, at which iteration, and the result. Standard library only.
+`triggers/save` asks for a checkpoint, `triggers/exit` for a checkpoint and the end of the chain. Rank 0 alone obeys;
+then it removes the file and writes `save.done` or `exit.done` with the user, the time, the iteration, and the result.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from relayrun.files import write_json
 
 TriggerName = Literal["save", "exit"]
 TRIGGER_NAMES: tuple[TriggerName, ...] = ("save", "exit")
-
 TRIGGER_FOLDER_MODE = 0o2770
-"""Permissions of the folder: setgid, so that what one member leaves there belongs to the group."""
+"""Permissions of the folder: setgid, so that new files belong to the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trigger:
-    """A touched file: who and when (seconds since 1970)."""
+    """A touched file: its user and its time (seconds since 1970)."""
 
     name: TriggerName
     user: str
@@ -37,19 +36,19 @@ class Trigger:
 
 
 def create_trigger_folder(run: Run, group: str | None = None) -> None:
-    """Make `triggers/`: writable by owner and group, the group handed on to new files, closed to others.
+    """Make `triggers/`: writable by owner and group, new files inherit the group, closed to others.
 
-    `group` is a name or a number; None: the group of the run directory. Raises ConfigError where there is no
-    such group, or where this user is no member of it and so may not hand the folder over.
+    `group` is a name or a number; None: the group of the run directory. Raises ConfigError if there is no such group,
+    or if this user is not a member of it and so may not give the folder to it.
     """
     run.triggers.mkdir(parents=True, exist_ok=True)
     wanted = run.path.stat().st_gid if group is None else _group_id(group)
     found = run.triggers.stat()
     if (found.st_gid, stat.S_IMODE(found.st_mode)) == (wanted, TRIGGER_FOLDER_MODE):
-        return  # it may be a colleague's, who alone could set this
+        return  # it may be a colleague's, and only the owner can change it
     try:
         os.chown(run.triggers, -1, wanted)
-        run.triggers.chmod(TRIGGER_FOLDER_MODE)  # after the change of group, which takes the setgid bit away
+        run.triggers.chmod(TRIGGER_FOLDER_MODE)  # after chown, which clears the setgid bit
     except PermissionError:
         raise ConfigError(
             f"the triggers cannot be given to the group {group_name(wanted)}",
@@ -59,7 +58,7 @@ def create_trigger_folder(run: Run, group: str | None = None) -> None:
 
 
 def touch_trigger(run: Run, name: TriggerName) -> None:
-    """Ask for `name` on behalf of this user. Raises RunDirError if the folder is not there or this user may not."""
+    """Touch a trigger as this user. Raises RunDirError if the folder is missing or this user may not write."""
     try:
         (run.triggers / name).touch()
     except FileNotFoundError:
@@ -68,7 +67,7 @@ def touch_trigger(run: Run, name: TriggerName) -> None:
         ) from None
     except PermissionError:
         with contextlib.suppress(PermissionError):
-            if read_trigger(run, name) is not None:  # a colleague asked for the same and it is not yet answered
+            if read_trigger(run, name) is not None:  # a colleague's request is still pending
                 return
         folder = run.triggers.stat()
         raise RunDirError(
@@ -80,10 +79,7 @@ def touch_trigger(run: Run, name: TriggerName) -> None:
 
 
 def first_closed_folder(run: Run) -> Path | None:
-    """The first folder on the way to `triggers/` that members of its group may not pass, as far as modes tell.
-
-    A submit under umask 077 makes such folders.
-    """
+    """Return the first folder to `triggers/` that its group may not pass, as after a submit under umask 077."""
     group = run.triggers.stat().st_gid
     for folder in reversed(run.triggers.absolute().parents):
         found = folder.stat()
@@ -93,22 +89,20 @@ def first_closed_folder(run: Run) -> Path | None:
 
 
 def read_trigger(run: Run, name: TriggerName) -> Trigger | None:
-    """The trigger, if somebody touched it."""
+    """Return the trigger, or None if it is not touched."""
     status = _trigger_status(run, name)
     return None if status is None else Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
 
 
 def is_trigger_touched(run: Run, name: TriggerName) -> bool:
-    """Whether the trigger is there; nobody is asked for the name of who touched it."""
+    """Return whether the trigger exists, without a look-up of its user's name."""
     return _trigger_status(run, name) is not None
 
 
 def acknowledge_trigger(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
-    """Leave NAME.done and remove the trigger, unless it was touched again meanwhile."""
-    write_json(
-        _done_path(run, trigger.name),
-        {"user": trigger.user, "touched": trigger.time, "time": time.time(), "iteration": iteration, "result": result},
-    )
+    """Write NAME.done and remove the trigger, unless it was touched again meanwhile."""
+    answer = {"user": trigger.user, "touched": trigger.time, "time": time.time(), "iteration": iteration}
+    write_json(run.triggers / f"{trigger.name}.done", answer | {"result": result})
     again = read_trigger(run, trigger.name)
     if again is not None and again.time == trigger.time:
         path = run.triggers / trigger.name
@@ -132,7 +126,3 @@ def _group_id(group: str) -> int:
             where="chain.triggers_group",
             hint="give a name that `getent group` knows, or a number",
         ) from None
-
-
-def _done_path(run: Run, name: TriggerName) -> Path:
-    return run.triggers / f"{name}.done"

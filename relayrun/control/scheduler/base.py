@@ -1,263 +1,272 @@
-"""What a chain asks of a scheduler: the protocol, and a job as a scheduler knows it."""
+"""The class that every scheduler extends, with the methods that a chain calls, and a job as a scheduler reports it."""
 
 from __future__ import annotations
 
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from relayrun.control.rundir.plan import Plan
+from relayrun.errors import SchedulerError
 
 CONTROLLER_PATIENCE = 600.0
-"""Seconds for which a controller that does not answer is asked again."""
-
+"""Seconds for which a question to a controller that does not answer is repeated."""
 MAX_FAILED_BEGINS = 6
-"""Times in a row that a job's supervisor may fail before the chain ends."""
-
+"""Consecutive failures of a job's supervisor after which the chain ends."""
 BEGIN_BACKOFF = 30
-"""Seconds after which such a job is tried again first; each time doubles them."""
-
+"""Seconds until the first retry of such a job; each further retry doubles them."""
 USER_PYTHONPATH = "RELAYRUN_USER_PYTHONPATH"
-"""Where job.sh keeps the PYTHONPATH that its job was submitted with."""
+"""Environment variable in which job.sh keeps the PYTHONPATH of the submit."""
 
 _ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
     | {"PREEMPTED", "REVOKED", "TIMEOUT"}
 )
-"""States of a job that has ended; in any other one it is queued or has nodes, also in one that is not known here."""
+"""States of a job that has ended. In any other state, known here or not, a job is queued or has nodes."""
 
 RESERVATION_GONE = "RESV_DEL_HOLD"
-"""State of a queued job whose reservation was over before it started: it never starts."""
-
+"""State of a queued job whose reservation ended before the job started: it never starts."""
 _WAITING = frozenset({"PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT", RESERVATION_GONE})
-"""States of a queued job; in all but the first one Slurm or a person holds it."""
+"""States of a queued job. In all but PENDING, Slurm or a person holds the job."""
 
 
 def is_live_state(state: str) -> bool:
-    """Whether a job in this state, in Slurm's word, is queued or runs."""
-    return state.partition(" ")[0] not in _ENDED  # behind it may stand who cancelled it
+    """True if a job in this state (Slurm's word) is queued or runs."""
+    return state.partition(" ")[0] not in _ENDED  # `CANCELLED by 1000`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job as the scheduler knows it. Times are seconds since 1970."""
+    """A job as the scheduler reports it. Times are seconds since 1970."""
 
     id: str
     name: str
     state: str
     nodes: str = ""
-    """Slurm's list of the nodes, compressed."""
+    """Compressed."""
     num_nodes: int = 1
     batch_host: str = ""
-    """The node of its batch script; it stays the same where Slurm takes that node out of `nodes`."""
+    """The node of the batch script; it stays when Slurm removes that node from `nodes`."""
     end_time: float | None = None
-    """When its time limit is reached, None while it is pending or without a limit; of a job that has ended, when it
-    did."""
+    """Time at which the limit is reached, None while pending or without a limit; for a job that has ended, its end."""
     submit_time: float | None = None
     eligible_time: float | None = None
-    """When nothing but a lack of nodes kept it from starting any more; None where the scheduler does not say."""
+    """Time from which only a lack of nodes kept the job from starting; None if the scheduler does not report it."""
     start_time: float | None = None
-    """When it was given its nodes; None while it is pending."""
+    """None while it is pending."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options of sbatch by their long names, read back from the job, that hold for its successors."""
+    """Options of sbatch by their long names, read back from the job, that also apply to its successors."""
     requeue: bool = False
-    """Whether `requeue` takes it."""
+    """`requeue` accepts the job."""
 
     at_limit: bool = False
-    """It has run as long as its time limit allows."""
+    """The job has run as long as its time limit allows."""
     preempted: bool = False
     failed_begins: int = 0
-    """How often in a row its `begin` has failed, by its comment."""
+    """Consecutive failures of its `begin`, read from its comment."""
     stopped_by: str = ""
-    """Who has ended its chain, by its comment, where the run directory took no STOP."""
+    """User who ended the chain, read from the comment of the job if the run directory did not accept STOP."""
     begin_failed_on: str = ""
-    """The nodes, separated by commas, that it leaves out because its `begin` failed there; the next jobs need not."""
-
-    @property
-    def begin_failed(self) -> bool:
-        """It has been queued again because its `begin` failed."""
-        return bool(self.begin_failed_on)
+    """Nodes, separated by commas, that the job excludes because its `begin` failed there; successors may use them."""
 
     @property
     def live(self) -> bool:
-        """Queued or running."""
+        """The job is queued or runs."""
         return is_live_state(self.state)
 
     @property
     def waits(self) -> bool:
-        """Queued, and perhaps held."""
+        """The job is queued, and perhaps held."""
         return self.state in _WAITING
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLaunch:
-    """How the ranks of a job are started and reached."""
+    """Commands that start and signal the ranks of a job."""
 
     command: Sequence[str]
-    """What stands before a rank's program so that it is started once per rank."""
+    """Command prefix that starts the program behind it once per rank."""
     nodes: Sequence[str] = ()
-    """Where there are spare nodes: names of the job's nodes, on each of which `command` starts one step; see
+    """With spare nodes: names of the job's nodes; `command` starts one step on each of them, see
     `relayrun.control.agent.step_per_node`."""
     signal_command: Sequence[str] = ()
-    """Sends the signal asked for to all ranks; empty where the batch script signals the task starter itself."""
+    """Command that sends the signal to all ranks; empty if the batch script signals the task starter itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """MASTER_ADDR and MASTER_PORT, where they are known before the ranks start."""
+    """MASTER_ADDR and MASTER_PORT, if they are known before the ranks start."""
 
 
 class MinimumNodes(NamedTuple):
-    """With how little a job may start."""
+    """The smallest size at which a job may start."""
 
     nodes: int
-    of: int
-    """How many nodes it has where they are there."""
+    wanted: int
+    """Number of nodes that the job gets if they are up."""
     tasks: int
 
 
 class NodeControl(Protocol):
-    """The nodes of a cluster, and which of them a queued job may have. Every method may raise SchedulerError."""
+    """The nodes of a cluster, and the nodes that a queued job may use. Every method may raise SchedulerError."""
 
     def expand(self, nodes: str) -> list[str]:
-        """A compressed list of nodes, written out in the order of the ranks."""
+        """Return the node names of a compressed list, in the order of the ranks."""
 
-    def known(self) -> set[str]:
-        """Names of all nodes."""
+    def all_nodes(self) -> set[str]:
+        """Return the names of all nodes."""
 
-    def suffice(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
-        """Whether a job with these options, nodes to exclude among them, has enough nodes that are up."""
+    def enough_up(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
+        """Return whether enough nodes are up for a job with these options, including its excluded nodes."""
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Keep a queued job off exactly these nodes."""
+        """Set the excluded nodes of a queued job to exactly these nodes."""
 
-    def do_with(self, job_id: str, few: MinimumNodes) -> None:
-        """Let a queued job start with fewer nodes than it asks for; it has all of them where they are there."""
+    def allow_fewer(self, job_id: str, minimum: MinimumNodes) -> None:
+        """Let a queued job start with fewer nodes than it asks for; it gets all of them if they are up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackOrder:
-    """What a fallback job waits for."""
+    """The failure that a fallback job waits for."""
 
     job_id: str
-    """The job whose failure starts it."""
     failed_begins: int = 0
-    """How often in a row the jobs before that one could not begin."""
+    """Number of consecutive jobs before that job that could not begin."""
 
 
 class FallbackJobs(Protocol):
-    """Jobs that start only if another one fails. Every method may raise SchedulerError."""
+    """Jobs that start only if another job fails. Every method may raise SchedulerError."""
 
     def live(self, name: str, *, anyone: bool = False) -> list[Job]:
-        """Those of this name that wait or run: this user's, or `anyone`'s."""
+        """Return the fallback jobs with this name that are pending or running: this user's, or `anyone`'s."""
 
     def queue(
         self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None], limit: int
     ) -> str:
-        """Queue `script` as one of them, where the job with these options may run; return its id.
+        """Queue `script` as a fallback job, in partitions that jobs with these options may use; return its id.
 
-        `limit`: seconds that it may take. It is small; but where a small one is refused it asks for all that is in
+        `limit`: its time limit in seconds. The job asks for one task; if the site refuses that, it asks for all
         `options`.
         """
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
-        """Let one that has not started wait for another job's failure."""
+        """Let a pending fallback job wait for the failure of another job."""
 
     def order(self, job_id: str) -> FallbackOrder:
-        """What this one waited for."""
+        """Return the failure that this fallback job waited for."""
 
     def count_failed_begins(self, job_id: str, count: int, nodes: str) -> None:
-        """Write down for a queued job of the chain that `begin` failed before it so often, and on which nodes."""
+        """Record in a queued job of the chain how many consecutive `begin`s failed before it, and on which nodes."""
 
 
-class Scheduler(Protocol):
-    """Slurm, or the local scheduler. Every method may raise SchedulerError."""
+class Scheduler(ABC):
+    """Slurm, or the local scheduler. Every method may raise SchedulerError.
+
+    A new batch system implements the eleven abstract methods. The defaults of the others fit a scheduler without nodes
+    to choose among, reservations, comments in jobs, or a record of users.
+    """
+
+    @abstractmethod
+    def current_job_id(self) -> str:
+        """Return the id of the job that this process runs in."""
+
+    @abstractmethod
+    def query(self, job_id: str) -> Job | None:
+        """Return the job, or None if the scheduler has forgotten it."""
+
+    @abstractmethod
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        """Return the queued and running jobs of the chain: this user's, or with `anyone` every user's."""
+
+    @abstractmethod
+    def find_job(self, name: str) -> str | None:
+        """Return the id of a queued or running job of this user with this name."""
+
+    @abstractmethod
+    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
+        """Queue `script` as a singleton of its job name, to start after `delay` seconds or later; return its id."""
+
+    @abstractmethod
+    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
+        """Queue a job outside the chain that no other job waits for; return its id. `limit`: in seconds."""
+
+    @abstractmethod
+    def cancel(self, job_id: str) -> None:
+        """Cancel one job by id; a job that has already ended is no error."""
+
+    @abstractmethod
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
+        """Return whether somebody cancelled the job, which began on `nodes`. Also correct in the job's last seconds.
+
+        May wait until the scheduler has recorded how the job ended.
+        """
+
+    @abstractmethod
+    def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
+        """Requeue the running job, after `delay` seconds and with `minimum` nodes at least. May end the caller."""
+
+    @abstractmethod
+    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
+        """Send a signal to the ranks of the running job, but not to its batch script."""
+
+    @abstractmethod
+    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
+        """Return how the ranks, or one agent per node, are started and signalled; `leave_signal` asks them to leave."""
 
     @property
     def nodes(self) -> NodeControl | None:
-        """None where jobs cannot choose among nodes."""
+        """None if jobs cannot choose among nodes."""
+        return None
 
     @property
     def fallback_jobs(self) -> FallbackJobs | None:
-        """None where a job whose batch script is killed comes back anyway."""
-
-    def current_job_id(self) -> str:
-        """Id of the job that this process runs in."""
-
-    def query(self, job_id: str) -> Job | None:
-        """The job, or None where the scheduler does not know it any more."""
-
-    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
-        """When this reservation ends, and its jobs with it; None where they do not, or the scheduler does not say.
-
-        `for_good`: when no other job of it can start; infinity where it comes again, or jobs go on without it.
-        """
-
-    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""
-
-    def named(self, name: str) -> str | None:
-        """Id of a queued or running job of this user with this name."""
+        """None if a job whose batch script is killed comes back without them."""
+        return None
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
-        """Queue the first job of a chain, after all has been tested that can be; return its id.
-
-        `evaluation`: the script of the jobs that evaluate its checkpoints, which is tested too.
-        """
-
-    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
-        """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
-
-    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
-        """Queue a job that is no part of the chain and that nothing waits for; return its id. `limit`: seconds."""
+        """Queue the first job after every possible check, also of the script `evaluation`; return its id."""
+        return self.submit(plan, script, options={})
 
     def adopt(self, job: Job, plan: Plan) -> None:
-        """Make a running job one of the chain: its name, and whether it comes back after the loss of a node."""
+        """Make a running job a job of the chain: set its name, and whether it is requeued after the loss of a node."""
+        return
 
-    def cancel(self, job_id: str) -> None:
-        """Cancel one job by id; it is no error if it has already gone."""
+    def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
+        """Report that the running job has begun: its earlier failures no longer count.
 
-    def note_stop(self, job_id: str, user: str) -> None:
-        """Write down in a job of the chain that this user has ended it: `query` tells it as `Job.stopped_by`."""
-
-    def cancelled(self, job_id: str, *, nodes: str) -> bool:
-        """Whether somebody cancelled the job, which began on `nodes`; also right inside its own last seconds.
-
-        May wait for the scheduler to write down how the job ended.
+        `followed`: its successor is queued, so the job need not be requeued after the loss of a node. `log`: the file
+        of its standard error, for people who ask the scheduler.
         """
-
-    def cancelled_by(self, job_id: str) -> str | None:
-        """Name of the user who cancelled the job; None where nobody knows."""
-
-    def postpone(self, job_id: str, *, delay: int) -> None:
-        """Do not start a queued job before `delay` seconds from now."""
-
-    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
-        """Tell the scheduler that the running job has begun: failed tries of it count no more.
-
-        `followed`: its successor is queued, so that it need not come back after the loss of a node. `log`: the file of
-        its standard error, for people who ask the scheduler.
-        """
-
-    def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
-        """Queue the running job again under its id, not before `delay` seconds. It may end the caller.
-
-        `few`: what it may start with, where it need not have all nodes that it has asked for.
-        """
+        return
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        """Have the running job queued again if its batch script is killed; see `chain.watch`, which `command` runs."""
+        """Have the running job requeued if its batch script is killed. `command` runs `chain.watch.run_guard`."""
+        return
 
-    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
-        """Send a signal to the ranks of the running job, not to its batch script."""
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        """Delay the start of a queued job to `delay` seconds from now or later."""
+        raise SchedulerError("this scheduler cannot delay a queued job")
 
-    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
-        """How the ranks of this running job are started and reached; with agents, the agents, one a node.
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+        """Return when this reservation, and the jobs in it, end; None if the jobs go on or it is not known.
 
-        `leave_signal`: asks them to save and leave.
+        `for_good`: return the time from which no further job of it can start; infinity if the reservation repeats, or
+        if jobs may go on without it.
         """
+        return None
+
+    def note_stop(self, job_id: str, user: str) -> None:
+        """Record in a job of the chain that this user ended the chain; `query` returns it as `Job.stopped_by`."""
+        return
+
+    def cancelled_by(self, job_id: str) -> str | None:
+        """Return the name of the user who cancelled the job; None if it is not known."""
+        return None
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
-        """What stands before a program that a job outside the chain starts once, on so many processors."""
+        """Return the command prefix with which a job outside the chain starts one task with so many processors."""
+        return []
 
 
 JOB_VARIABLE_PREFIXES = (
@@ -271,14 +280,14 @@ JOB_VARIABLE_PREFIXES = (
     "SACCTMGR_",
     "RELAYRUN_",
 )
-"""What the names of variables begin with that a surrounding job has, or that change what Slurm's commands answer."""
+"""Prefixes of the variables that a surrounding job sets, or that change the output of Slurm's commands."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables of the surrounding job, which would give a new job wrong defaults.
+    """Return the environment without the variables of the surrounding job, which give a new job wrong defaults.
 
-    Nor with a person's defaults for Slurm's commands: with SQUEUE_STATES=RUNNING no job would wait. PYTHONPATH and
-    PYTHONSAFEPATH are the user's again: the supervisor runs with others, and a new job would inherit them.
+    A user's defaults for Slurm's commands go as well: with SQUEUE_STATES=RUNNING no job would seem to wait. PYTHONPATH
+    and PYTHONSAFEPATH become the user's again: the supervisor runs with other values, which a new job would inherit.
     """
     kept = {
         name: value
@@ -293,6 +302,6 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def user_python_path(environment: Mapping[str, str]) -> list[str]:
-    """Folders of the submitter's PYTHONPATH, also inside the supervisor, which runs with another one."""
+    """Return the folders of the submitter's PYTHONPATH, also inside the supervisor, which runs with another one."""
     text = environment.get(USER_PYTHONPATH, environment.get("PYTHONPATH", ""))
     return [folder for folder in text.split(":") if folder]

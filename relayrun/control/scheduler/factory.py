@@ -1,18 +1,32 @@
-"""The scheduler that a plan names. Slurm and the local scheduler are imported when they are used."""
+"""The one place that constructs schedulers. Each is imported when it is used: a host pays for one of them alone."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
 
+if TYPE_CHECKING:
+    from relayrun.control.scheduler.local import LocalScheduler
+    from relayrun.control.scheduler.slurm import Slurm
+
 
 def scheduler_for_plan(plan: Plan, run: Run, *, patience: float = CONTROLLER_PATIENCE) -> Scheduler:
-    """The scheduler that a plan names; `patience` in seconds is `Slurm`'s."""
-    if plan.scheduler == "slurm":
-        from relayrun.control.scheduler.slurm import Slurm  # either is paid for by those alone who use it
+    """Return the scheduler that a plan names. `patience`: seconds for which a question to Slurm is repeated."""
+    return slurm_scheduler(patience=patience) if plan.scheduler == "slurm" else local_scheduler(run)
 
-        return Slurm(patience=patience)
+
+def slurm_scheduler(*, patience: float = CONTROLLER_PATIENCE) -> Slurm:
+    """Return the Slurm of this machine. `patience`: seconds for which a question is repeated."""
+    from relayrun.control.scheduler.slurm import Slurm
+
+    return Slurm(patience=patience)
+
+
+def local_scheduler(run: Run) -> LocalScheduler:
+    """Return the scheduler of the run's own queue on this machine."""
     from relayrun.control.scheduler.local import LocalScheduler
 
     return LocalScheduler(run)

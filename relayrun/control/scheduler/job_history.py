@@ -1,8 +1,8 @@
 """The history of a chain's jobs, for people: how the last job ended, why jobs wait, and when the chain had nodes.
 
 Slurm's accounting (`sacct`) is asked first; it knows every job of a chain, also a job that was requeued under its id.
-Without it the controller is asked, which forgets a job after some minutes. The local queue keeps a file per job.
-Each command gets a few seconds, so that a reader does not wait; a missing answer is None.
+Without it the controller is asked, which forgets a job after some minutes. The local queue keeps a file per job. Each
+command gets a few seconds, so that a reader does not wait; a missing answer is None.
 """
 
 from __future__ import annotations
@@ -21,42 +21,37 @@ from relayrun.control.scheduler.slurm_commands import parse_timestamp
 from relayrun.errors import SchedulerError
 
 ANSWER_SECONDS = 10.0
-"""For one command."""
-
 RESIZING = "RESIZING"
-"""Slurm's word for a job in a row of its accounting that ended with the loss of a node: the job went on."""
+"""Slurm's state in an accounting row that ended with the loss of a node while the job went on."""
 
 SILENT_COMMANDS: set[str] = set()
-"""Commands that did not answer in that time: this process does not wait for them again."""
+"""Commands that timed out once; this process does not call them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job ended, as its scheduler has it on record."""
+    """The end of a job, as its scheduler recorded it."""
 
     id: str
     state: str
-    """Slurm's: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
+    """Slurm's state: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
     exit_code: str = ""
-    """How the batch script ended: `1`, or `signal 9`; empty where that is 0 or not known."""
+    """Exit of the batch script: `1`, or `signal 9`; empty if it is 0 or unknown."""
     nodes: str = ""
     reason: str = ""
     end_time: float | None = None
     """Seconds since 1970."""
     source: str
-    """Who said so: sacct, scontrol or the local queue."""
+    """The source of the record: sacct, scontrol or the local queue."""
 
 
 def last_job(plan: Plan, *, since: float) -> JobEnd | None:
-    """The newest job of the chain that ran and has ended, or else one that never ran; None where Slurm remembers none.
-
-    `since`: seconds since 1970, before which no job of interest was queued.
-    """
+    """Return the newest job since a time that ran and ended, else one that never ran; None if Slurm has none."""
     return _last_job_by_sacct(plan, since) or _last_job_by_controller(plan)
 
 
 def pending_reasons(plan: Plan) -> dict[str, str]:
-    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words."""
+    """Return, by job id, why each queued job of the chain waits, its fallback job included, in Slurm's words."""
     names = ",".join([plan.job_name, plan.fallback_job_name])
     text = ask_slurm(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
     rows = [line.partition("|") for line in (text or "").splitlines()]
@@ -64,12 +59,12 @@ def pending_reasons(plan: Plan) -> dict[str, str]:
 
 
 def never_starts(reason: str | None) -> bool:
-    """Whether a job that waits for this reason, in Slurm's word, never starts unless a person changes something."""
+    """True if a job with this pending reason (Slurm's word) never starts unless a person changes something."""
     return re.fullmatch(_NEVER_STARTS, reason or "") is not None
 
 
 def waits_for_budget(reason: str | None) -> bool:
-    """Whether a job waits for this reason, in Slurm's word, until its account has more time to spend."""
+    """True if a job with this pending reason (Slurm's word) waits until its account has time to spend."""
     return re.fullmatch(_WAITS_FOR_BUDGET, reason or "") is not None
 
 
@@ -84,23 +79,23 @@ _WAITS_FOR_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
 
 
 def other_jobs_are_hidden() -> bool:
-    """Whether Slurm shows everybody their own jobs alone (PrivateData=jobs)."""
+    """Return whether Slurm hides the jobs of other users (PrivateData=jobs)."""
     found = re.search(r"^PrivateData\s*=\s*(\S*)", ask_slurm(["scontrol", "show", "config"]) or "", re.M)
     return found is not None and "jobs" in found[1].split(",")
 
 
 def abandoned_local_jobs(plan: Plan, run: Run) -> list[str]:
-    """Ids of jobs in the run's local queue that nobody will start: the terminal that ran the queue has gone."""
+    """Return the ids of local jobs that never start because the terminal that ran the queue has gone."""
     queue = LocalQueue(run.path / "local")
     if plan.scheduler != "local" or queue.is_being_run():
         return []
-    old = time.time() - ANSWER_SECONDS  # whoever has just submitted is about to run it
+    old = time.time() - ANSWER_SECONDS  # a submit is followed by the start of the queue
     waiting = [job for job in queue.every_job() if job.state == "PENDING" and not job.auxiliary]
     return [job.id for job in waiting if queue.path(job.id).stat().st_mtime < old]
 
 
 def last_local_job(every: Sequence[LocalJob]) -> JobEnd | None:
-    """The same as `last_job`, of the jobs of a local queue."""
+    """`last_job` for the jobs of a local queue."""
     jobs = [job for job in every if not job.auxiliary and job.end_time]
     ended = [job for job in jobs if not is_live_state(job.state)]
     ran = [job for job in ended if job.start_time is not None] or ended
@@ -112,19 +107,8 @@ def last_local_job(every: Sequence[LocalJob]) -> JobEnd | None:
 
 
 def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
-    text = ask_slurm(
-        [
-            "sacct",
-            "--allocations",
-            "--allusers",
-            "--parsable2",
-            "--noheader",
-            f"--name={plan.job_name}",
-            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
-            "--format=JobID,State,ExitCode,NodeList,Start,End",  # its Reason is why the job waited, not why it ended
-        ]
-    )
-    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
+    # not its Reason, which explains the wait and not the end
+    rows = _sacct_rows(f"--name={plan.job_name}", since, "JobID,State,ExitCode,NodeList,Start,End")
     ended = [row for row in rows if not is_live_state(row[1])]
     if not ended:
         return None
@@ -140,8 +124,7 @@ def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
 
 
 def _last_job_by_controller(plan: Plan) -> JobEnd | None:
-    text = ask_slurm(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
-    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
+    rows = _rows(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"], 3)
     ended = [row for row in rows if not is_live_state(row[1])]
     if not ended:
         return None
@@ -159,12 +142,24 @@ def _last_job_by_controller(plan: Plan) -> JobEnd | None:
     )
 
 
+def _sacct_rows(which: str, since: float, columns: str, *options: str) -> list[list[str]]:
+    """Return the accounting of the jobs that the option `which` selects, one row per allocation since a time."""
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
+    command = ["sacct", "--allocations", "--allusers", *options, "--parsable2", "--noheader", which]
+    return _rows([*command, f"--starttime={start}", f"--format={columns}"], columns.count(",") + 1)
+
+
+def _rows(command: Sequence[str], columns: int) -> list[list[str]]:
+    text = ask_slurm(command) or ""
+    return [row for line in text.splitlines() if len(row := line.split("|")) == columns]
+
+
 def _newest_row(rows: Sequence[list[str]]) -> list[str]:
     return max(rows, key=lambda row: int(re.sub(r"\D.*", "", row[0]) or 0))
 
 
 def _exit_code(text: str) -> str:
-    """Slurm's `code:signal`."""
+    """Parse Slurm's `code:signal`."""
     code, _, number = text.partition(":")
     if number not in ("", "0"):
         return f"signal {number}"
@@ -176,7 +171,7 @@ def _known_text(text: str) -> str:
 
 
 def ask_slurm(command: Sequence[str]) -> str | None:
-    """What a command of Slurm's printed; None where it is missing, fails or takes too long."""
+    """Return the output of a Slurm command; None if the command is missing, fails or times out."""
     if command[0] in SILENT_COMMANDS:
         return None
     try:
@@ -190,37 +185,37 @@ def ask_slurm(command: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """One time that a job had nodes. Times are seconds since 1970, as the scheduler's clock has them."""
+    """One period in which a job had nodes. Times are seconds since 1970, by the scheduler's clock."""
 
     job_id: str
     nodes: int
-    """At its start."""
+    """Number of nodes at its start."""
     submit: float | None
-    """When it was queued, or queued again; None where nobody says."""
+    """Time of the submit or requeue; None if unknown."""
     eligible: float | None
-    """When nothing but a lack of nodes kept it from starting any more."""
+    """Time from which only a lack of nodes kept the job from starting."""
     start: float
     end: float | None
-    """None while it has its nodes."""
+    """None while the job has its nodes."""
     source: str
-    """Who says so: sacct, squeue or the local queue."""
+    """The source of the record: sacct, squeue or the local queue."""
     state: str = ""
-    """How the job was, or has ended, in the scheduler's word."""
+    """State of the job, in the scheduler's word."""
     resized: Sequence[tuple[float, int]] = ()
-    """When nodes were taken from it, and how many it had from then on, oldest first."""
+    """Time of each loss of nodes and the number of nodes left, oldest first."""
 
 
 def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
-    """Every allocation of the chain that a scheduler remembers, oldest first; none where it does not answer.
+    """Return every allocation of the chain that the scheduler remembers, oldest first; empty if it does not answer.
 
-    `since`: seconds since 1970, before which no job of interest had nodes. `job_ids`: of the jobs that began an
-    attempt. A first job may have had another name than the chain's when it was queued.
+    `since`: seconds since 1970; older allocations are ignored. `job_ids`: the jobs that began an attempt; a first job
+    may have been queued under another name than the chain's.
     """
     if plan.scheduler == "local":
         return _local_allocations(run)
-    accounted = _allocations_by_sacct([f"--name={plan.job_name}"], since)
+    accounted = _allocations_by_sacct(f"--name={plan.job_name}", since)
     if missing := set(job_ids) - {each.job_id for each in accounted}:
-        accounted += _allocations_by_sacct([f"--jobs={','.join(sorted(missing))}"], since)
+        accounted += _allocations_by_sacct(f"--jobs={','.join(sorted(missing))}", since)
     known = {each.job_id for each in accounted}
     remembered = [] if known >= set(job_ids) else _allocations_by_controller(plan)
     return sorted([*accounted, *(each for each in remembered if each.job_id not in known)], key=lambda each: each.start)
@@ -240,62 +235,48 @@ def _local_allocations(run: Run) -> list[Allocation]:
             state=job.state,
         )
         for job in jobs
-        if job.start_time is not None and job.state != "PENDING"  # one that is queued again lost the times it had
+        if job.start_time is not None and job.state != "PENDING"  # a requeued job has lost its earlier times
     ]
 
 
-def _allocations_by_sacct(which: Sequence[str], since: float) -> list[Allocation]:
-    text = ask_slurm(
-        [
-            "sacct",
-            "--allocations",
-            "--allusers",
-            "--duplicates",  # a job that was queued again has a row for each time
-            "--parsable2",
-            "--noheader",
-            *which,
-            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
-            "--format=JobID,State,NNodes,Submit,Eligible,Start,End",
-        ]
-    )
-    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 7]
+def _allocations_by_sacct(which: str, since: float) -> list[Allocation]:
+    # --duplicates: a requeued job has a row for each start
+    rows = _sacct_rows(which, since, "JobID,State,NNodes,Submit,Eligible,Start,End", "--duplicates")
     found = [_allocation_of_row(row, source="sacct") for row in rows]
     return join_resized([each for each in found if each is not None])
 
 
 def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
-    """Make one allocation of the rows of a job that lost nodes and went on: accounting begins another one each time.
+    """Join the rows of each job that lost nodes and went on: accounting starts a new row at each loss.
 
-    To it such a job is RESIZING in all rows but the last, and queued anew when the one before it ended.
+    Such a job is RESIZING in all rows but the last, and each row starts at the end of the row before.
     """
     found: list[Allocation] = []
     for each in sorted(rows, key=lambda row: row.start):
-        at = next((at for at, before in enumerate(found) if _continues(before, each)), None)
+        at = next((at for at, before in enumerate(found) if _went_on(before) == (each.job_id, each.start)), None)
         if at is None:
             found.append(each)
         else:
-            before = found[at]
-            resized = [*before.resized, (each.start, each.nodes)]
-            found[at] = replace(before, end=each.end, state=each.state, resized=resized)
+            resized = [*found[at].resized, (each.start, each.nodes)]
+            found[at] = replace(found[at], end=each.end, state=each.state, resized=resized)
     return [replace(each, end=None) if each.state == RESIZING else each for each in found]
 
 
-def _continues(before: Allocation, row: Allocation) -> bool:
-    return before.state == RESIZING and before.job_id == row.job_id and before.end == row.start
+def _went_on(row: Allocation) -> tuple[str, float | None] | None:
+    return (row.job_id, row.end) if row.state == RESIZING else None
 
 
 def _allocations_by_controller(plan: Plan) -> list[Allocation]:
     command = ["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%D|%V||%S|%e"]
-    rows = [row for line in (ask_slurm(command) or "").splitlines() if len(row := line.split("|")) == 7]
-    found = [_allocation_of_row(row, source="squeue") for row in rows]
+    found = [_allocation_of_row(row, source="squeue") for row in _rows(command, 7)]
     return [each for each in found if each is not None]
 
 
 def _allocation_of_row(row: Sequence[str], *, source: str) -> Allocation | None:
-    """An allocation from id, state, nodes, and the times of submission, eligibility, start and end; None: it had none.
+    """Parse id, state, nodes, and the times of submission, eligibility, start and end; None if the job had no nodes.
 
-    What the controller says of the start of a queued job, and of the end of a running one, is a guess. To accounting a
-    job that was queued again is REQUEUED, with an end, in the row of each time before.
+    The controller only guesses the start of a queued job and the end of a running one. Accounting has a row with an end
+    and the state REQUEUED for each earlier start of a requeued job.
     """
     job_id, state, nodes, submit, eligible, start, end = row
     began, ended = parse_timestamp(start), parse_timestamp(end)
@@ -309,5 +290,5 @@ def _allocation_of_row(row: Sequence[str], *, source: str) -> Allocation | None:
         start=began,
         end=ended if source == "sacct" or not is_live_state(state) else None,
         source=source,
-        state=state.partition(" ")[0],  # behind it may stand who cancelled it
+        state=state.partition(" ")[0],  # `CANCELLED by 1000`
     )

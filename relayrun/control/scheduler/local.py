@@ -1,10 +1,10 @@
 """The local scheduler: a chain of jobs on one machine, with Slurm's signals and no daemon.
 
-The queue is a folder of the run directory; a job is one JSON file. `submit` only writes it. `run_queue`,
-held by the terminal that submitted, starts one job at a time (a singleton, like on Slurm) and treats it
-as Slurm does: SIGUSR2 to the batch script `signal_lead` seconds before the limit, SIGTERM to everything
-at the limit, SIGKILL after KILL_WAIT. If that terminal dies, the job gets SIGTERM, saves and ends.
-`AuxiliaryJobs` runs jobs that are not part of the chain beside it, one at a time.
+The queue is a folder of the run directory; a job is one JSON file, and `submit` only writes it. `run_queue`, held by
+the terminal that submitted, starts one job at a time (a singleton, like on Slurm) and treats it as Slurm does: SIGUSR2
+to the batch script `signal_lead` seconds before the limit, SIGTERM to all processes at the limit, SIGKILL after
+KILL_WAIT. If that terminal dies, the job gets SIGTERM, saves and ends. `AuxiliaryJobs` runs jobs outside the chain
+beside it, one at a time.
 """
 
 from __future__ import annotations
@@ -30,91 +30,27 @@ from relayrun.control.scheduler.base import (
     Job,
     MinimumNodes,
     RankLaunch,
+    Scheduler,
     is_live_state,
 )
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 from relayrun.errors import SchedulerError
 
-AUXILIARY_POLL_SECONDS = 1.0
-"""Between two looks for jobs that run beside the chain."""
-AUXILIARY_KILL_WAIT = 5.0
-"""Seconds from SIGTERM to SIGKILL for them; the chain's job is not looked after meanwhile."""
-
-
-class AuxiliaryJobs:
-    """Runs the jobs that are no part of the chain, one at a time, while its owner waits for others."""
-
-    def __init__(self, queue: LocalQueue, on_event: Callable[[str], None]) -> None:
-        self._queue = queue
-        self._on_event = on_event
-        self._running: tuple[LocalJob, subprocess.Popen[bytes]] | None = None
-        self._next_look = 0.0
-
-    @property
-    def busy(self) -> bool:
-        return self._running is not None
-
-    def poll(self) -> None:
-        """Start what waits, end what is over its limit or cancelled, record what has ended."""
-        if self._running is None:
-            if time.monotonic() < self._next_look:
-                return
-            self._next_look = time.monotonic() + AUXILIARY_POLL_SECONDS
-            waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
-            if waiting:
-                self._running = self._queue.start_job(waiting[0])
-                with contextlib.suppress(OSError), self._queue.locked():  # whoever looks on sees it waiting
-                    self._queue.write_job(self._running[0])
-                self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
-            return
-        job, process = self._running
-        if process.poll() is not None:
-            self._record("COMPLETED" if process.returncode == 0 else "FAILED")
-        elif time.time() >= (job.end_time or 0.0):
-            self._stop("TIMEOUT")
-        elif self._queue.read_job(job.id).cancel_requested:
-            self._stop("CANCELLED")
-
-    def end(self) -> None:
-        """End the one that runs."""
-        if self._running is not None:
-            self._stop("CANCELLED")
-
-    def _stop(self, state: str) -> None:
-        assert self._running is not None
-        _, process = self._running
-        signal_group(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(AUXILIARY_KILL_WAIT)
-        signal_group(process, signal.SIGKILL)
-        process.wait()
-        self._record(state)
-
-    def _record(self, state: str) -> None:
-        assert self._running is not None
-        job, process = self._running
-        self._running = None
-        self._next_look = 0.0
-        with self._queue.locked():
-            ended = replace(job, state=state, exit_code=process.returncode, end_time=time.time())
-            self._queue.write_job(ended)
-        self._on_event(f"job {job.id} ended: {state} ({job.name})")
-
-
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
-
 REQUEUE_EXIT_CODE = 75
 """Exit code of a job whose supervisor failed; see `launchers/lib/again.sh`."""
-
 DISK_RETRY_SECONDS = 3600.0
-"""Seconds for which who runs the queue tries again what a full or silent disk refuses."""
-
+"""Seconds for which `run_queue` retries reads and writes that a full or silent disk refuses."""
+AUXILIARY_POLL_SECONDS = 1.0
+"""Interval between two looks for auxiliary jobs."""
+AUXILIARY_KILL_WAIT = 5.0
+"""Seconds from SIGTERM to SIGKILL for auxiliary jobs; the chain's job is not watched meanwhile."""
 T = TypeVar("T")
 
 
-class LocalScheduler:
-    """A `Scheduler` for one run directory."""
+class LocalScheduler(Scheduler):
+    """The `Scheduler` of one run directory."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -126,53 +62,88 @@ class LocalScheduler:
             raise SchedulerError(f"not inside a local job: {JOB_ID_VARIABLE} is not set")
         return job_id
 
-    @property
-    def nodes(self) -> None:
-        return None  # there is one, which every job has
+    def query(self, job_id: str) -> Job | None:
+        return self._seen(self._queue.read_job(job_id)) if self._queue.path(job_id).exists() else None
 
-    @property
-    def fallback_jobs(self) -> None:
-        return None  # who runs the queue sees how each job ends
+    def _seen(self, job: LocalJob) -> Job:
+        state = job.state
+        if state == "RUNNING" and not self._queue.is_being_run():
+            state = "NODE_FAIL"  # the runner of the queue was killed, and the job with it
+        if state == "RUNNING" and job.cancel_requested:
+            state = "CANCELLED"
+        return Job(
+            id=job.id,
+            name=job.name,
+            state=state,
+            nodes=os.uname().nodename,
+            end_time=job.end_time,
+            submit_time=job.submit_time,
+            eligible_time=job.eligible_time,
+            start_time=job.start_time,
+            requeue=True,
+        )
 
-    def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
-        return self.submit(plan, script, options={})
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        return self.live(self.every_job())
 
-    def adopt(self, job: Job, plan: Plan) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job.id), name=plan.job_name))
+    def every_job(self) -> list[LocalJob]:
+        """Return the jobs of the queue, as recorded."""
+        return self._queue.every_job()
+
+    def live(self, every: Sequence[LocalJob]) -> list[Job]:
+        """The given jobs that belong to the chain and are pending or running."""
+        jobs = [self._seen(job) for job in every if not job.auxiliary]
+        return [job for job in jobs if job.live]
+
+    def find_job(self, name: str) -> str | None:
+        return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
+
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
+        job = self.query(job_id)
+        return job is not None and job.state == "CANCELLED"
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         if options:
             raise SchedulerError(f"the local scheduler takes no options, but was given: {', '.join(options)}")
-        return self._queue.add(
-            LocalJob(
-                id="",
-                name=plan.job_name,
-                script=str(script),
-                log_folder=plan.log_folder,
-                time_limit=plan.time_limit,
-                signal_lead=plan.signal_lead,
-                eligible_time=time.time() + delay,
-            )
+        job = LocalJob(
+            id="",
+            name=plan.job_name,
+            script=str(script),
+            log_folder=plan.log_folder,
+            time_limit=plan.time_limit,
+            signal_lead=plan.signal_lead,
+            eligible_time=time.time() + delay,
         )
+        return self._queue.add(job)
 
     def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
-        return self._queue.add(
-            LocalJob(
-                id="",
-                name=name,
-                script=str(script),
-                arguments=list(arguments),
-                log_folder=plan.log_folder,
-                time_limit=limit,
-                signal_lead=0,
-                eligible_time=time.time(),
-                auxiliary=True,
-            )
+        job = LocalJob(
+            id="",
+            name=name,
+            script=str(script),
+            arguments=list(arguments),
+            log_folder=plan.log_folder,
+            time_limit=limit,
+            signal_lead=0,
+            eligible_time=time.time(),
+            auxiliary=True,
         )
+        return self._queue.add(job)
 
-    def named(self, name: str) -> str | None:
-        return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
+    def adopt(self, job: Job, plan: Plan) -> None:
+        self._queue.change(job.id, name=plan.job_name)
+
+    def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
+        self._queue.change(job.id, failed_begins=0)
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        self._queue.change(job_id, guarded=True)  # no process is needed: `run_queue` sees the end
+
+    def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
+        self._queue.change(job_id, requeue_delay=delay)
+
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        self._queue.change(job_id, eligible_time=time.time() + delay)
 
     def cancel(self, job_id: str) -> None:
         if not self._queue.path(job_id).exists():
@@ -189,99 +160,28 @@ class LocalScheduler:
             message = f"job {job_id} is not cancelled: {error.strerror}"
             raise SchedulerError(message, where=self._queue.folder, hint=hint) from None
 
-    def note_stop(self, job_id: str, user: str) -> None:
-        """Nowhere: its jobs are files of the run directory."""
-
-    def cancelled_by(self, job_id: str) -> None:
-        return None  # one file for all users
-
-    def postpone(self, job_id: str, *, delay: int) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job_id), eligible_time=time.time() + delay))
-
-    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
-
-    def requeue(self, job_id: str, *, delay: int = 0, few: MinimumNodes | None = None) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job_id), requeue_delay=delay))
-
-    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        with self._queue.locked():  # no process is needed: who runs the queue sees it
-            self._queue.write_job(replace(self._queue.read_job(job_id), guarded=True))
-
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
-        # SIGKILL cannot be handed on by the one who gets it, so the starter takes SIGQUIT for it
+        # a process cannot forward SIGKILL, so the starter forwards SIGQUIT as SIGKILL
         number = signal.SIGQUIT if number == signal.SIGKILL else number
         with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
             os.kill(int(self._starter_pid.read_text()), number)
+
+    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
+        del leave_signal  # the batch script sends it
+        tasks = plan.nodes if plan.recovery == "node" else plan.ntasks
+        options = [f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
+        # it picks a free port
+        return RankLaunch(command=[plan.host_python, "-m", "relayrun.control.scheduler.tasks", *options])
 
     @property
     def _starter_pid(self) -> Path:
         return self._queue.folder / "starter.pid"
 
-    def query(self, job_id: str) -> Job | None:
-        return self._seen(self._queue.read_job(job_id)) if self._queue.path(job_id).exists() else None
-
-    def _seen(self, job: LocalJob) -> Job:
-        """A job as who asks sees it."""
-        state = job.state
-        if state == "RUNNING" and not self._queue.is_being_run():
-            state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
-        if state == "RUNNING" and job.cancel_requested:
-            state = "CANCELLED"
-        return Job(
-            id=job.id,
-            name=job.name,
-            state=state,
-            nodes=os.uname().nodename,
-            end_time=job.end_time,
-            submit_time=job.submit_time,
-            eligible_time=job.eligible_time,
-            start_time=job.start_time,
-            requeue=True,
-        )
-
-    def cancelled(self, job_id: str, *, nodes: str) -> bool:
-        job = self.query(job_id)
-        return job is not None and job.state == "CANCELLED"
-
-    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
-        return None
-
-    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        return self.live(self.every_job())
-
-    def every_job(self) -> list[LocalJob]:
-        """The jobs of the queue, as they are on record."""
-        return self._queue.every_job()
-
-    def live(self, every: Sequence[LocalJob]) -> list[Job]:
-        """Those of the chain, of these, that wait or run."""
-        jobs = [self._seen(job) for job in every if not job.auxiliary]
-        return [job for job in jobs if job.live]
-
-    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
-        return []
-
-    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
-        del leave_signal  # the batch script sends it
-        tasks = plan.nodes if plan.recovery == "node" else plan.ntasks
-        starter = [
-            "-m",
-            "relayrun.control.scheduler.tasks",
-            f"--ntasks={tasks}",
-            f"--pid-file={self._starter_pid}",
-            "--",
-        ]
-        return RankLaunch(command=[plan.host_python, *starter])  # which picks a free port
-
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
-        """Run the queued jobs until none is left, the chain's one by one. `poll` is called several times a second.
+        """Run the queued jobs until none is left, the chain's jobs one by one. `poll` is called several times a second.
 
-        KeyboardInterrupt cancels the running job and what is queued, waits for the end, and is raised again.
-        Raises SchedulerError if somebody runs this queue already.
+        KeyboardInterrupt cancels the running job and the queued jobs, waits for the end, and is raised again. Raises
+        SchedulerError if another process runs this queue.
         """
         self._queue.folder.mkdir(parents=True, exist_ok=True)
         with open(self._queue.folder / "runner.lock", "w") as lock:
@@ -296,7 +196,7 @@ class LocalScheduler:
 
             def look() -> None:
                 for duty in (poll, auxiliary.poll):
-                    with contextlib.suppress(OSError):  # neither a full disk nor a closed terminal ends the chain's job
+                    with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end the chain's job
                         duty()
 
             def waiting() -> list[LocalJob]:
@@ -318,9 +218,9 @@ class LocalScheduler:
                 auxiliary.end()
 
     def _patiently(self, failure: str, work: Callable[[], T], on_event: Callable[[str], None]) -> T:
-        """Do what reads or writes the queue, again and again while the disk refuses it.
+        """Call `work`, which reads or writes the queue, again and again while the disk refuses it.
 
-        Raises SchedulerError after DISK_PATIENCE, with the reason in STOP if that can be written.
+        Raises SchedulerError after DISK_RETRY_SECONDS, with the reason in STOP if that can be written.
         """
         deadline, pause, said = time.monotonic() + DISK_RETRY_SECONDS, 0.1, False
         while True:
@@ -368,51 +268,6 @@ class LocalScheduler:
             )
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 
-    def _recorded(self, job: LocalJob) -> bool:
-        """Record that a job runs; return whether the disk took it."""
-        try:
-            with self._queue.locked():
-                self._queue.write_job(_with_start(self._queue.read_job(job.id), job))
-        except OSError:
-            return False
-        return True
-
-    def _close(self, started: LocalJob, state: str, code: int) -> LocalJob:
-        """Record how a job ended, or queue it again; return it as it stands then."""
-        with self._queue.locked():
-            job = _with_start(self._queue.read_job(started.id), started)
-            job = replace(job, state=state, exit_code=code, end_time=time.time())
-            if state != "CANCELLED" and code == REQUEUE_EXIT_CODE:
-                job = self._again(job)
-            elif state != "CANCELLED" and (job.requeue_delay is not None or (job.guarded and code < 0)):
-                eligible = time.time() + (job.requeue_delay or 0)
-                job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
-            elif state != "CANCELLED" and code < 0 and self._goes_on():
-                job = self._again(job)
-            self._queue.write_job(job)
-        return job
-
-    def _goes_on(self) -> bool:
-        """Whether a job whose batch script was killed, which can do nothing more, shall be followed by another."""
-        return self._run.plan.exists() and Plan.load(self._run).auto_requeue and stop_reason(self._run) is None
-
-    def _again(self, job: LocalJob) -> LocalJob:
-        """Queue a job whose supervisor failed once more, later each time, unless another waits behind it.
-
-        It is what `launchers/lib/again.sh` does on Slurm.
-        """
-        others = (other for other in self._queue.every_job() if other.id != job.id)  # its own may not say RUNNING yet
-        if any(other.state == "PENDING" and not other.auxiliary for other in others):
-            return job
-        failed = job.failed_begins + 1
-        job = replace(job, failed_begins=failed)
-        if failed >= MAX_FAILED_BEGINS:
-            with contextlib.suppress(OSError):
-                write_stop(self._run, f"the supervisor failed in job {job.id}, {failed} times in a row; see its log")
-            return job
-        eligible = time.time() + BEGIN_BACKOFF * 2 ** (failed - 1)
-        return replace(job, state="PENDING", eligible_time=eligible)
-
     def _watch(
         self,
         job: LocalJob,
@@ -446,14 +301,56 @@ class LocalScheduler:
             time.sleep(0.1)
         return state
 
+    def _recorded(self, job: LocalJob) -> bool:
+        try:
+            with self._queue.locked():
+                self._queue.write_job(_with_start(self._queue.read_job(job.id), job))
+        except OSError:
+            return False
+        return True
+
     def _cancel_requested(self, job_id: str) -> bool:
         try:
             return self._queue.read_job(job_id).cancel_requested
-        except OSError:  # it is read again soon
+        except OSError:  # the next poll reads it again
             return False
 
+    def _close(self, started: LocalJob, state: str, code: int) -> LocalJob:
+        """Record how a job ended, or queue it again; return its new record."""
+        with self._queue.locked():
+            job = _with_start(self._queue.read_job(started.id), started)
+            job = replace(job, state=state, exit_code=code, end_time=time.time())
+            if state != "CANCELLED" and code == REQUEUE_EXIT_CODE:
+                job = self._again(job)
+            elif state != "CANCELLED" and (job.requeue_delay is not None or (job.guarded and code < 0)):
+                eligible = time.time() + (job.requeue_delay or 0)
+                job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
+            elif state != "CANCELLED" and code < 0 and self._goes_on():
+                job = self._again(job)
+            self._queue.write_job(job)
+        return job
+
+    def _goes_on(self) -> bool:
+        """Return whether a job whose batch script was killed, and could not do anything itself, needs a successor."""
+        return self._run.plan.exists() and Plan.load(self._run).auto_requeue and stop_reason(self._run) is None
+
+    def _again(self, job: LocalJob) -> LocalJob:
+        """Requeue a job whose supervisor failed, later each time, unless another job waits (Slurm: again.sh)."""
+        # its own record may not say RUNNING yet
+        others = (other for other in self._queue.every_job() if other.id != job.id)
+        if any(other.state == "PENDING" and not other.auxiliary for other in others):
+            return job
+        failed = job.failed_begins + 1
+        job = replace(job, failed_begins=failed)
+        if failed >= MAX_FAILED_BEGINS:
+            with contextlib.suppress(OSError):
+                write_stop(self._run, f"the supervisor failed in job {job.id}, {failed} times in a row; see its log")
+            return job
+        eligible = time.time() + BEGIN_BACKOFF * 2 ** (failed - 1)
+        return replace(job, state="PENDING", eligible_time=eligible)
+
     def _bury_orphans(self) -> None:
-        """A job that still counts as running when a new runner starts has lost its own."""
+        """Record the end of jobs that still count as running when a new runner starts: they lost their own runner."""
         for job in self._queue.every_job():
             if job.state == "RUNNING":
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -464,11 +361,67 @@ class LocalScheduler:
 
 
 def _with_start(record: LocalJob, job: LocalJob) -> LocalJob:
-    """The record of a job with what only who started it knows."""
+    """Add the start of a job, which only the process that started it knows, to its record."""
     return replace(record, state="RUNNING", pid=job.pid, start_time=job.start_time, end_time=job.end_time)
 
 
+class AuxiliaryJobs:
+    """Runs the jobs outside the chain, one at a time, while its owner waits for the chain's jobs."""
+
+    def __init__(self, queue: LocalQueue, on_event: Callable[[str], None]) -> None:
+        self._queue = queue
+        self._on_event = on_event
+        self._running: tuple[LocalJob, subprocess.Popen[bytes]] | None = None
+        self._next_look = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    def poll(self) -> None:
+        """Start a pending job, end a job that is cancelled or over its limit, and record a job that has ended."""
+        if self._running is None:
+            if time.monotonic() < self._next_look:
+                return
+            self._next_look = time.monotonic() + AUXILIARY_POLL_SECONDS
+            waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
+            if waiting:
+                self._running = self._queue.start_job(waiting[0])
+                with contextlib.suppress(OSError), self._queue.locked():  # until then a reader sees it pending
+                    self._queue.write_job(self._running[0])
+                self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
+            return
+        job, process = self._running
+        if process.poll() is not None:
+            self._record(job, process, "COMPLETED" if process.returncode == 0 else "FAILED")
+        elif time.time() >= (job.end_time or 0.0):
+            self._stop(job, process, "TIMEOUT")
+        elif self._queue.read_job(job.id).cancel_requested:
+            self._stop(job, process, "CANCELLED")
+
+    def end(self) -> None:
+        """End the running job."""
+        if self._running is not None:
+            self._stop(*self._running, "CANCELLED")
+
+    def _stop(self, job: LocalJob, process: subprocess.Popen[bytes], state: str) -> None:
+        signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(AUXILIARY_KILL_WAIT)
+        signal_group(process, signal.SIGKILL)
+        process.wait()
+        self._record(job, process, state)
+
+    def _record(self, job: LocalJob, process: subprocess.Popen[bytes], state: str) -> None:
+        self._running = None
+        self._next_look = 0.0
+        with self._queue.locked():
+            ended = replace(job, state=state, exit_code=process.returncode, end_time=time.time())
+            self._queue.write_job(ended)
+        self._on_event(f"job {job.id} ended: {state} ({job.name})")
+
+
 def print_event(text: str) -> None:
-    """An event of the queue, for a person."""
-    with contextlib.suppress(OSError):  # the terminal may have gone, or be a file on a full disk
+    """Print an event of the queue for a person."""
+    with contextlib.suppress(OSError):  # the terminal may be closed, or a file on a full disk
         print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)

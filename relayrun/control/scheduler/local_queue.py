@@ -1,4 +1,4 @@
-"""The queue of the local scheduler: a folder of the run directory, one JSON file a job, and how a job is started."""
+"""The queue of the local scheduler: a folder of the run directory with one JSON file per job."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
 from relayrun.errors import SchedulerError
-from relayrun.files import write_json
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -32,45 +31,33 @@ class LocalJob(Record):
     time_limit: int
     signal_lead: int
     eligible_time: float
-    """Not started before this (`--begin`)."""
+    """The job does not start before this time (`--begin`)."""
     submit_time: float | None = None
-    """None in a queue of an earlier version."""
     state: str = "PENDING"
     pid: int | None = None
     start_time: float | None = None
     end_time: float | None = None
-    """When the limit is reached; once the job has ended, when it did."""
+    """Time at which the limit is reached; for a job that has ended, its end."""
     exit_code: int | None = None
     cancel_requested: bool = False
     arguments: list[str] = field(default_factory=list)
-    """What the script is given."""
     auxiliary: bool = False
-    """No part of the chain: it runs while the chain's jobs run, with the lowest priority."""
+    """The job is outside the chain: it runs beside the chain's jobs with the lowest priority."""
     guarded: bool = False
-    """Queue it again if its batch script is killed."""
+    """Requeue the job if its batch script is killed."""
     requeue_delay: int | None = None
-    """Set by `requeue`: queue it again when it ends, after so many seconds."""
+    """Set by `requeue`: seconds after its end at which the job is queued again."""
     failed_begins: int = 0
-    """How often in a row its supervisor failed."""
-
-    def write(self, path: Path) -> None:
-        """Write it so that a queue that an earlier version runs, which says `beside` for `auxiliary`, reads it, too."""
-        write_json(path, asdict(self) | {"beside": self.auxiliary})
-
-    @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Self:
-        """A queue of an earlier version says `beside` for `auxiliary`."""
-        return super().of({"auxiliary": value["beside"], **value} if "beside" in value else value)
 
 
 class LocalQueue:
-    """The jobs of one run directory. Who changes one holds `locked`."""
+    """The jobs of one run directory. A writer holds `locked`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def add(self, job: LocalJob) -> str:
-        """Queue it under the next number, which becomes its id."""
+        """Queue a job under the next number, which becomes its id; return the id."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.locked():
             number = max((int(job.id) for job in self.every_job()), default=0) + 1
@@ -79,11 +66,11 @@ class LocalQueue:
         return job.id
 
     def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
-        """Start a job's script in a session of its own; it dies with this process. Who calls writes the job down."""
-        from relayrun.control.scheduler.tasks import die_with_parent  # not paid for by who looks at the queue
+        """Start a job's script in a session of its own; it dies with this process. The caller records the job."""
+        from relayrun.control.scheduler.tasks import die_with_parent  # readers of the queue do not need it
 
         def prepare() -> None:
-            # as Slurm starts a job: whoever submitted may block or ignore signals, and that is handed down
+            # as Slurm does: blocked and ignored signals of the submitter would be inherited
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_DFL)
@@ -106,7 +93,7 @@ class LocalQueue:
         return replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=end_time), process
 
     def is_being_run(self) -> bool:
-        """Whether somebody runs the queue now."""
+        """Return whether a process runs the queue now."""
         try:
             with open(f"{self.folder}/runner.lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -120,7 +107,7 @@ class LocalQueue:
         return self.folder / f"job-{int(job_id):04}.json"
 
     def read_job(self, job_id: str) -> LocalJob:
-        """Raises SchedulerError if there is none."""
+        """Return the job. Raises SchedulerError if it does not exist."""
         return self._read(self.path(job_id))
 
     def _read(self, path: Path | str) -> LocalJob:
@@ -131,11 +118,16 @@ class LocalQueue:
         return job
 
     def write_job(self, job: LocalJob) -> None:
-        """Under `locked`."""
+        """Write the record of a job. The caller holds `locked`."""
         job.write(self.path(job.id))
 
+    def change(self, job_id: str, **changes: Any) -> None:
+        """Change fields of a job's record under the lock."""
+        with self.locked():
+            self.write_job(replace(self.read_job(job_id), **changes))
+
     def every_job(self) -> list[LocalJob]:
-        """In the order in which they were queued."""
+        """Return all jobs in the order in which they were queued."""
         try:
             names = sorted(os.listdir(self.folder))
         except FileNotFoundError:
@@ -145,14 +137,14 @@ class LocalQueue:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """For who changes a job."""
+        """Hold the lock of the queue for a change."""
         with open(self.folder / "queue.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
 def _open_job_log(job: LocalJob, suffix: str) -> BinaryIO:
-    """A job's log, to append to. Where it cannot be opened, none: a job of a chain opens its own somewhere else."""
+    """Open a job's log to append to, or /dev/null if that fails: a job of a chain then opens its own log elsewhere."""
     try:
         Path(job.log_folder).mkdir(parents=True, exist_ok=True)
         return open(Path(job.log_folder) / f"{job.name}-{job.id}.{suffix}", "ab")
@@ -161,6 +153,6 @@ def _open_job_log(job: LocalJob, suffix: str) -> BinaryIO:
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the batch script and all it started; they share its session."""
+    """Signal the batch script and all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

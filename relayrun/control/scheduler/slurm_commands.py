@@ -7,12 +7,11 @@
     JobId=1 JobName=TEXT UserId=... Account=... JobState=... NodeList=... Network=TEXT Command=TEXT
     WorkDir=TEXT Comment=TEXT StdErr=TEXT StdIn=TEXT StdOut=TEXT Power=... TresPerNode=...
 
-A name, comment, argument or path may contain ` JobState=COMPLETED`. So fields are read only between the name and the
-network (or the command), where Slurm writes accounts in small letters; fields behind all texts are read from the end.
-If the name itself may contain fields, there is a second ` UserId=`, and the caller asks Slurm for the name.
+A text may contain ` JobState=COMPLETED`. So fields are read only between the name and the network (or the command),
+where Slurm writes accounts in small letters; fields behind all texts are read from the end. If the name may contain
+fields, there is a second ` UserId=`, and the caller asks Slurm for the name.
 
 `check_sbatch_options` knows the options of the installed sbatch, plugins of the site included, or a list kept here.
-GPUs are requested by `--gpus-per-node` or by another option, never by two options.
 """
 
 from __future__ import annotations
@@ -21,27 +20,26 @@ import difflib
 import functools
 import os
 import re
+import secrets
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
-from relayrun.control.scheduler.base import Job, clean_environment, is_live_state
+from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Job, clean_environment, is_live_state
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.slurmtime import parse_time
 
 
 def asks_for_gpus(options: Mapping[str, str | None]) -> bool:
-    """Whether one of these options asks for GPUs, so that `--gpus-per-node` must not."""
+    """True if one of these options requests GPUs; `--gpus-per-node` must not be given beside it."""
     by_name = any(name in options for name in ("gpus", "gpus-per-task", "gpus-per-socket"))
     listed = f"{options.get('gres') or ''},{options.get('tres-per-task') or ''}"
     return by_name or any(_is_gpu_resource(part) for part in listed.split(","))
 
 
 def gres_with_gpus(gres: str, gpus: str) -> str:
-    """The option `gres` with other GPUs: their number, or type and number; without GPUs where `gpus` is 0.
-
-    A type in `gres` stays where `gpus` names none.
-    """
+    """Return `gres` with other GPUs, a number or type and number; 0: without GPUs. A bare number keeps the type."""
     parts = []
     for part in gres.split(","):
         if not _is_gpu_resource(part):
@@ -53,7 +51,7 @@ def gres_with_gpus(gres: str, gpus: str) -> str:
 
 
 def gpu_options_like_script(options: Mapping[str, str], script: Mapping[str, str | None]) -> dict[str, str]:
-    """A job's options, read back from Slurm, for a script whose own options ask for GPUs in their way."""
+    """Return a job's options, read back from Slurm, with GPUs requested in the way of the script's own options."""
     found = dict(options)
     if "gpus-per-node" in found and asks_for_gpus(script):
         gpus = found.pop("gpus-per-node").partition("(")[0]
@@ -67,13 +65,11 @@ def _is_gpu_resource(part: str) -> bool:
 
 
 COMMENT_PREFIX = "relayrun:"
-"""Begins the comment of every job that is submitted here; a word of the job's own follows."""
-
+"""Prefix of the comment of every job that relayrun submits; a unique word follows."""
 BEGIN_FAILED_COMMENT = f"{COMMENT_PREFIX}begin-failed="
-"""Begins the comment of a job whose `begin` failed; `launchers/lib/again.sh` writes `COUNT@NODES` behind it."""
-
+"""Prefix of the comment of a job whose `begin` failed; `launchers/lib/again.sh` appends `COUNT@NODES`."""
 STOPPED_BY_COMMENT = f"{COMMENT_PREFIX}stopped-by="
-"""Begins the comment of a job whose chain a person has ended; the user follows. `launchers/lib/again.sh` reads it."""
+"""Prefix of the comment of a job whose chain a person ended; the user follows. `launchers/lib/again.sh` reads it."""
 
 _KEPT_OPTIONS = {
     "NumNodes": "nodes",
@@ -86,18 +82,18 @@ _KEPT_OPTIONS = {
     "ExcNodeList": "exclude",
     "CPUs/Task": "cpus-per-task",
 }
-"""Fields of scontrol whose values hold for successors, with the option that sets them. Memory and GPUs too."""
+"""Fields of scontrol that apply to successors, with the option that sets them. Memory and GPUs are added below."""
 
 
 def is_job_text_ambiguous(text: str) -> bool:
-    """Whether only the job's name, from elsewhere, tells where its fields begin."""
+    """True if the text of a job can only be parsed with the job's name from another source."""
     return text.count(" UserId=") > 1
 
 
 def job_fields(text: str, *, name: str | None = None) -> dict[str, str]:
-    """The fields of one job, without those that have no value; `name`: the job's, if it is known.
+    """Return the non-empty fields of one job; `name`: the job's name, if it is known.
 
-    `JobName` is whole. `Comment` is there where it is one word, as ours are.
+    `JobName` is complete. `Comment` is present if it is one word, as relayrun's comments are.
     """
     start, known = _after_name(text, name)
     texts = re.compile(r" (?:Network|Command)=").search(text, start)
@@ -105,7 +101,7 @@ def job_fields(text: str, *, name: str | None = None) -> dict[str, str]:
     for field, value in _FIELD.findall(core):
         known.setdefault(field, value)
     if comment := re.search(r" Comment=(\S*) +StdErr=|.* Comment=(\S*)\s*$", rest):
-        known["Comment"] = comment[1] or comment[2] or ""  # one that was emptied is shown as such
+        known["Comment"] = comment[1] or comment[2] or ""  # an emptied comment is shown as empty
     tail = rest[max(rest.rfind(" Power="), rest.rfind(" StdOut="), 0) :]
     for field, value in _FIELD.findall(tail):
         if field.startswith("TresPer"):
@@ -117,7 +113,7 @@ _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
 
 
 def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
-    """Where what follows the name begins, and the fields before."""
+    """Return the position behind the name, and the fields before it."""
     job_id = re.match(r"\s*JobId=(\d+)", text)
     known = {"JobId": job_id[1]} if job_id else {}
     begin = text.find(" JobName=")
@@ -133,7 +129,7 @@ def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
 
 
 def parse_job(text: str, *, name: str | None = None) -> Job:
-    """Return the job of one line of `scontrol show job --oneliner`; `name`: its name, where `is_job_text_ambiguous`."""
+    """Parse one line of `scontrol show job --oneliner`; `name`: the job's name, needed if `is_job_text_ambiguous`."""
     known = job_fields(text, name=name)
     options = {option: known[field] for field, option in _KEPT_OPTIONS.items() if field in known}
     if "MinMemoryCPU" in known:
@@ -156,9 +152,9 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         end_time=end if limit is not None or not is_live_state(state) else None,
         submit_time=parse_timestamp(known.get("SubmitTime", "")),
         eligible_time=parse_timestamp(known.get("EligibleTime", "")),
-        start_time=None if state == "PENDING" else start,  # until then it is a guess
+        start_time=None if state == "PENDING" else start,  # while pending it is Slurm's guess
         options=options,
-        at_limit=known.get("Reason") == "TimeLimit"  # also of a job whose reservation was over
+        at_limit=known.get("Reason") == "TimeLimit"  # also for a job whose reservation ended
         or (start is not None and end is not None and limit is not None and end - start >= limit),
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
@@ -169,7 +165,7 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
 
 
 def parse_timestamp(text: str) -> float | None:
-    """Seconds since 1970 of one of Slurm's times, which are such seconds or local ones; None where it is none."""
+    """Convert one of Slurm's times, seconds since 1970 or local time, to seconds since 1970; None if it is no time."""
     if text.isdecimal():
         return float(text)
     try:
@@ -179,42 +175,42 @@ def parse_timestamp(text: str) -> float | None:
 
 
 class NotInstalledError(SchedulerError):
-    """Slurm's commands are not on this machine."""
+    """Slurm's commands are not installed on this machine."""
 
 
 class NoAnswerError(SchedulerError):
-    """The command failed in a way that another try may mend: it says nothing about what was asked."""
+    """The command failed in a way that a retry may mend; the error does not answer the question."""
 
 
 class TimedOutError(NoAnswerError):
-    """The command took longer than it may."""
+    """The command exceeded its time limit."""
 
 
 class TooManyJobsError(SchedulerError):
-    """So many jobs are there that Slurm takes no more now."""
+    """Slurm accepts no more jobs now because of the number of jobs."""
 
 
 COMMANDS_WITH_TIMES = ("sacct", "scontrol", "squeue")
-"""Commands whose times a program reads; those of `sbatch --test-only` are for people."""
+"""Commands whose times a program reads; times of `sbatch --test-only` are for people."""
 EPOCH_TIME_FORMAT = {"SLURM_TIME_FORMAT": "%s"}
-"""Times are seconds since 1970: local ones come twice in the night in which summer time ends."""
+"""Makes Slurm print times as seconds since 1970: local times are ambiguous in the night when summer time ends."""
 
 _NO_ANSWER = re.compile(
     r"Unable to contact|Connection (refused|reset)|timed out|Zero Bytes|Transport endpoint|backup|authentication"
     r"|munge|temporarily|try again|Socket|No route|Unable to establish|Cannot allocate",
     re.I,
 )
-"""What an order that did not reach the controller, or whose answer was lost, is known to say."""
+"""Messages of an order that did not reach the controller, or whose answer was lost."""
 
 _TOO_MANY = re.compile(r"(Max|Grp)Submit")
-"""What sbatch says where the number of jobs is the trouble, and not the job."""
+"""Words of sbatch's message if the number of jobs is the reason for the refusal, and not the job."""
 
 
 def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, words: bool = False) -> str:
-    """Run one command, for at most so many seconds; return what it printed.
+    """Run one command for at most `seconds`; return its output.
 
-    `lines`: orders for its standard input. `words`: return what it said on standard error, too. Raises
-    NotInstalledError, TimedOutError, NoAnswerError, TooManyJobsError, or a plain SchedulerError where Slurm refused.
+    `lines`: orders for its standard input. `words`: also return its standard error. Raises NotInstalledError,
+    TimedOutError, NoAnswerError, TooManyJobsError, or a plain SchedulerError for a refusal.
     """
     try:
         done = subprocess.run(
@@ -234,9 +230,9 @@ def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seco
         ) from None
     except subprocess.TimeoutExpired:
         raise TimedOutError(f"{command[0]}: no answer within {seconds:.0f} s") from None
-    except OSError as error:  # no memory or no process for the command
+    except OSError as error:  # no memory or no free process slot
         raise NoAnswerError(f"{command[0]}: {error}") from None
-    if done.returncode == 0 and not (lines and done.stderr):  # it says of the last order alone how it went
+    if done.returncode == 0 and not (lines and done.stderr):  # the exit code is that of the last order alone
         return done.stdout + done.stderr if words else done.stdout
     message = done.stderr.strip() or f"exit code {done.returncode}"
     if done.returncode < 0 or _NO_ANSWER.search(message):
@@ -245,9 +241,104 @@ def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seco
     raise kind(f"{command[0]}: {message}")
 
 
-KNOWN_SBATCH_VERSION = "22.05.8"
-"""The Slurm whose options stand in KNOWN."""
+COMMAND_SECONDS = 120.0
+"""Time limit of one command. A command that hangs would hold the nodes to the end of the job."""
 
+
+class SlurmCommands:
+    """Questions and orders to Slurm, each with a time limit.
+
+    For `patience` seconds a question is repeated after any error, and an order if the controller did not answer.
+    """
+
+    def __init__(self, *, patience: float = CONTROLLER_PATIENCE, pause: float = 2.0) -> None:
+        self._patience = patience
+        self._pause = pause
+
+    def ask(self, command: Sequence[str], *, answer: str = "") -> str:
+        """Run a command that changes nothing and return its output.
+
+        Any error is retried: no list of transient errors is complete. `answer`: an error that contains these words is
+        an answer and is raised. Raises SchedulerError.
+        """
+        return self._run(command, again=lambda error: not (answer and answer in error.message))
+
+    def order(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        """Run a command that changes something, and may safely run twice; return its output.
+
+        It is retried if the controller did not answer. Raises SchedulerError for a refusal. `lines`: orders for its
+        standard input. `words`: also return its standard error.
+        """
+        return self._run(command, lines, words=words, again=lambda error: isinstance(error, NoAnswerError))
+
+    def _run(
+        self,
+        command: Sequence[str],
+        lines: Sequence[str] = (),
+        *,
+        again: Callable[[SchedulerError], bool],
+        words: bool = False,
+    ) -> str:
+        deadline, pause = time.monotonic() + self._patience, self._pause
+        while True:
+            try:
+                return self._once(command, lines, words=words)
+            except NotInstalledError:
+                raise
+            except SchedulerError as error:
+                if not again(error) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+    def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
+        return run_slurm_command(command, lines, seconds=seconds, words=words)
+
+    def update_job(self, job_id: str, *changes: str) -> None:
+        """Change fields of a job by `scontrol update`. Raises SchedulerError."""
+        self.order(["scontrol", "update", f"JobId={job_id}", *changes])
+
+    def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
+        """Return what sbatch says of a script with these options, without queueing it. Raises SchedulerError."""
+        further = [f"--{name}={value}" for name, value in (options or {}).items()]
+        return self.order(["sbatch", "--test-only", *further, str(script)], words=True)
+
+    def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
+        """Queue one job exactly once: sbatch may queue a job and report an error all the same.
+
+        So each job carries a unique word in its comment, and a retry first looks for it. `name` is the job's name,
+        `comment` a comment that is already unique. Returns the job's id; raises SchedulerError.
+        """
+        comment = comment or f"{COMMENT_PREFIX}{secrets.token_hex(6)}"
+        command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
+        deadline, pause = time.monotonic() + self._patience, self._pause
+        while True:
+            try:
+                job_id = self._once(command).strip().split(";")[0]
+                if not job_id.isdecimal():
+                    raise SchedulerError(f"sbatch: no job id in its answer {job_id!r}")
+                return job_id
+            except SchedulerError as error:
+                rows = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
+                found = [row.partition("|")[0] for row in rows if row.partition("|")[2] == comment]
+                if found:
+                    return found[0]
+                if not isinstance(error, NoAnswerError) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+    def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
+        """Return the queued and running jobs with this name: this user's, or with `anyone` every user's."""
+        whose = [] if anyone else ["--me"]
+        text = self.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
+        rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+        return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
+
+
+KNOWN_SBATCH_VERSION = "22.05.8"
+"""Slurm version of KNOWN_SBATCH_OPTIONS."""
 _SBATCH_OPTIONS = """
     account array bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
     cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
@@ -261,23 +352,22 @@ _SBATCH_OPTIONS = """
 """
 
 KNOWN_SBATCH_OPTIONS = frozenset(_SBATCH_OPTIONS.split())
-
 _SBATCH_HELP_SECONDS = 20.0
 
 
 def option_names_in(text: str) -> frozenset[str]:
-    """Long names of options in what `sbatch --help` or `sbatch --usage` prints."""
+    """Return the long option names in the output of `sbatch --help` or `sbatch --usage`."""
     return frozenset(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", text))
 
 
 @functools.cache
 def installed_sbatch_options() -> frozenset[str] | None:
-    """The options of the sbatch that is installed here; None where there is none, or it prints no list."""
+    """Return the options of the installed sbatch; None if there is no sbatch or it prints no list."""
     try:
         texts = [
             run_slurm_command(["sbatch", option], seconds=_SBATCH_HELP_SECONDS) for option in ("--help", "--usage")
         ]
-    except SchedulerError:  # not installed, or without the file that names its cluster
+    except SchedulerError:  # not installed, or not configured
         return None
     names = option_names_in("\n".join(texts))
     return names | _UNLISTED_SBATCH_OPTIONS if "job-name" in names else None
@@ -286,11 +376,11 @@ def installed_sbatch_options() -> frozenset[str] | None:
 _UNLISTED_SBATCH_OPTIONS = frozenset(
     {"kill-on-invalid-dep", "mem-bind", "network", "ntasks-per-gpu", "open-mode", "wait-all-nodes"}
 )
-"""Options that every sbatch takes and not every one lists."""
+"""Options that every sbatch accepts but not every sbatch lists."""
 
 
 def check_sbatch_options(names: Iterable[str], *, where: str) -> None:
-    """Raise ConfigError, with the nearest name, for the first that sbatch does not have. `where`: the setting."""
+    """Raise ConfigError, with the nearest name, for the first option that sbatch lacks. `where`: the setting."""
     names = list(names)
     if not names:
         return

@@ -2,9 +2,9 @@
 
     python -m relayrun.control.scheduler.tasks --ntasks 2 -- PROGRAM ARG ...
 
-Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free
-MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and
-SIGTERM are passed on to every rank, SIGQUIT as SIGKILL. A rank dies with its starter.
+Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free MASTER_PORT.
+Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and SIGTERM are forwarded to
+every rank, SIGQUIT as SIGKILL. A rank dies with its starter.
 
 `kill_leftover_processes` ends processes that ranks started in sessions of their own, as Slurm does at the end of a
 step: `torchrun` starts its workers so, and they would train on beside the next attempt. A variable in the environment
@@ -31,99 +31,25 @@ from types import FrameType
 from relayrun.errors import log_to_stderr
 from relayrun.files import write_atomic
 
-RANKS_VARIABLE = "RELAYRUN_RANKS"
-"""Environment variable that tells one start of ranks from every other one."""
-
-LEFTOVER_GRACE_SECONDS = 1.0
-"""Seconds in which they may end by themselves: some tidy up behind a program, as Python's resource tracker does."""
-LEFTOVER_PATIENCE_SECONDS = 10.0
-"""Seconds for which processes are looked for that do not end; one that waits for a disk cannot."""
-
-
-def kill_leftover_processes(
-    environment: Mapping[str, str | None], *, but: Collection[int] = (), patience: float = LEFTOVER_PATIENCE_SECONDS
-) -> list[str]:
-    """SIGKILL every process of this machine whose environment has all these variables; return their command lines.
-
-    Those that end by themselves within GRACE are none of them. A variable with None may have any value. `but`:
-    processes that live on, with their own children. `patience`: seconds for which those are waited for that do not end.
-    """
-    ended: dict[int, str] = {}
-    begun = time.monotonic()
-    while (found := _processes_with(environment, but)) and time.monotonic() < begun + LEFTOVER_GRACE_SECONDS + patience:
-        for pid, command in found.items() if time.monotonic() > begun + LEFTOVER_GRACE_SECONDS else ():
-            ended.setdefault(pid, command)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)  # one that was about to start another is gone by then
-    return list(ended.values())
-
-
-def _processes_with(environment: Mapping[str, str | None], but: Collection[int]) -> dict[int, str]:
-    """Process ids, each with its command line; those of other users cannot be read, and are none of ours."""
-    wanted = {f"{name}={value}".encode() for name, value in environment.items() if value is not None}
-    named = {name.encode() for name, value in environment.items() if value is None}
-    found = {}
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = set(file.read().split(b"\0"))
-            if not wanted <= variables or not named <= {variable.partition(b"=")[0] for variable in variables}:
-                continue
-            if but and (int(name) in but or _parent_of(name) in but):
-                continue
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                words = file.read().split(b"\0")
-            found[int(name)] = b" ".join(words).decode("utf-8", errors="replace").strip()
-    return found
-
-
-def _parent_of(name: str) -> int:
-    with open(f"/proc/{name}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[1])
-
-
 log = logging.getLogger(__name__)
 
+RANKS_VARIABLE = "RELAYRUN_RANKS"
+"""Environment variable that distinguishes one start of ranks from every other start."""
+LEFTOVER_GRACE_SECONDS = 1.0
+"""Seconds in which processes may end by themselves: some clean up behind a program, as Python's does."""
+LEFTOVER_PATIENCE_SECONDS = 10.0
+"""Seconds of waiting for processes that do not end; a process that waits for a disk cannot."""
+KILL_SECONDS = 2.0
+"""Seconds from SIGTERM to SIGKILL for the ranks that are left when one has failed."""
 CONNECTION_PORTS_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST_PORT = 21_000
-"""Jobs on Slurm take theirs from 20,000 on, by their numbers."""
+"""Jobs on Slurm use ports from 20,000 on, by job id."""
 PF_EXITING = 0x4
 """Flag of a process in /proc/PID/stat."""
-KILL_SECONDS = 2.0
-"""From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
-
-
-def die_with_parent(signal_number: int) -> None:
-    """Ask Linux to send this process `signal_number` when its parent ends. Holds across exec."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
-
-
-def is_dying(pid: int) -> bool:
-    """Whether this child ends already. So does one whose neighbours have seen it close its connections."""
-    flags = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[6])
-    return bool(flags & PF_EXITING)
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now, of the loopback interface or another address; empty: of all of them.
-
-    It lies below the ports that the kernel takes for connections, where there is room: one of those may be in use
-    again before a program that is still importing listens on it.
-    """
-    first = int(CONNECTION_PORTS_FILE.read_text().split()[0])
-    tried = random.SystemRandom().sample(range(LOWEST_PORT, first), 20) if first >= LOWEST_PORT + 1000 else []
-    for port in [*tried, 0]:
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind((address, port))
-            return int(listener.getsockname()[1])
-    raise OSError(f"no TCP port is free on {address or 'this machine'}")
 
 
 def start_tasks(ntasks: int, command: Sequence[str]) -> int:
-    """Run `command` as `ntasks` ranks; return 0, or the exit code of the first that failed."""
+    """Run `command` as `ntasks` ranks; return 0, or the exit code of the first rank that failed."""
     ranks: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
@@ -164,12 +90,84 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
 
 
 def _exit_code(returncode: int) -> int:
-    """As a shell reports it: 128 + signal for a killed process."""
+    """Return the exit code as a shell reports it: 128 + signal for a killed process."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
+def die_with_parent(signal_number: int) -> None:
+    """Ask Linux to send this process `signal_number` when its parent ends. Holds across exec."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
+
+
+def is_dying(pid: int) -> bool:
+    """Return whether this child is exiting. Its peers may already have seen it close its connections."""
+    flags = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[6])
+    return bool(flags & PF_EXITING)
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a TCP port without a listener, on the loopback interface or another address; empty: on all addresses.
+
+    If possible it lies below the ports that the kernel uses for connections: the kernel may use one of those again
+    before a program that is still importing listens on it.
+    """
+    first = int(CONNECTION_PORTS_FILE.read_text().split()[0])
+    tried = random.SystemRandom().sample(range(LOWEST_PORT, first), 20) if first >= LOWEST_PORT + 1000 else []
+    for port in [*tried, 0]:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((address, port))
+            return int(listener.getsockname()[1])
+    raise OSError(f"no TCP port is free on {address or 'this machine'}")
+
+
+def kill_leftover_processes(
+    environment: Mapping[str, str | None], *, but: Collection[int] = (), patience: float = LEFTOVER_PATIENCE_SECONDS
+) -> list[str]:
+    """SIGKILL every process of this machine whose environment has all these variables; return their command lines.
+
+    Processes that end within LEFTOVER_GRACE_SECONDS are not killed and not returned. A variable with None may have any
+    value. `but`: processes that live on, with their children. `patience`: seconds of waiting for processes that do not
+    end.
+    """
+    ended: dict[int, str] = {}
+    begun = time.monotonic()
+    while (found := _processes_with(environment, but)) and time.monotonic() < begun + LEFTOVER_GRACE_SECONDS + patience:
+        for pid, command in found.items() if time.monotonic() > begun + LEFTOVER_GRACE_SECONDS else ():
+            ended.setdefault(pid, command)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)  # time for a process that was about to start another one
+    return list(ended.values())
+
+
+def _processes_with(environment: Mapping[str, str | None], but: Collection[int]) -> dict[int, str]:
+    """Return command lines by process id. Processes of other users cannot be read and are skipped."""
+    wanted = {f"{name}={value}".encode() for name, value in environment.items() if value is not None}
+    named = {name.encode() for name, value in environment.items() if value is None}
+    found = {}
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = set(file.read().split(b"\0"))
+            if not wanted <= variables or not named <= {variable.partition(b"=")[0] for variable in variables}:
+                continue
+            if but and (int(name) in but or _parent_of(name) in but):
+                continue
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+            found[int(name)] = b" ".join(words).decode("utf-8", errors="replace").strip()
+    return found
+
+
+def _parent_of(name: str) -> int:
+    with open(f"/proc/{name}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+
+
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks that `argv` (without the program's name) asks for; return as `start_tasks` does."""
+    """Start the ranks that `argv` (without the program's name) requests; return the result of `start_tasks`."""
     parser = argparse.ArgumentParser(prog="relayrun.control.scheduler.tasks")
     parser.add_argument("--ntasks", type=int, required=True)
     parser.add_argument("--pid-file", type=Path, help="where to write the id of this process")

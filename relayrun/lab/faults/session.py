@@ -129,7 +129,7 @@ class DrillSession:
 
     def check(self) -> None:
         """Raise what a submit would raise, before anything is queued, or for too few nodes."""
-        known = len(self.company.slurm.nodes.known())
+        known = len(self.company.slurm.nodes.all_nodes())
         if known < self.site.nodes:
             raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
         if self.site.ranks < 2:

@@ -17,7 +17,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import ClusterSection, RunConfig
 from relayrun.control.chain import job_script as chain_job_script
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.lab.gpucheck import performance, runs
@@ -41,7 +41,7 @@ def submit_check_job(
     job_check.refuse_job_settings(config)
     path = setup.path / "job.sbatch"
     write_atomic(path, job_script(setup, config, program, time=time), mode=0o777)
-    slurm = Slurm()
+    slurm = slurm_scheduler()
     plan = run_plan.make_plan(config, Run(setup.path), places.CODE_ROOT, revision=1)
     Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
     slurm.test(path)
@@ -79,7 +79,7 @@ def gpus_per_node(setup: CheckSetup, cluster: dict[str, Any]) -> int:
 def job_script(setup: CheckSetup, config: RunConfig, program: Sequence[str], *, time: str) -> str:
     """Return the sbatch script."""
     plan = run_plan.make_plan(config, Run(setup.path), places.CODE_ROOT, revision=1)
-    job, slurm = config.job, Slurm()
+    job, slurm = config.job, slurm_scheduler()
     options: dict[str, str | None] = {
         "time": format_time(parse_time(time)),
         "nodes": str(job.nodes),

@@ -110,7 +110,7 @@ def _unwritable_paths(run: Run) -> Iterator[Path]:
         run.metrics_view,
         run.attempts_view,
         run.progress,
-        run.strikes,
+        run.node_failures,
         run.node_health,
         run.owners,
         run.path / ".submit.lock",

@@ -15,6 +15,7 @@ from relayrun.config.compose.sites import sbatch_options_from_environment
 from relayrun.config.sections.job_script import check_setup_lines
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import slurm_commands
+from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import NoAnswerError
 from relayrun.errors import SchedulerError
@@ -51,7 +52,7 @@ def check_slurm(plan: Plan, script: str | Path, findings: Findings, *, evaluatio
     `script`: the text of the job's script, or the path of a launcher that sbatch would be given. `evaluation`: the text
     of the script that evaluates a checkpoint; None: none does.
     """
-    slurm = Slurm(patience=0)  # a person waits: once is enough
+    slurm = slurm_scheduler(patience=0)  # a person waits: once is enough
     try:
         partitions = slurm.partitions()
     except SchedulerError as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.sections.job_script import sbatch_script_options
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, SchedulerError, did_you_mean_path, refuse_unwritable
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
@@ -250,7 +250,7 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
         use_srun=False,  # one task: without srun the job's own output files hold everything
     )
     metadata = MetadataFolder(settings.metadata_folder)
-    size = max(1, Slurm().max_array_size())
+    size = max(1, slurm_scheduler().max_array_size())
     arrays: list[str] = []
     for first in range(0, len(indices), size):
         part = indices[first : first + size]

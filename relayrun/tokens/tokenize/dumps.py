@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path, refuse_unwritable
 from relayrun.files import (
     append_line,
@@ -141,7 +141,7 @@ class MetadataFolder:
         """
         unfinished = set(self.pending())
         ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
-        live = Slurm().live_ids() if ids else set()  # one question: there may be thousands of jobs
+        live = slurm_scheduler().live_ids() if ids else set()  # one question: there may be thousands of jobs
         return [job_id for job_id in dict.fromkeys(ids) if job_id in live]
 
     def refuse_live_jobs(self) -> None:

@@ -33,7 +33,7 @@ from multiprocessing.context import BaseContext
 from types import FrameType
 from typing import TypeVar
 
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import RelayrunError, SchedulerError, combined_error, split_error
 
 EXIT_MARGIN_SECONDS = 120.0
@@ -92,7 +92,7 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
                 where=f"Slurm job {job}",
                 hint="give the jobs more time, or more tasks (smaller shards)",
             ) from None
-        Slurm().requeue(job)  # although tokenize.sh asks for --no-requeue: nothing else is to start it again
+        slurm_scheduler().requeue(job)  # although tokenize.sh asks for --no-requeue: nothing else is to start it again
         raise JobRequeued(
             "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
         ) from None
@@ -107,7 +107,7 @@ def _job_end_time(job: str) -> float:
     if given := os.environ.get("SLURM_JOB_END_TIME"):
         return float(given)
     with contextlib.suppress(SchedulerError):
-        found = Slurm(patience=60).query(job)
+        found = slurm_scheduler(patience=60).query(job)
         if found is not None and found.end_time is not None:
             return found.end_time
     return float("inf")

@@ -216,7 +216,7 @@ class FolderDestination:
     def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
         """Copy what is missing of a checkpoint into `.staging`. Raises as `stage_files`."""
         staged, final = self._staged(commit), self.where / copy_name(commit)
-        if mirror.name_exists(final) and not mirror.name_exists(staged):  # a kill came between name and claim
+        if os.path.lexists(final) and not os.path.lexists(staged):  # a kill came between name and claim
             os.rename(final, staged)
         stage_files(LocalCheckpointFiles(Path(commit.path)), commit, staged, pace)
         return LocalCheckpointFiles(staged)
@@ -230,7 +230,7 @@ class FolderDestination:
     def publish(self, copy: CheckpointCopy) -> None:
         """Give what was staged and read back its name, then its line."""
         staged, final = self.where / ".staging" / copy.name, self.where / copy.name
-        if mirror.name_exists(final):  # unclaimed: what a kill left, or of another commit of this iteration
+        if os.path.lexists(final):  # unclaimed: what a kill left, or of another commit of this iteration
             self._put_away(copy.name, ".removing")
         os.rename(staged, final)
         fsync_directory(self.where)
@@ -239,7 +239,7 @@ class FolderDestination:
 
     def set_aside(self, copy: CheckpointCopy) -> None:
         """Put what was a copy, and is damaged, where nothing removes it."""
-        if mirror.name_exists(self.where / copy.name):
+        if os.path.lexists(self.where / copy.name):
             self._put_away(copy.name, ".damaged")
 
     def remove(self, name: str) -> None:
@@ -249,7 +249,7 @@ class FolderDestination:
     def tidy(self, names: set[str], missing: set[str]) -> None:
         """Remove what a rule or a kill has left: nothing that is claimed, or that is still to be copied."""
         for name in (names | mirror.withdrawn_copies(self.where)) - self.copies().keys() - missing:
-            if mirror.name_exists(self.where / name):
+            if os.path.lexists(self.where / name):
                 self._put_away(name, ".removing")
         shutil.rmtree(self.where / ".removing", ignore_errors=True)
         for entry in (self.where / ".staging").iterdir():

@@ -114,7 +114,7 @@ def _put_back(run: Run, place: MirrorDestination, copy: CheckpointCopy, commit: 
     staged = run.checkpoints / ".staging" / "restore" / copy.name
     _fetch(place, copy, commit, staged)
     final = Path(commit.path)
-    if mirror.name_exists(final):
+    if os.path.lexists(final):
         aside = run.checkpoints / ".superseded"
         aside.mkdir(exist_ok=True)
         os.rename(final, unused_name(aside, f"{final.name}-torn"))
@@ -147,7 +147,7 @@ def _fetch_one(
     said: list[str] = []
     for copy in chosen:
         final = target / copy.name
-        if mirror.name_exists(final):
+        if os.path.lexists(final):
             raise InputError("something has this name already", where=final, hint="give another folder")
         try:
             _fetch(place, copy, copy.as_commit(place.where), target / ".staging" / copy.name)
@@ -171,7 +171,7 @@ def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCom
     NotCopied where the copy is at fault, RunDirError where the folder cannot be written: no other copy helps then.
     """
     source = place.files(copy)
-    goes_on = mirror.name_exists(staged)
+    goes_on = os.path.lexists(staged)
     try:
         # whoever reads from a store has the pace of its place
         stage_files(source, copy.as_commit(place.where), staged, CopyRateLimit(None))

@@ -262,7 +262,7 @@ def _attempt_facts(
         commits=commits,
         limit=limit,
         went_back=iteration_resets(
-            attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rewinds)]
+            attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rollbacks)]
         ),
         blamed=blamed,
         rounds=failed,

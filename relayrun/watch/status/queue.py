@@ -12,7 +12,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Job, Scheduler
-from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_plan
 from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import SchedulerError, user_name
 
@@ -78,9 +78,7 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
 
 def _ask_local(run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
     """The same of the local queue, which is read once."""
-    from relayrun.control.scheduler.local import LocalScheduler  # not paid for on a cluster
-
-    asked = LocalScheduler(run)
+    asked = local_scheduler(run)
     try:
         every = asked.every_job()
         jobs = asked.live(every)
