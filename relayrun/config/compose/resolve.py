@@ -1,7 +1,7 @@
-"""From YAML files and `--set` overrides to one resolved config, and back to YAML.
+"""Resolves YAML files and `--set` overrides to a config, and writes it back to YAML.
 
-`load_run_config` composes and checks; `read_settings` composes alone; `validate_settings` checks.
-`dump_run_config` writes a config revision, `read_resolved_config` reads one, and `config_differences` compares two.
+`load_run_config` composes and checks; `read_settings` composes alone; `validate_settings` checks. `dump_run_config`
+writes a config revision, `read_resolved_config` reads one, and `config_differences` compares two.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_m
 CAMPAIGN_SECTIONS = ("sweep", "stages")
 """Sections of a config of several runs; see `relayrun.config.compose.campaign`."""
 NODES_PLACEHOLDER = "{nodes}"
-"""What stands in a run's name for the number of nodes of its jobs."""
+"""Stands for the number of nodes in a run's name."""
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
-    """Compose and check the run config at `path`; `overrides` are `name.name=value` texts.
+    """Compose and check the run config at `path`; `overrides` are texts `name.name=value`.
 
     Paths in the result are absolute. Raises ConfigError.
     """
@@ -52,7 +52,7 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
 
 
 def require_native(config: CommonConfig) -> RunConfig:
-    """Return the config of a run of the native trainer. Raises ConfigError for another one's."""
+    """Return the config of a run of the native trainer. Raises ConfigError for another trainer."""
     if not isinstance(config, RunConfig):
         raise ConfigError(
             f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one",
@@ -65,9 +65,9 @@ def require_native(config: CommonConfig) -> RunConfig:
 def read_settings(
     path: Path, overrides: Sequence[str] = (), *, changes: Sequence[LocatedSettings] = ()
 ) -> LocatedSettings:
-    """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError.
+    """Compose the run config at `path` without checks, with the location of each setting. Raises ConfigError.
 
-    `changes`: settings that hold over the file's and the overrides, but for those of the cluster.
+    `changes` take precedence over the file and the overrides, except overrides of the cluster.
     """
     settings = _read_with_includes(path, ())
     settings.root = root = places.project_folder(path)
@@ -77,7 +77,7 @@ def read_settings(
     for own in changes:
         settings.merge(own)
     sites.insert_site(settings, folders=sites.site_folders(path))
-    settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
+    settings.merge(_overrides(of_cluster))  # last: an override beats the cluster's file in any order
     sites.refuse_other_cluster(settings, os.environ)
     sites.insert_environment(settings, os.environ)
     sites.insert_job_defaults(settings)
@@ -111,12 +111,12 @@ def validate_settings(settings: LocatedSettings) -> CommonConfig:
 
 
 def read_trainer(path: Path) -> str:
-    """Return the trainer that the run config at `path` names. Raises ConfigError."""
+    """Return the trainer of the run config at `path`. Raises ConfigError."""
     return _trainer(_config_class(_read_with_includes(path, ())))
 
 
 def _config_class(settings: LocatedSettings) -> type[CommonConfig]:
-    """The class of the trainer that settings name. Raises ConfigError for one that there is not."""
+    """Return the config class of the trainer in the settings. Raises ConfigError for an unknown trainer."""
     trainer = settings.values.get("trainer", "native")
     kind = CONFIG_CLASSES.get(trainer) if isinstance(trainer, str) else None
     if kind is None:
@@ -130,12 +130,12 @@ def _config_class(settings: LocatedSettings) -> type[CommonConfig]:
 
 
 def dump_run_config(config: CommonConfig) -> str:
-    """A resolved config as YAML text; reading it gives the same config."""
+    """Return a resolved config as YAML text; reading it gives an equal config."""
     return yaml_file.dump_yaml(config.model_dump(mode="json"))
 
 
 def read_resolved_config(path: Path) -> CommonConfig:
-    """Read a config revision that `dump_run_config` wrote; what an earlier version did not name is what it did then."""
+    """Read a config revision that `dump_run_config` wrote."""
     settings = yaml_file.read_yaml(path)
     if isinstance(training := settings.values.get("training"), dict):
         training.setdefault("loss_mean", FORMER_LOSS_MEAN)
@@ -161,7 +161,7 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
 
 
 def run_directory(given: str | None, project: str, name: str, root: Path) -> str:
-    """The absolute directory of a run: the one that is `given`, or its usual place below `root`.
+    """Return the absolute directory of a run: `given`, or the default below `root`.
 
     Raises ConfigError for a URL.
     """
@@ -195,7 +195,7 @@ def _absolute_data(data: DataSection, root: Path) -> DataSection:
 
 
 def _absolute_file(word: str, root: Path) -> str:
-    """A word of a command: the path of a file below `root`, such as `examples/train.py`, whole; another as it is."""
+    """Return a word of a command, made absolute if it is a file below `root`, such as `examples/train.py`."""
     looks_like_one = ("/" in word or Path(word).suffix != "") and not word.startswith("-")
     return _absolute(word, root) if looks_like_one and Path(_absolute(word, root)).is_file() else word
 
@@ -216,7 +216,7 @@ def _absolute_or_url(path: str, root: Path) -> str:
 
 
 def _absolute_or_name(text: str, root: Path) -> str:
-    """A path where there is one; otherwise a name of the Hugging Face hub."""
+    """Return an absolute path if it exists; otherwise a name of the Hugging Face hub."""
     path = _absolute(text, root)
     return path if Path(path).exists() else text
 
@@ -253,7 +253,7 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
 
 
 def located_setting(name: str, value: Any, *, place: str | None) -> LocatedSettings:
-    """One setting, named as `section.setting`, that was written in one place."""
+    """Return a setting `section.setting` with its location."""
     location = tuple(name.split("."))
     places = {(*location, *inner): place for inner in _locations(value)} if place is not None else {}
     nested = value
@@ -263,7 +263,7 @@ def located_setting(name: str, value: Any, *, place: str | None) -> LocatedSetti
 
 
 def _locations(value: Any) -> Iterator[Location]:
-    """The ways from a value to all that is in it, and to itself: where the whole is written, every part is."""
+    """Yield the locations of a value and of everything in it."""
     yield ()
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -271,7 +271,7 @@ def _locations(value: Any) -> Iterator[Location]:
 
 
 def _insert_notify_defaults(settings: LocatedSettings) -> None:
-    """Move the site's defaults of notices under the run's own; targets are put together by their names."""
+    """Move the site's defaults of `notify` under the run's own; targets are merged by name."""
     cluster, own = settings.values.get("cluster"), settings.values.get("notify", {})
     defaults = cluster.get("notify") if isinstance(cluster, dict) else None
     if not isinstance(cluster, dict) or not isinstance(defaults, dict) or not isinstance(own, dict):
@@ -290,7 +290,7 @@ def _insert_notify_defaults(settings: LocatedSettings) -> None:
 
 
 def _insert_nodes(settings: LocatedSettings) -> None:
-    """Put the number of nodes in the place of `{nodes}` in the run's name: another size of the job is another run."""
+    """Replace `{nodes}` in the run's name: another size of the job is another run."""
     name, job = settings.values.get("name"), settings.values.get("job")
     nodes = job.get("nodes", JobSection.model_fields["nodes"].default) if isinstance(job, dict) else None
     if isinstance(name, str) and isinstance(nodes, int):
@@ -321,13 +321,13 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
 
 
 def _fields_of_other_sections() -> dict[str, str]:
-    """Settings that a field of megatron-core's TransformerConfig may be, by their names without the section."""
+    """Return settings that replace fields of megatron-core's TransformerConfig, by name without the section."""
     sections = ("training", "parallel", "model")
     return {name: f"{section}.{name}" for section in sections for name in _fields_at((section,), RunConfig)}
 
 
 def _counting_errors(details: Sequence[Any]) -> list[Any]:
-    """The errors without sections that are missing, where one of another trainer is there: `trainer` is wrong then."""
+    """Drop missing sections if a section of another trainer is present: then `trainer` is wrong."""
     forbidden = (tuple(detail["loc"]) for detail in details if detail["type"] == "extra_forbidden")
     if not any(_sections_of_other_trainers(location) for location in forbidden):
         return list(details)
@@ -335,7 +335,7 @@ def _counting_errors(details: Sequence[Any]) -> list[Any]:
 
 
 def _sections_of_other_trainers(location: Location) -> list[str]:
-    """The trainers whose runs have the section or setting that another one's run has not."""
+    """Return the trainers with a section or setting that this trainer lacks."""
     return trainers_with(location[0]) if len(location) == 1 else []
 
 
@@ -348,13 +348,13 @@ _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 
 
 def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
-    """What to do about an error of the schema."""
+    """Return the remedy for an error of the schema."""
     location: Location = tuple(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         if others := _sections_of_other_trainers(location):
             return f"leave it out, or set trainer to {' or '.join(others)}"
         return "rename it, or leave it out; `relayrun explain` lists all settings"
-    if not location:  # several settings do not fit together
+    if not location:  # a rule between settings
         names = {tuple(name.split(".")) for name in _SETTING.findall(detail["msg"])}
         known = sorted(name for name in names if name[-1] in _fields_at(name[:-1], kind))
         places = [f"{'.'.join(name)} ({settings.place(name) or 'by default'})" for name in known]
@@ -365,7 +365,7 @@ def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) ->
 
 
 def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:
-    """Names of the settings of the section at `location`."""
+    """Return the names of the settings in the section at `location`."""
     section: Any = kind
     for part in location:
         field = section.model_fields.get(part)

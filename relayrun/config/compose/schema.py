@@ -1,9 +1,8 @@
-"""What a run is: all its settings, and the rules between them.
+"""The config of a native run: all its sections, and the rules between them.
 
-Every setting stands with its unit, its default and what it is called elsewhere in the section that it belongs to, a
-module of `relayrun.config.sections`. `trainers.py` has what every run has, whatever its trainer, and what runs of
-foreign programs have. A field name is the one that Megatron or Slurm use, where they have one. Unknown names are
-errors; `relayrun.config.compose.resolve` turns them into one that names the file, the line and the nearest valid name.
+Settings are declared in `relayrun.config.sections`, those of all trainers in `trainers`. A field name is Megatron's or
+Slurm's, if they have one. Unknown names are errors; `relayrun.config.compose.resolve` reports them with file, line and
+the nearest valid name.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ __all__ = [
 
 
 class RunConfig(CommonConfig):
-    """All settings of one run of the native trainer.
+    """All settings of a run of the native trainer.
 
-    Raises pydantic's ValidationError where one is wrong, or two contradict each other.
+    Raises pydantic's ValidationError for an invalid setting and for settings that contradict each other.
     """
 
     trainer: Literal["native"] = "native"
@@ -75,13 +74,13 @@ class RunConfig(CommonConfig):
 
     @property
     def virtual_stages(self) -> int:
-        """Parts of the model on one pipeline stage."""
+        """Parts of the model on a pipeline stage."""
         layers = self.parallel.num_layers_per_virtual_pipeline_stage
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
 
     @property
     def outlives_nodes(self) -> str | None:
-        """The setting by which a job outlives the loss of one of its nodes; None: it does not."""
+        """The setting with which a job survives the loss of a node; None: it does not."""
         return super().outlives_nodes or ("training.elastic" if self.training.elastic else None)
 
     @property
@@ -90,7 +89,7 @@ class RunConfig(CommonConfig):
 
     @property
     def optimizer_parts(self) -> int:
-        """Ranks over which the optimizer's state of a part of the model is divided."""
+        """Ranks that divide the optimizer's state of a part of the model."""
         if not self.parallel.use_distributed_optimizer:
             return 1
         replicas = self.data_parallel_size * self.parallel.context_parallel_size
@@ -98,21 +97,21 @@ class RunConfig(CommonConfig):
 
     @property
     def expert_optimizer_parts(self) -> int:
-        """Ranks over which the optimizer's state of a part of the experts is divided."""
+        """Ranks that divide the optimizer's state of a part of the experts."""
         if not self.parallel.use_distributed_optimizer:
             return 1
         return self.expert_replicas // self.parallel.num_distributed_optimizer_instances
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same part of the same experts."""
+        """Ranks that hold equal parts of equal experts."""
         parallel = self.parallel
         ranks = parallel.tensor_model_parallel_size * self.data_parallel_size * parallel.context_parallel_size
         return ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that share one replica of the model and one sequence: tensor x pipeline x context parallel."""
+        """Ranks that share a replica of the model and a sequence: tensor x pipeline x context parallel."""
         parallel = self.parallel
         return (
             parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
@@ -204,7 +203,7 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _fused(self) -> Self:
-        """What the kernels that join several steps can do, and the groups of the optimizer."""
+        """Check fused kernels and the groups of the distributed optimizer."""
         if self.training.apply_rope_fusion and self.data.reset_position_ids:
             raise ValueError(
                 "training.apply_rope_fusion turns all rows by the same angles, and data.reset_position_ids gives each "
@@ -232,7 +231,7 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _precision(self) -> Self:
-        """What asks for weights in bf16, or for the distributed optimizer."""
+        """Check settings that need bf16 weights or the distributed optimizer."""
         if self.training.resolved_precision != "bf16":
             for name, asked in (
                 ("optimizer.main_grads_dtype=bf16", self.optimizer.main_grads_dtype == "bf16"),
@@ -251,7 +250,7 @@ class RunConfig(CommonConfig):
         return self
 
     def _check_attention(self) -> None:
-        """What the two implementations of attention can do. Raises ValueError."""
+        """Check the limits of both implementations of attention. Raises ValueError."""
         context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
         if context == 1:
             return
@@ -283,7 +282,7 @@ class RunConfig(CommonConfig):
 
     @property
     def window_over_ranks(self) -> bool:
-        """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
+        """True if sequences with a sliding window are split over ranks, which TransformerEngine does not support."""
         return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
 
     @model_validator(mode="after")
@@ -349,10 +348,9 @@ class RunConfig(CommonConfig):
         return self
 
     def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:
-        """Iterations of the warm-up, and until the learning rate has come down.
+        """Return the iterations of the warm-up, and of the decay of the learning rate.
 
-        `reaches(samples)` is the iteration with which a run has consumed that many: what is given in tokens
-        ends with the iteration that trains on the last of them.
+        `reaches(samples)` is the iteration that consumes the last of so many samples; a length in tokens ends with it.
         """
         optimizer, length = self.optimizer, self.training.seq_length
         warmup, decay = optimizer.lr_warmup_steps, optimizer.lr_decay_steps or self.training.steps
@@ -403,9 +401,9 @@ CONFIG_CLASSES: dict[str, type[CommonConfig]] = {
     "megatron-lm": MegatronConfig,
     "command": CommandConfig,
 }
-"""The class of configs of each trainer."""
+"""The config class of each trainer."""
 
 
 def trainers_with(section: str) -> list[str]:
-    """The trainers whose runs have this section, or this setting outside of sections."""
+    """Return the trainers whose runs have this section, or this setting outside of sections."""
     return [trainer for trainer, kind in CONFIG_CLASSES.items() if section in kind.model_fields]

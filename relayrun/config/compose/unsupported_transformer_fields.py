@@ -1,4 +1,4 @@
-"""Fields of megatron-core's TransformerConfig that `model.transformer` does not take, each with what to do instead."""
+"""Fields of megatron-core's TransformerConfig that `model.transformer` refuses, with the alternative or the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER_SETTINGS = {
     "moe_router_topk_limited_devices": "model.transformer.moe_router_group_topk",
     "moe_extended_tp": "parallel.expert_tensor_parallel_size",
 }
-"""Settings of another name that say the same. Those of the same name in another section are found by it."""
+"""Equivalent settings of another name. Settings of equal name in another section are found by name."""
 
 NEWER_FIELDS = (
     "activation_offload_fraction",
@@ -99,7 +99,7 @@ NEWER_FIELDS = (
     "use_mup",
     "use_transformer_engine_op_fuser",
 )
-"""Fields that megatron-core 0.19 has and 0.16 has not; relayrun runs with both."""
+"""Fields of megatron-core 0.19 that 0.16 lacks; relayrun runs with both."""
 
 _REASONS: dict[str, tuple[str, ...]] = {
     "megatron-core 0.16 does not have it, and relayrun runs with that version too": NEWER_FIELDS,
@@ -265,11 +265,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it is for measuring speed: the router then chooses at random": ("moe_router_force_load_balancing",),
 }
 UNSUPPORTED_FIELDS = {name: reason for reason, names in _REASONS.items() for name in names}
-"""Fields that nothing in a run config says, with the reason."""
+"""Fields without an equivalent setting, with the reason."""
 
 
 def reason_unsupported(name: str, *, known: Iterable[str], settings: Mapping[str, str]) -> str:
-    """Say why a name is not among the `known` ones; `settings` are those of other sections, by the same name."""
+    """Return why a name is not among the `known` settings; `settings` of other sections are given by name."""
     if (setting := settings.get(name) or OTHER_SETTINGS.get(name)) is not None:
         return f"a run says this with {setting}; set that"
     if (reason := UNSUPPORTED_FIELDS.get(name)) is not None:

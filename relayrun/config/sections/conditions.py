@@ -21,14 +21,14 @@ _ROW_EXAMPLE = 'write, for example: pc.field("split") == "train" and score > 0.5
 
 @dataclass(frozen=True)
 class Column:
-    """The value of a row in a column."""
+    """The value of a column in a row."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class TextLength:
-    """Characters of a row's text in a column."""
+    """The number of characters of a row's text in a column."""
 
     of: Column
 
@@ -47,7 +47,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class In:
-    """Whether a column holds one of some constants."""
+    """True if a column holds a constant of the list."""
 
     column: Column
     values: tuple[Constant, ...]
@@ -55,21 +55,21 @@ class In:
 
 @dataclass(frozen=True)
 class IsNull:
-    """Whether a column holds nothing."""
+    """True if a column is null."""
 
     column: Column
 
 
 @dataclass(frozen=True)
 class Not:
-    """The opposite of a condition."""
+    """The negation of a condition."""
 
     of: Condition
 
 
 @dataclass(frozen=True)
 class Both:
-    """`and` of two conditions, or `or`."""
+    """`and` or `or` of two conditions."""
 
     left: Condition
     operator: str
@@ -80,7 +80,7 @@ Condition = Compare | In | IsNull | Not | Both
 
 
 def parse_row_condition(text: str) -> Condition:
-    """The condition that a text means. Raises ValueError saying what in it cannot be understood."""
+    """Return the condition in a text. Raises ValueError for text that is not a condition."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -89,7 +89,7 @@ def parse_row_condition(text: str) -> Condition:
 
 
 def condition_columns(condition: Condition) -> list[str]:
-    """Names of the columns that a condition looks at, sorted."""
+    """Return the names of the columns in a condition, sorted."""
     return sorted({*_columns(condition)})
 
 
@@ -201,10 +201,10 @@ _MAX_FILTER_LENGTH = 1000
 
 
 class SweepFilter:
-    """One condition.
+    """A condition on settings.
 
     Args:
-        text: as in the file. Raises ValueError, saying what in it cannot be understood.
+        text: as in the file. Raises ValueError for text that is not a condition.
     """
 
     def __init__(self, text: str) -> None:
@@ -217,14 +217,14 @@ class SweepFilter:
         self._check(self._tree)
 
     def holds(self, setting: Callable[[str], Any]) -> bool:
-        """Whether it holds for a run; `setting(name)` gives its settings, and raises ValueError where there is none.
+        """True if a run fulfils the condition; `setting(name)` returns its settings or raises ValueError.
 
-        Raises ValueError where values cannot be compared.
+        Raises ValueError for values that cannot be compared.
         """
         return self._condition(self._tree, setting)
 
     def _check(self, node: ast.expr) -> None:
-        """Raise ValueError for what is no condition, whatever the settings are."""
+        """Raise ValueError for text that is not a condition for any settings."""
         match node:
             case ast.BoolOp(_, parts):
                 for part in parts:

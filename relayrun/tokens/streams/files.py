@@ -1,4 +1,4 @@
-"""Which files of text a data set is, found and frozen at the submit."""
+"""The text files of a data set, found and frozen at the submit."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_
 from relayrun.tokens.tokenize.dumps import find_data_files
 
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
-"""What `inputs.file_kind` calls the files of a source."""
+"""The kind that `file_kind` returns for each `data.mixture.NAME.source`."""
 _BATCH_BYTES = 1 << 16
 _AT_A_TIME = 16
-"""Files that are looked at together: most of the time goes into waiting for the file system."""
+"""Files that are examined in parallel; the file system dominates the time."""
 
 MAX_COUNTED_FILES = 64
-"""Files whose rows are counted at the submit, at most."""
+"""Row counts are checked at the submit for at most this many files."""
 
 
 MAX_HASHED_BYTES = 4_000_000_000
-"""Bytes of all files of a data set, at most, for which each is read whole and hashed at the first submit."""
+"""Files are hashed whole at the first submit if the data set has at most this many bytes."""
 
 
 def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence[FileEntry] = ()) -> DatasetManifest:
-    """The files of the stream called `name`, in the order in which they are named; those of a folder sorted.
+    """Return the files of the stream `name`: paths in the given order, the content of a folder sorted.
 
-    `known`: files that the run has under this name. One whose time of change is another one now is hashed whole, where
-    it is local; it is the known one if that has this hash, else another file.
+    `known` holds files that the run already has under this name. A local file with another time of change is hashed
+    whole: with an unchanged hash it stays the known file, otherwise it is a new one.
 
-    Raises InputError if there are none, if one is listed twice or is of another kind than `source.source`, or if the
-    first one has no such column; ConfigError for a condition that does not fit the files, and where a few parquet files
-    have fewer rows than there are lanes.
+    Raises InputError if no file is found, if a path occurs twice, if a file is of another kind than `source.source`, or
+    if the first file lacks the column; ConfigError if a condition does not fit the files, or if up to
+    `MAX_COUNTED_FILES` parquet files have fewer rows than lanes.
     """
     stream, where = source.stream or StreamSection(), f"data set {name!r}"
     found = find_text_files(source, where)
@@ -74,9 +74,9 @@ def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence
 
 
 def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> FileEntry:
-    """A file as it is now; with the fingerprint of the known file of its name and size that it is, if it is one.
+    """Return a file as it is now, with the fingerprint of a `known` file of this name and size if the content is equal.
 
-    `whole`: a file that is not known is hashed whole.
+    With `whole`, a new file is hashed whole.
     """
     local = not urls.is_url(file.path)
     changed = os.stat(file.path).st_mtime_ns if local else urls.stat_url(file.path)[1]
@@ -94,12 +94,13 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
 
 
 def _of_whole(ends: str, file: FileEntry) -> str:
-    """The fingerprint of a file whose ends are those of another one; below a URL its time stands for its content."""
+    """Return a fingerprint for a file whose ends equal those of another file; below a URL the time stands for the
+    content."""
     return hashlib.sha256(f"{ends} {file.content or file.changed}".encode()).hexdigest()
 
 
 def _first_good(paths: Sequence[str], stream: StreamSection) -> str:
-    """The first file whose first rows can be read; where `on_error` leaves no file out, it must be the first of all."""
+    """Return the first readable file. With `on_error: fail` it must be the first of all."""
     bad: InputError | None = None
     for path in paths[: 1 if stream.on_error == "fail" else MAX_COUNTED_FILES]:
         try:
@@ -113,8 +114,7 @@ def _first_good(paths: Sequence[str], stream: StreamSection) -> str:
 
 
 def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
-    """The files of a stream, without fingerprints. Raises as `freeze_text_files`; `where` names the data set in
-    errors."""
+    """Return the files of a stream without fingerprints. Raises like `freeze_text_files`; errors name `where`."""
     stream = source.stream or StreamSection()
     found: dict[str, int] = {}
     for path in source.paths:
@@ -129,7 +129,7 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
 
 
 def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
-    """The files of a kind that one path leads to, sorted, with their bytes."""
+    """Return path and bytes of the files of `kind` at a path, sorted."""
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     found = []
     for match in map(
@@ -141,7 +141,7 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
             found += [(os.path.abspath(urls.join_path(match, file.path)), file.size) for file in find_data_files(match)]
         elif os.path.isfile(match):
             found.append((os.path.abspath(match), os.stat(match).st_size))
-        elif os.path.islink(match):  # what it led to may be away for a while: its rows would never come
+        elif os.path.islink(match):  # its target may be unmounted: its rows would silently be missing
             raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
     fitting = [(file, size) for file, size in found if file_kind(file) == kind]
     if not fitting:
@@ -157,7 +157,7 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
 
 
 def _below_url(url: str) -> list[tuple[str, int]]:
-    """The files at or below a URL, or of a pattern at its end. Raises InputError as `urls.absolute_path`."""
+    """Return path and bytes of the files at a URL, below it, or matching its pattern. Raises like `absolute_path`."""
     url = urls.absolute_path(url)
     if not glob.has_magic(url):
         if url.lower().endswith((".parquet", ".jsonl", ".arrow", ".gz", ".zst", ".json")):
@@ -170,7 +170,7 @@ def _below_url(url: str) -> list[tuple[str, int]]:
 
 
 def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
-    """What `**/`, `*`, `?` and `[...]` in a URL stand for, behind the longest front that one of `files` begins with."""
+    """Compile the wildcards `**/`, `*`, `?` and `[...]` of a URL behind its longest prefix that exists in `files`."""
     names = url.split("/")
     fronts = ("/".join(names[:length]) for length in range(len(names), 0, -1))
     front = next((front for front in fronts if any(f"{file}/".startswith(f"{front}/") for file in files)), "")
@@ -183,7 +183,7 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
 
 
 def _of_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
-    """The files whose parts `name=value` fulfil a condition; integers where all files have integers."""
+    """Yield the files whose path parts `name=value` fulfil a condition. Integers if all files have integers."""
     parts = [dict(re.findall(r"([^/=]+)=([^/]*)(?=/)", path)) for path in paths]
     names = conditions.condition_columns(condition := conditions.parse_row_condition(text))
     if missing := [name for name in names if not any(name in part for part in parts)]:
@@ -215,7 +215,7 @@ def _filtered(table: pa.Table, condition: conditions.Condition, setting: str, wh
 
 
 def _try_columns(path: str, stream: StreamSection, where: str) -> None:
-    """Apply the filter to no row of a parquet file; it and the other columns that are read must be there."""
+    """Check that a parquet file has the columns of filter and `extra_columns`, and that the filter fits their types."""
     condition = None if stream.filters is None else conditions.parse_row_condition(stream.filters)
     with open_parquet(path) as file:
         schema = file.schema_arrow
@@ -235,7 +235,7 @@ def _try_columns(path: str, stream: StreamSection, where: str) -> None:
 
 
 def _try_lines(path: str, stream: StreamSection, where: str) -> None:
-    """Ask the condition of the first lines of a file; they must fit it, and some have its names."""
+    """Check that the condition fits the first lines of a file and that a line has each of its names."""
     condition = conditions.parse_row_condition(stream.filters or "")
     faults = RowFaults(condition, skip=stream.on_error == "skip-line")
     arrays = read_column(path, stream.column, batch_bytes=_BATCH_BYTES, faults=faults)
@@ -252,7 +252,7 @@ def _limited(paths: list[str], limit: StreamLimit) -> list[str]:
 
 
 def _cut(files: list[FileEntry], stream: StreamSection) -> Iterator[FileEntry]:
-    """The first files, the last of them in part, where `limit` counts fragments or rows."""
+    """Yield the files up to the limit of fragments or rows; the last file may be partial."""
     limit = stream.limit or StreamLimit()
     left = limit.nb_fragments or limit.nb_rows
     if left is None:
@@ -277,7 +277,6 @@ def _cut(files: list[FileEntry], stream: StreamSection) -> Iterator[FileEntry]:
 
 
 def _rows_of(entry: FileEntry) -> int:
-    """Rows of a parquet file that are read."""
     with open_parquet(entry.path) as file:
         groups = range(file.metadata.num_row_groups)[: entry.fragments]
         rows = sum(int(file.metadata.row_group(group).num_rows) for group in groups)
@@ -285,7 +284,7 @@ def _rows_of(entry: FileEntry) -> int:
 
 
 def _size_of(path: str, stream: StreamSection) -> tuple[int, int]:
-    """Fragments and rows of a file."""
+    """Return the number of fragments and of rows."""
     if file_kind(path) == "parquet":
         with open_parquet(path) as file:
             groups, rows = int(file.metadata.num_row_groups), int(file.metadata.num_rows)
