@@ -130,10 +130,3 @@ def test_samples_of_a_data_set_that_left_are_located_but_not_read() -> None:
     assert mixed.locate(8) == ("a", 1, 1)
     with pytest.raises(KeyError):
         mixed.sample(8)
-
-
-def test_a_state_of_an_earlier_version_names_its_order_as_today() -> None:
-    parts = {"mock": MixturePart(dataset=Numbers(10), weight=1.0, record={"order": "mock"})}
-    former = MixtureSampler(parts, {}).state(5)
-    former["datasets"]["mock"]["order"] = "relayrun.data.mock:MockDataset"
-    assert MixtureSampler(parts, {}).resume(former) == 5

@@ -444,7 +444,14 @@ def test_replicas_must_divide_the_lanes(tmp_path: Path) -> None:
 def test_lanes_of_a_checkpoint_are_checked(tmp_path: Path) -> None:
     write(tmp_path, "jsonl", [30])
     made = sampler({"web": stream(tmp_path, "jsonl", lanes=4)}, {"web": 1})
-    for cursors in ([[0] * 8] * 3, [[0] * 9] * 4, [[0] * 7] * 4, [[0] * 7 + [-1]] * 4, [["0"] * 8] * 4):
+    n = len(LaneCursor._fields)
+    for cursors in (
+        [[0] * n] * 3,
+        [[0] * (n + 1)] * 4,
+        [[0] * (n - 1)] * 4,
+        [[0] * (n - 1) + [-1]] * 4,
+        [["0"] * n] * 4,
+    ):
         state = made.state(0)
         state["streams"]["web"]["cursors"] = cursors
         with pytest.raises(FatalTrainingError, match="lanes of data set 'web' in the checkpoint are damaged"):

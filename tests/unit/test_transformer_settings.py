@@ -355,7 +355,7 @@ def test_a_revision_holds_what_was_set(tmp_path: Path) -> None:
     before = resolve.load_run_config(DEMO)
     text = resolve.dump_run_config(before)
     assert "  transformer: {}\n" in text
-    (tmp_path / "revision.yaml").write_text(text.replace("  transformer: {}\n", ""))  # of an earlier version
+    (tmp_path / "revision.yaml").write_text(text.replace("  transformer: {}\n", ""))  # as a user may leave it out
     assert resolve.read_resolved_config(tmp_path / "revision.yaml") == before
 
 

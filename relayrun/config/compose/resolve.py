@@ -34,7 +34,6 @@ from relayrun.config.compose.schema import (
 from relayrun.config.compose.unsupported_transformer_fields import reason_unsupported
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.notify import may_be_shown
-from relayrun.config.sections.training import FORMER_LOSS_MEAN
 from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_mean_path, why_url_is_refused
 
 CAMPAIGN_SECTIONS = ("sweep", "stages")
@@ -136,10 +135,7 @@ def dump_run_config(config: CommonConfig) -> str:
 
 def read_resolved_config(path: Path) -> CommonConfig:
     """Read a config revision that `dump_run_config` wrote."""
-    settings = yaml_file.read_yaml(path)
-    if isinstance(training := settings.values.get("training"), dict):
-        training.setdefault("loss_mean", FORMER_LOSS_MEAN)
-    return validate_settings(settings)
+    return validate_settings(yaml_file.read_yaml(path))
 
 
 def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.sections import conditions
 from relayrun.config.sections.base import NAME_PATTERN, Fraction, ImportPath, NonNegative, OutputPath, Positive, Section
@@ -155,21 +155,11 @@ class StreamSection(Section):
     def record(self) -> dict[str, Any]:
         """Return the settings that change the samples, by name, plain JSON."""
         values = self.model_dump(mode="json", exclude={"nb_prefetch"})
-        if self.on_error == "fail":
-            del values["on_error"]  # as checkpoints of earlier versions have it
         return {f"stream.{name}": value for name, value in values.items()}
 
 
 MOCK_ORDER = "mock"
 """Order of the data set for `mock_data`."""
-
-FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
-"""Names that configs and checkpoints of earlier versions hold."""
-
-
-def _current_order_name(order: str | None) -> str | None:
-    """An order by the name that it has in this version."""
-    return order if order is None else FORMER_ORDERS.get(order, order)
 
 
 class DataSource(Section):
@@ -196,8 +186,6 @@ class DataSource(Section):
     `relayrun.tokens.order.sample_rows.SampleRow`. Without this setting a mask ends the run."""
     edition: Positive = 1
     """Number of the edition, which rises when other files replace the present ones. Set by submit."""
-
-    _named_as_today = field_validator("order")(_current_order_name)
 
     def identity(self, name: str) -> str:
         """Return the name under which samples are counted: `name`, or `name@2` from edition 2 on."""
@@ -270,8 +258,6 @@ class DataSection(Section):
     """Made-up tokens replace tokenizer, data sets and validation sets; nothing is read."""
     mock_vocabulary_size: Positive = 128_256
     """Size of the vocabulary of the made-up tokens; the default is Llama 3's."""
-
-    _named_as_today = field_validator("order")(_current_order_name)
 
     @model_validator(mode="before")
     @classmethod

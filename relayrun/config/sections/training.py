@@ -165,9 +165,6 @@ def _are_positive_integers(value: object) -> bool:
 
 LossMean = Literal["micro_batch", "sample", "token"]
 
-FORMER_LOSS_MEAN: LossMean = "sample"
-"""The mean of runs that began before `training.loss_mean` was there: their revisions do not name one."""
-
 
 class HookEntry(Section):
     """A user's hook (see relayrun/train/hooks.py); `module:Class` alone has no options."""

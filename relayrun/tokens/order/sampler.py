@@ -24,7 +24,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.config.sections.data import FORMER_ORDERS
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order.datasets import Dataset
 from relayrun.tokens.order.sample_rows import SampleRow, read_row
@@ -303,47 +302,48 @@ class MixtureSampler:
         Raises FatalTrainingError with each difference if the state belongs to other data or another order, so that
         sample numbers would mean other samples, or if its counts are wrong.
         """
-        consumed, phases, records = _read_phases(state)
-        streamed = [name for name, record in records.items() if record.get("windows", 0) is None]
-        standing = read_lane_positions(state.get("streams", {}), consumed, streamed)
-        differences = [
-            f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
-            for name, old in state["settings"].items()
-            if self.settings.get(name) != old
-        ]
-        for dataset, record in records.items():
-            now = self.records.get(dataset)
-            if now is not None and dataset in self.parts:
-                pairs = {name: (record.get(name), now.get(name)) for name in sorted(record.keys() | now.keys())}
-                differences += [
-                    f"{name} of data set {dataset!r} was {_text(old)}, is {_text(new)}"
-                    for name, (old, new) in pairs.items()
-                    if old != new
-                ]
-        if differences:
+        consumed, schedule, records, standing = _read_state(state)
+        if differences := self._differences(state["settings"], records):
             raise FatalTrainingError(
                 "the data order differs from the checkpoint's, samples would be lost or repeated: "
                 + "; ".join(differences),
                 hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
             )
+        for name in [name for name in self.streams if name in standing]:
+            try:
+                self.streams[name].check_cursors(standing[name].cursors)
+            except ValueError as error:
+                raise FatalTrainingError(
+                    f"the lanes of data set {name!r} in the checkpoint are damaged: {error}",
+                    hint="resume from an older checkpoint",
+                ) from None
         begun = {name: LanePositions(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
-        for name, stream in self.streams.items():
-            if name in standing:
-                try:
-                    stream.check_cursors(standing[name].cursors)
-                except ValueError as error:
-                    raise FatalTrainingError(
-                        f"the lanes of data set {name!r} in the checkpoint are damaged: {error}",
-                        hint="resume from an older checkpoint",
-                    ) from None
-        self.schedule = phases.with_phase(consumed, self.weights, self.lanes)
+        self.schedule = schedule.with_phase(consumed, self.weights, self.lanes)
         self.records = records | self.records
         self.standing = begun | standing
         return consumed
 
+    def _differences(self, settings: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return how this sampler differs from a state's settings and the records of its data sets."""
+        differences = [
+            f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
+            for name, old in settings.items()
+            if self.settings.get(name) != old
+        ]
+        for dataset in [name for name in records if name in self.parts]:
+            was, now = records[dataset], self.records[dataset]
+            differences += [
+                f"{name} of data set {dataset!r} was {_text(was.get(name))}, is {_text(now.get(name))}"
+                for name in sorted(was.keys() | now.keys())
+                if was.get(name) != now.get(name)
+            ]
+        return differences
 
-def _read_phases(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]]]:
-    """Return consumed samples, schedule and records of a state. Raises FatalTrainingError if it is damaged."""
+
+def _read_state(
+    state: Mapping[str, Any],
+) -> tuple[int, Schedule, dict[str, dict[str, Any]], dict[str, LanePositions]]:
+    """Return consumed samples, schedule, records and lane positions. Raises FatalTrainingError for damage."""
     try:
         if state.get("version") != SAMPLER_STATE_VERSION:
             raise ValueError(f"its version is {state.get('version')!r}, this program reads {SAMPLER_STATE_VERSION}")
@@ -354,19 +354,15 @@ def _read_phases(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dic
         counts = schedule.counts(consumed)
         if state["counts"] != counts:
             raise ValueError(f"its ledger counts {dict(state['counts'])}, its phases give {counts}")
-        records = {name: _current_order_names(record) for name, record in state["datasets"].items()}
+        records = {name: dict(record) for name, record in state["datasets"].items()}
         if records.keys() != set(schedule.names):
             raise ValueError("its data sets are not those of its phases")
-        return consumed, schedule, records
+        streamed = [name for name, record in records.items() if record["windows"] is None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FatalTrainingError(
             f"the data state of the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
         ) from None
-
-
-def _current_order_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A data set's record, which may be of an earlier version."""
-    return {**record, "order": FORMER_ORDERS.get(record["order"], record["order"])} if "order" in record else {**record}
+    return consumed, schedule, records, read_lane_positions(state.get("streams", {}), consumed, streamed)
 
 
 def _text(value: object) -> str:

@@ -84,7 +84,7 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
     now = replace(file, fingerprint=ends, changed=changed)
     alike = [one for one in known if one.fingerprint in (ends, _of_whole(ends, one))]
     for one in alike:
-        if one.changed == changed or 0 in (one.changed, changed):  # an earlier version kept no times
+        if one.changed == changed or 0 in (one.changed, changed):  # 0: a store without times
             return replace(now, fingerprint=one.fingerprint, content=one.content)
     now = replace(now, content=file_checksum(file.path) if local and (alike or whole) else "")
     for one in alike:

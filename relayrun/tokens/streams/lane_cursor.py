@@ -63,9 +63,6 @@ class LaneCursor(NamedTuple):
         return self._replace(**more)
 
 
-FORMER_CURSOR_FIELDS = 8
-"""Numbers of a cursor that an earlier version wrote: without files and reasons."""
-
 OPTION_REASONS = {
     "filters": "stream.filters",
     "no_text": "no text",
@@ -91,7 +88,5 @@ def skipped_rows(lanes: Iterable[LaneCursor]) -> dict[str, int]:
     """Return the non-zero numbers of skipped rows of some lanes by reason."""
     found: Counter[str] = Counter()
     for lane in lanes:
-        counts = lane.counts()
-        found.update(counts)
-        found["earlier"] += lane.left_out - sum(counts.values())
+        found.update(lane.counts())
     return {reason: count for reason, count in found.items() if count}

@@ -16,7 +16,7 @@ from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.shards.manifest import FileEntry
 from relayrun.tokens.streams.blocks import LaneBlock, LaneGroup, RowBlocks
 from relayrun.tokens.streams.fragments import FragmentOrder, FragmentReader, group_count
-from relayrun.tokens.streams.lane_cursor import FORMER_CURSOR_FIELDS, LaneCursor
+from relayrun.tokens.streams.lane_cursor import LaneCursor
 from relayrun.tokens.streams.samples import EncodeFunction, SampleShape, text_origin
 
 _TAKEN = LaneCursor._fields.index("taken")
@@ -60,9 +60,9 @@ class TextStream:
         """Raise ValueError for cursors that do not fit this stream."""
         if len(cursors) != self.lanes:
             raise ValueError(f"it has {len(cursors)} lanes, and data.lanes is {self.lanes}")
-        lengths = FORMER_CURSOR_FIELDS, len(LaneCursor._fields)
-        if any(len(cursor) not in lengths or min(cursor) < 0 for cursor in cursors):
-            raise ValueError(f"a cursor is no list of {lengths[0]} or {lengths[1]} numbers")
+        length = len(LaneCursor._fields)
+        if any(len(cursor) != length or min(cursor) < 0 for cursor in cursors):
+            raise ValueError(f"a cursor is no list of {length} numbers")
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenTextLanes:
         """Open some lanes at the given cursors, by lane."""
