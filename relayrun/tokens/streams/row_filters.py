@@ -8,17 +8,15 @@ store, a missing file and a changed file end the run instead.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from relayrun.config.sections import conditions
 from relayrun.config.sections.conditions import (
+    OPERATORS,
     Both,
-    Column,
     Compare,
     Condition,
     ConditionOperand,
@@ -26,47 +24,39 @@ from relayrun.config.sections.conditions import (
     IsNull,
     Not,
     TextLength,
+    Variable,
+    condition_columns,
 )
 from relayrun.errors import InputError
 from relayrun.tokens.readers.inputs import BadLine, LineFaults
 from relayrun.tokens.readers.texts import LongText
 from relayrun.tokens.stores.urls import MissingInput
 
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "and": operator.and_,
-    "or": operator.or_,
-}
-
 
 def arrow_expression(condition: Condition) -> pc.Expression:
     """Return the Arrow expression of a condition."""
     match condition:
-        case Compare(left, sign, right) | Both(left, sign, right):
-            return _OPERATORS[sign](_arrow_operand(left), _arrow_operand(right))
-        case In(column, values):
-            return _arrow_operand(column).isin(pa.array(values))
-        case IsNull(column):
-            return _arrow_operand(column).is_null()
+        case Compare(left, sign, right):
+            return OPERATORS[sign](_arrow_operand(left), _arrow_operand(right))
+        case Both(left, "and", right):
+            return arrow_expression(left) & arrow_expression(right)
+        case Both(left, _, right):
+            return arrow_expression(left) | arrow_expression(right)
+        case In(item, values):
+            return _arrow_operand(item).isin(pa.array(values))
+        case IsNull(item):
+            return _arrow_operand(item).is_null()
         case Not(inner):
             return ~arrow_expression(inner)
 
 
-def _arrow_operand(part: Condition | ConditionOperand) -> pc.Expression:
+def _arrow_operand(part: ConditionOperand) -> pc.Expression:
     match part:
-        case Column(name):
+        case Variable(name):
             return pc.field(name)
         case TextLength(column):
             return pc.utf8_length(_arrow_operand(column))
-        case Compare() | Both() | In() | IsNull() | Not():
-            return arrow_expression(part)
-        case _:
-            return pc.scalar(part)
+    return pc.scalar(part)
 
 
 class ConditionMisfit(Exception):
@@ -87,8 +77,8 @@ def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
         case Both(left, _, right):
             both = row_fulfils(left, row), row_fulfils(right, row)
             return True if True in both else None if None in both else False
-        case In(column, values):
-            value = row.get(column.name)
+        case In(item, values):
+            value = _operand_value(item, row)
             return any(_value_kind(value) == _value_kind(other) and value == other for other in values)
         case IsNull(column):
             return row.get(column.name) is None
@@ -104,12 +94,12 @@ def _compare_values(left: Any, sign: str, right: Any) -> bool | None:
         raise ConditionMisfit(
             f"{left!r:.40} {sign} {right!r:.40} compares {_value_kind(left)} with {_value_kind(right)}"
         )
-    return bool(_OPERATORS[sign](left, right))
+    return bool(OPERATORS[sign](left, right))
 
 
 def _operand_value(part: ConditionOperand, row: Mapping[str, Any]) -> Any:
     match part:
-        case Column(name):
+        case Variable(name):
             return row.get(name)
         case TextLength(column):
             text = row.get(column.name)
@@ -135,12 +125,12 @@ FILTER_REASON = "stream.filters"
 class RowFaults(LineFaults):
     """Counts the bad rows of a file and skips JSON lines by the filter; skipped rows keep their positions."""
 
-    def __init__(self, condition: conditions.Condition | None, *, skip: bool) -> None:
+    def __init__(self, condition: Condition | None, *, skip: bool) -> None:
         """`condition` is checked for lines of JSON. With `skip`, bad rows are skipped; otherwise the first one is an
         InputError."""
         super().__init__(skip=skip, keep=True)
         self._condition = condition
-        self._columns = [] if condition is None else conditions.condition_columns(condition)
+        self._columns = [] if condition is None else condition_columns(condition)
         self.seen: set[str] = set()
         """Columns of the condition that occurred in a line."""
 
