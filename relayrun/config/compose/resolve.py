@@ -31,7 +31,6 @@ from relayrun.config.compose.schema import (
     RunConfig,
     trainers_with,
 )
-from relayrun.config.compose.unsupported_transformer_fields import reason_unsupported
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.notify import may_be_shown
 from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_mean_path, why_url_is_refused
@@ -305,7 +304,7 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
         if location[:-1] == ("model", "transformer"):
-            message = reason_unsupported(location[-1], known=names, settings=_fields_of_other_sections())
+            message = _why_no_transformer_field(location[-1], names)
         if others := _sections_of_other_trainers(location):
             message = f"only a run of trainer {' or '.join(others)} has this; this one's trainer is {_trainer(kind)}"
     elif detail["type"] == "missing":
@@ -316,10 +315,41 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
 
 
-def _fields_of_other_sections() -> dict[str, str]:
-    """Return settings that replace fields of megatron-core's TransformerConfig, by name without the section."""
+SETTINGS_FOR_TRANSFORMER_FIELDS = {
+    "layernorm_epsilon": "model.norm_epsilon",
+    "init_method": "model.init_method_std",
+    "output_layer_init_method": "model.init_method_std",
+    "embedding_init_method": "model.transformer.embedding_init_method_std",
+    "params_dtype": "training.precision",
+    "pipeline_dtype": "training.precision",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "enable_autocast": "training.precision",
+    "autocast_dtype": "training.precision",
+    "deterministic_mode": "training.deterministic",
+    "calculate_per_token_loss": "training.loss_mean",
+    "attention_backend": "training.transformer_impl",
+    "recompute_method": "training.recompute_num_layers",
+    "moe_layer_recompute": "training.recompute_modules",
+    "virtual_pipeline_model_parallel_size": "parallel.num_layers_per_virtual_pipeline_stage",
+    "microbatch_group_size_per_vp_stage": "parallel.num_layers_per_virtual_pipeline_stage",
+    "moe_router_topk_limited_devices": "model.transformer.moe_router_group_topk",
+    "moe_extended_tp": "parallel.expert_tensor_parallel_size",
+}
+"""Settings that replace a field of megatron-core's TransformerConfig and have another name."""
+
+
+def _why_no_transformer_field(name: str, known: Sequence[str]) -> str:
+    """Return why `model.transformer` with the `known` fields does not have the field `name`."""
     sections = ("training", "parallel", "model")
-    return {name: f"{section}.{name}" for section in sections for name in _fields_at((section,), RunConfig)}
+    same = {field: f"{section}.{field}" for section in sections for field in _fields_at((section,), RunConfig)}
+    if (setting := same.get(name) or SETTINGS_FOR_TRANSFORMER_FIELDS.get(name)) is not None:
+        return f"a run says this with {setting}; set that"
+    near = did_you_mean(name, [*known, *same, *SETTINGS_FOR_TRANSFORMER_FIELDS], most=1)
+    return (
+        f"there is no such field; {near or '`relayrun explain model.transformer` lists them'}. Fields of megatron-core "
+        "that relayrun sets itself, or whose effect its layers lack, are refused"
+    )
 
 
 def _counting_errors(details: Sequence[Any]) -> list[Any]:
