@@ -8,7 +8,6 @@ import yaml
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
-from relayrun.config.compose.schema import DataSection
 from relayrun.control.chain import job_script
 from relayrun.errors import ConfigError
 from relayrun.slurmtime import format_time, parse_time

@@ -19,9 +19,6 @@ from queue import Empty, Queue
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import numpy as np
-import numpy.typing as npt
-
 from relayrun.config.sections.training import BatchSizes, IterationRange
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order.sample_rows import RowBatch, SampleRow
@@ -35,21 +32,11 @@ Batch = list[RowBatch]
 
 
 class SampleSource(Protocol):
-    """Numbered samples, each int64 [seq_length + 1].
-
-    Optional methods: `row(k)`, a SampleRow; `numbers(first, end)`, this rank's samples in the range; `close()`.
-    """
+    """Numbered samples. Optional methods: `numbers(first, end)`, this rank's samples in the range, and `close()`."""
 
     name: str
 
-    def sample(self, k: int) -> npt.NDArray[np.int64]: ...
-
-
-def check_token_ids(order: SampleSource, k: int, vocabulary_size: int | None) -> npt.NDArray[np.int64]:
-    """Return the token ids of sample k, int64. Raises like `check_row`."""
-    ids = order.sample(k)
-    check_row(SampleRow(tokens=ids), order, k, vocabulary_size)
-    return ids
+    def row(self, k: int) -> SampleRow: ...
 
 
 def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int | None) -> SampleRow:
@@ -155,14 +142,12 @@ class BatchReader(Iterator[Batch]):
         except BaseException as error:
             self._queue.put(error)
 
-    def _row(self, k: int) -> SampleRow:
-        row = getattr(self._order, "row", None)
-        found = SampleRow(tokens=self._order.sample(k)) if row is None else row(k)
-        return check_row(found, self._order, k, self._vocabulary_size)
-
     def _read(self, consumed: int) -> Batch:
         numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
-        return [RowBatch.of([self._row(k) for k in numbers[at : at + step]]) for at in range(0, len(numbers), step)]
+        return [RowBatch.of([*map(self._row, numbers[at : at + step])]) for at in range(0, len(numbers), step)]
+
+    def _row(self, k: int) -> SampleRow:
+        return check_row(self._order.row(k), self._order, k, self._vocabulary_size)
 
     def _numbers(self, first: int, end: int) -> Sequence[int]:
         """Return this rank's samples of the range."""

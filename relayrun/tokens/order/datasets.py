@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.permutation import epoch_permutations
 from relayrun.tokens.order.remote_shards import BlockCache, open_shard_file
 from relayrun.tokens.order.sample_rows import SampleRow, read_row
 from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
@@ -73,7 +73,7 @@ class WindowDataset:
         self.manifest = manifest
         self.seq_length = seq_length
         self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open_bin_file, manifest.shards, blocks))
+        self._file = lru_cache(open_files)(lambda number: _BinFile(manifest.shards[number], blocks))
         self._blocks = blocks
 
     def __len__(self) -> int:
@@ -158,10 +158,6 @@ class _BinFile:
         return np.frombuffer(data, dtype=self._dtype)
 
 
-def _open_bin_file(shards: tuple[ShardEntry, ...], blocks: BlockCache | None, number: int) -> _BinFile:
-    return _BinFile(shards[number], blocks)
-
-
 def _sequence_offsets(shard: ShardEntry, blocks: BlockCache | None) -> npt.NDArray[np.int64]:
     """Return the byte offset of each sequence of a shard in its .bin."""
     if not is_url(shard.prefix):
@@ -242,8 +238,7 @@ class WindowOrder:
                 f"seq_length {seq_length} needs {seq_length + 1}",
                 hint="give more data or a smaller seq_length",
             )
-        # two epochs: readers of an order can stand on both sides of an epoch's end
-        self._permutation = lru_cache(2)(partial(_window_permutation, self.windows_per_epoch, seed, name))
+        self._permutation = epoch_permutations(self.windows_per_epoch, seed, name)
 
     def __len__(self) -> int:
         return self.windows_per_epoch
@@ -262,25 +257,10 @@ class WindowOrder:
         """Return the origins of the tokens of a sample: documents and offsets."""
         return self.windows.origins(self.window(epoch, i))
 
-    def locate(self, k: int) -> tuple[int, int, int]:
-        """Return (epoch, position in the epoch, window) of sample k. Raises IndexError if k < 0."""
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are numbered from 0")
-        epoch, i = divmod(k, self.windows_per_epoch)
-        return epoch, i, self.window(epoch, i)
-
-    def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of sample k, int64 [seq_length + 1]."""
-        return self.windows.read(self.locate(k)[2])
-
 
 def held_out_window_count(windows: int, split: float) -> int:
     """Return the number of held-out windows: at least one, and never all."""
     return min(max(1, round(windows * split)), windows - 1) if split and windows else 0
-
-
-def _window_permutation(windows: int, seed: int, name: str, epoch: int) -> Permutation:
-    return Permutation(windows, permutation_key(seed, name, epoch))
 
 
 @dataclass(kw_only=True)
@@ -298,7 +278,3 @@ class ValidationSet:
         """Return sample k with lengths and mask."""
         epoch, i = divmod(k, len(self))
         return read_row(self.dataset, epoch, i)
-
-    def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of sample k, int64 [seq_length + 1]."""
-        return self.row(k).tokens

@@ -27,7 +27,7 @@ import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from relayrun.errors import ConfigError
 from relayrun.tokens.order.datasets import DocumentOrigin
 from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
 from relayrun.tokens.order.index_cache import IndexCache
-from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.permutation import epoch_permutations
 from relayrun.tokens.order.remote_shards import BlockCache
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.shards.manifest import DatasetManifest
@@ -288,7 +288,7 @@ class DocumentWindowOrder:
         self._lengths = settings.packs
         self._mask_end = settings.mask_special and self.cut.eos is not None
         self._padding = padding
-        self._permutation = lru_cache(2)(partial(_row_permutation, len(self.rows), seed, name))
+        self._permutation = epoch_permutations(len(self.rows), seed, name)
 
     def __len__(self) -> int:
         """Rows in an epoch."""
@@ -372,7 +372,3 @@ def fill_row(
         padding=seq_length - at,
         windows=windows,
     )
-
-
-def _row_permutation(rows: int, seed: int, name: str, epoch: int) -> Permutation:
-    return Permutation(rows, permutation_key(seed, name, epoch))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -126,7 +126,7 @@ class DocumentWindows:
         self.cut = cut
         self._stream = WindowDataset(manifest, 1, open_files=open_files, blocks=blocks)
         self._stream_starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open_index_file, manifest, blocks))
+        self._file = lru_cache(open_files)(lambda number: _IndexFile(manifest.shards[number], blocks))
         self._tables = [self._table(number) for number in range(len(manifest.shards))]
         self._starts = list(accumulate((int(table[-1]) for table in self._tables), initial=0))
 
@@ -258,7 +258,3 @@ class _IndexFile:
         if len(data) != size:
             raise InputError("index has become shorter", where=self._path, hint="put the shard back as it was")
         return data
-
-
-def _open_index_file(manifest: DatasetManifest, blocks: BlockCache | None, number: int) -> _IndexFile:
-    return _IndexFile(manifest.shards[number], blocks)

@@ -22,7 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from functools import cached_property
+from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +39,19 @@ def permutation_key(seed: int, name: str, epoch: int) -> bytes:
     return hashlib.shake_256(json.dumps([seed, name, epoch]).encode()).digest(8 * MIXING_ROUNDS)
 
 
+def epoch_permutations(n: int, seed: int, name: str) -> Callable[[int], Permutation]:
+    """Return a function from an epoch of a data set to its permutation of range(n).
+
+    The latest two are kept: readers can stand on both sides of an epoch's end.
+    """
+    return lru_cache(2)(lambda epoch: Permutation(n, permutation_key(seed, name, epoch)))
+
+
 class Permutation:
     """A bijection of range(n), 1 <= n <= 2^62, chosen by `key` (96 bytes, see `permutation_key`).
 
-    `p(i)` is the image of i, `p.inverse(p(i)) == i`, `p.map(array)` maps many at once. Raises ValueError for an invalid
-    n or key, IndexError for an i outside of range(n).
+    `p(i)` is the image of i, `p.map(array)` maps many at once. Raises ValueError for an invalid n or key, IndexError
+    for an i outside of range(n).
     """
 
     def __init__(self, n: int, key: bytes) -> None:
@@ -54,19 +63,12 @@ class Permutation:
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         self._keys = [int.from_bytes(key[at : at + 8], "little") for at in range(0, len(key), 8)]
+        self._numpy_keys = np.array(self._keys, dtype=np.uint64)
 
     def __call__(self, i: int) -> int:
         self._check(i)
         while True:
             i = self._forward(i)
-            if i < self.n:
-                return i
-
-    def inverse(self, i: int) -> int:
-        """Return the index whose image is `i`. Raises IndexError outside of range(n)."""
-        self._check(i)
-        while True:
-            i = self._backward(i)
             if i < self.n:
                 return i
 
@@ -93,14 +95,6 @@ class Permutation:
             right = (right + _mix(left, next(keys))) % self._b
         return left * self._b + right
 
-    def _backward(self, i: int) -> int:
-        left, right = divmod(i, self._b)
-        keys = reversed(self._keys)
-        for key in keys:
-            right = (right - _mix(left, key)) % self._b
-            left = (left - _mix(right, next(keys))) % self._a
-        return left * self._b + right
-
     def _forward_many(self, i: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         a, b = np.uint64(self._a), np.uint64(self._b)
         left, right = i // b, i % b
@@ -109,10 +103,6 @@ class Permutation:
             left = (left + _mix_many(right, key)) % a
             right = (right + _mix_many(left, next(keys))) % b
         return left * b + right
-
-    @cached_property
-    def _numpy_keys(self) -> npt.NDArray[np.uint64]:
-        return np.array(self._keys, dtype=np.uint64)
 
 
 def _mix(half: int, key: int) -> int:

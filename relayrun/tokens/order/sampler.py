@@ -21,9 +21,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order.datasets import Dataset
 from relayrun.tokens.order.sample_rows import SampleRow, read_row
@@ -133,10 +130,6 @@ class LaneReader:
         name, _ = self._schedule.locate(k)
         return self._take(name, k) if name in self._open else self._indexed(k)
 
-    def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of global sample k, int64 [seq_length + 1]; see `row`."""
-        return self.row(k).tokens.astype(np.int64, copy=False)
-
     def cursors(self, consumed: int) -> dict[str, dict[int, Cursor]]:
         """Return the cursors of this replica when sample `consumed` is next, by data set and lane.
 
@@ -238,15 +231,11 @@ class MixtureSampler:
         epoch, i = (0, position) if windows is None else divmod(position, int(windows))
         return name, epoch, i
 
-    def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of global sample k, int64 [seq_length + 1]; inputs are [:-1], labels [1:].
-
-        Not for samples of a stream. Raises KeyError for a sample of a data set that left the mixture.
-        """
-        return self.row(k).tokens
-
     def row(self, k: int) -> SampleRow:
-        """Return global sample k with lengths and mask. Raises like `sample`."""
+        """Return global sample k. Not for samples of a stream.
+
+        Raises IndexError if k < 0, KeyError for a sample of a data set that left the mixture.
+        """
         name, epoch, i = self.locate(k)
         return read_row(self.parts[name].dataset, epoch, i)
 
