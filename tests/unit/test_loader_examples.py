@@ -183,7 +183,7 @@ def test_the_hierarchical_shuffle(tmp_path: Path, small_blocks: None) -> None:
     of = {row: number for number, file in enumerate(files) for row in file}
     made = stream(tmp_path, "parquet", fragment_shuffle_window=1, shuffle_buffer=40, lanes=4)
     assert made.blocks.groups == 4, "four files are read at a time"
-    reading = sampler({"web": made}, {"web": 1}).reading(0, 0, 1)
+    reading = sampler({"web": made}, {"web": 1}).lane_reader(0, 0, 1)
     read = [numbers_in(whole(streaming.inputs(reading.row(k)))) for k in range(4 * 12)]
     reading.close()
     lanes = [{of[row] for sample in read[lane::4] for row in sample} for lane in range(4)]
@@ -206,7 +206,7 @@ def mixture(folder: Path, weights: Mapping[str, float]) -> MixtureSampler:
 
 def trained(order: MixtureSampler, first: int, end: int, replicas: int) -> tuple[dict[int, tuple[str, int, str]], Any]:
     """Data set, lane and sample of each number, and the state at the end."""
-    readings = [order.reading(first, replica, replicas) for replica in range(replicas)]
+    readings = [order.lane_reader(first, replica, replicas) for replica in range(replicas)]
     samples = {
         k: (order.locate(k)[0], order.schedule.in_phase(k) % LANES, streaming.digest(reading.row(k)))
         for reading in readings
@@ -286,4 +286,4 @@ def test_another_number_of_hosts_and_another_batch_size(three: Path, small_block
     order = mixture(three, weights)
     order.resume(state)
     with pytest.raises(ConfigError, match="8 lanes of this run's streams cannot be divided among 3"):
-        order.reading(at, 0, 3)
+        order.lane_reader(at, 0, 3)

@@ -284,7 +284,9 @@ def dataset_ledgers(audited: AuditedRun) -> list[DatasetLedger]:
                 windows=windows,
                 exhausted_sample=last,
                 exhausted_step=None if last is None else audited.progress.iteration_of(last),
-                lanes=None if windows is not None else _lane_progress(newest.get(name, audited.order.standing[name])),
+                lanes=None
+                if windows is not None
+                else _lane_progress(newest.get(name, audited.order.lane_positions[name])),
             )
         )
     return rows

@@ -1,7 +1,7 @@
 """A process beside a rank that reads and tokenizes its streams ahead, without the rank's interpreter lock.
 
     rank                                          worker: python -m relayrun.tokens.mixture.stream_worker
-    LaneReader over `_Received` streams  ◄─pipe─  LaneReader over `_Sent` streams
+    LaneReader over `_ReceivedLanes`     ◄─pipe─  LaneReader over `_SentLanes`
 
 Schedule and position determine the order of lanes, so both sides take the same order and the rank sends no requests:
 the worker sends each sample with the cursor of its lane, and blocks on a full pipe. The rank keeps the cursors of
@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -41,10 +42,9 @@ from relayrun.tokens.mixture.build_datasets import text_stream
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import (
     Cursor,
-    LanePositions,
+    LaneOpener,
     LaneReader,
     MixtureSampler,
-    OpenLanes,
     Stream,
     read_lane_positions,
 )
@@ -84,7 +84,7 @@ class StreamWorker:
             "config": config.model_dump(mode="json"),
             "manifest": str(manifest),
             "phases": order.schedule.to_json(),
-            "standing": {name: order.standing[name].to_json(consumed, {}) for name in order.streams},
+            "positions": {name: order.lane_positions[name].to_json(consumed, {}) for name in order.streams},
             "consumed": consumed,
             "replica": replica,
             "replicas": replicas,
@@ -121,9 +121,9 @@ class StreamWorker:
     def pid(self) -> int:
         return self._process.pid
 
-    def streams(self, of: Mapping[str, Stream]) -> dict[str, Stream]:
-        """Return the streams with lanes that the worker opens."""
-        return {name: _Received(name, stream, self) for name, stream in of.items()}
+    def openers(self) -> dict[str, LaneOpener]:
+        """Return substitutes of `Stream.open_lanes` by stream; the worker opens the lanes."""
+        return {name: partial(_ReceivedLanes, self, name) for name in self._names}
 
     def take(self, name: str, lane: int) -> tuple[SampleRow, Cursor]:
         """Return the next sample, which must be of this lane, and the cursor of the lane behind it.
@@ -188,39 +188,11 @@ class StreamWorker:
         )
 
 
-class _Shared:
-    """A `relayrun.tokens.order.sampler.Stream` whose lanes each of the two processes opens differently."""
-
-    def __init__(self, name: str, stream: Stream) -> None:
-        self._name, self._stream = name, stream
-        self.lanes = stream.lanes
-
-    def first_cursors(self) -> list[Cursor]:
-        return self._stream.first_cursors()
-
-    def record(self) -> dict[str, Any]:
-        return self._stream.record()
-
-    def check_cursors(self, cursors: Sequence[Cursor]) -> None:
-        self._stream.check_cursors(cursors)
-
-
-class _Received(_Shared):
-    """A stream whose lanes another process opens."""
-
-    def __init__(self, name: str, stream: Stream, worker: StreamWorker) -> None:
-        super().__init__(name, stream)
-        self._worker = worker
-
-    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
-        return _ReceivedLanes(self._name, dict(cursors), self._worker)
-
-
 class _ReceivedLanes:
     """Lanes that another process reads."""
 
-    def __init__(self, name: str, cursors: dict[int, Cursor], worker: StreamWorker) -> None:
-        self._name, self._cursors, self._worker = name, cursors, worker
+    def __init__(self, worker: StreamWorker, name: str, cursors: Mapping[int, Cursor]) -> None:
+        self._worker, self._name, self._cursors = worker, name, dict(cursors)
 
     def take(self, lane: int) -> SampleRow:
         row, self._cursors[lane] = self._worker.take(self._name, lane)
@@ -275,23 +247,12 @@ class _Sender:
         self._sent = time.monotonic()
 
 
-class _Sent(_Shared):
-    """A stream that sends its samples as they are taken."""
-
-    def __init__(self, number: int, name: str, stream: Stream, sender: _Sender) -> None:
-        """`number`: index among the streams of the job."""
-        super().__init__(name, stream)
-        self._number, self._sender = number, sender
-
-    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
-        return _SentLanes(self._number, self._stream.open_lanes(cursors), self._sender)
-
-
 class _SentLanes:
     """Lanes that send their samples as they are taken."""
 
-    def __init__(self, number: int, lanes: OpenLanes, sender: _Sender) -> None:
-        self._number, self._lanes, self._sender = number, lanes, sender
+    def __init__(self, sender: _Sender, number: int, stream: Stream, cursors: Mapping[int, Cursor]) -> None:
+        """`number`: index among the streams of the job."""
+        self._sender, self._number, self._lanes = sender, number, stream.open_lanes(cursors)
 
     def take(self, lane: int) -> SampleRow:
         row = self._lanes.take(lane)
@@ -330,18 +291,17 @@ def send_samples(job: Mapping[str, Any], sender: _Sender) -> None:
     manifest = Manifest.read(job["manifest"])
     schedule = Schedule.from_json(job["phases"])
     names = {config.data.sources[name].identity(name): name for name in config.data.streams}
-    standing: dict[str, LanePositions] = read_lane_positions(job["standing"], job["consumed"])
-    streams: dict[str, Stream] = {
-        identity: _Sent(
-            number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), sender
+    openers = {
+        identity: partial(
+            _SentLanes, sender, number, text_stream(config, manifest, names[identity], manifest.datasets[identity])
         )
-        for number, identity in enumerate(job["standing"])
+        for number, identity in enumerate(job["positions"])
     }
     reading = LaneReader(
         schedule,
-        streams,
-        standing,
-        _sample_of_another_dataset,
+        openers,
+        read_lane_positions(job["positions"], job["consumed"]),
+        lambda _: SampleRow(tokens=np.zeros(0, np.int64)),  # the rank reads samples of other data sets itself
         name="train",
         lanes=config.data.lanes,
         consumed=job["consumed"],
@@ -353,11 +313,6 @@ def send_samples(job: Mapping[str, Any], sender: _Sender) -> None:
         reading.row(k)
         if not turn % _FORGET_EVERY:
             reading.cursors(k)
-
-
-def _sample_of_another_dataset(_: int) -> SampleRow:
-    """Return a placeholder for a sample that the rank reads itself."""
-    return SampleRow(tokens=np.zeros(0, np.int64))
 
 
 def run_worker() -> None:

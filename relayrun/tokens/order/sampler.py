@@ -62,6 +62,10 @@ class Stream(Protocol):
         """Open some lanes at the given cursors, by lane."""
 
 
+LaneOpener = Callable[[Mapping[int, Cursor]], OpenLanes]
+"""`Stream.open_lanes`, or its substitute."""
+
+
 class LanePositions:
     """The cursors of all lanes of a stream when sample `at` was next."""
 
@@ -85,8 +89,8 @@ class LaneReader:
     def __init__(
         self,
         schedule: Schedule,
-        streams: Mapping[str, Stream],
-        standing: Mapping[str, LanePositions],
+        openers: Mapping[str, LaneOpener],
+        positions: Mapping[str, LanePositions],
         indexed: Callable[[int], SampleRow],
         *,
         name: str,
@@ -95,9 +99,10 @@ class LaneReader:
         replica: int,
         replicas: int,
     ) -> None:
-        """`indexed` returns the samples of all other data sets. Raises ConfigError if `replicas` does not divide lanes.
+        """`openers` open all streams; `indexed` returns samples of other data sets.
 
-        Samples that were passed over are read and dropped here, up to `consumed`.
+        Samples that were passed over are read and dropped here, up to `consumed`. Raises ConfigError if `replicas` does
+        not divide lanes.
         """
         if lanes % replicas:
             raise ConfigError(
@@ -110,15 +115,15 @@ class LaneReader:
         self._lanes, self._replica, self._replicas = lanes, replica, replicas
         self._lock = threading.Lock()
         self._base = {
-            (name, lane): standing[name].cursors[lane] for name in streams for lane in range(replica, lanes, replicas)
+            (name, lane): positions[name].cursors[lane] for name in openers for lane in range(replica, lanes, replicas)
         }
         self._taken: dict[tuple[str, int], deque[tuple[int, Cursor]]] = {key: deque() for key in self._base}
         self._open = {
-            name: stream.open_lanes({lane: self._base[name, lane] for lane in range(replica, lanes, replicas)})
-            for name, stream in streams.items()
+            name: opener({lane: self._base[name, lane] for lane in range(replica, lanes, replicas)})
+            for name, opener in openers.items()
         }
-        for name in streams:
-            self._catch_up(name, standing[name].at, consumed)
+        for name in openers:
+            self._catch_up(name, positions[name].at, consumed)
 
     def numbers(self, first: int, end: int) -> range:
         """Return the numbers of this replica's samples in the range, which lies in one phase."""
@@ -209,7 +214,7 @@ class MixtureSampler:
         self.settings = dict(settings)
         self.weights = integer_weights({name: part.weight for name, part in parts.items()})
         self.streams = {name: part.dataset for name, part in parts.items() if isinstance(part.dataset, Stream)}
-        """Data sets of the mixture without numbers; see `reading`."""
+        """Data sets of the mixture without numbers; see `lane_reader`."""
         self.lanes = next((stream.lanes for stream in self.streams.values()), None)
         """Lanes of the streams, equal for all; None: no stream."""
         self.schedule = Schedule.of(self.weights, self.lanes)
@@ -218,7 +223,7 @@ class MixtureSampler:
             for name, part in parts.items()
         }
         """Records of all data sets in the schedule, including data sets that left the mixture."""
-        self.standing = {name: LanePositions(0, stream.first_cursors()) for name, stream in self.streams.items()}
+        self.lane_positions = {name: LanePositions(0, stream.first_cursors()) for name, stream in self.streams.items()}
         """Lane positions at the start of this attempt, including streams that left the mixture."""
 
     def locate(self, k: int) -> tuple[str, int, int]:
@@ -239,18 +244,18 @@ class MixtureSampler:
         name, epoch, i = self.locate(k)
         return read_row(self.parts[name].dataset, epoch, i)
 
-    def reading(
-        self, consumed_samples: int, replica: int, replicas: int, *, streams: Mapping[str, Stream] | None = None
+    def lane_reader(
+        self, consumed_samples: int, replica: int, replicas: int, *, openers: Mapping[str, LaneOpener] | None = None
     ) -> LaneReader:
         """Return the samples of a data-parallel replica from `consumed_samples` on. Only for a mixture with streams.
 
-        `streams` replaces the streams of the mixture.
+        `openers` replace those of the streams.
         """
         assert self.lanes is not None
         return LaneReader(
             self.schedule,
-            self.streams if streams is None else streams,
-            self.standing,
+            {name: stream.open_lanes for name, stream in self.streams.items()} if openers is None else openers,
+            self.lane_positions,
             self.row,
             name=self.name,
             lanes=self.lanes,
@@ -271,7 +276,7 @@ class MixtureSampler:
             for name, lanes in part.items():
                 newer.setdefault(name, {}).update(lanes)
         standing: dict[str, dict[str, Any]] = {}
-        for name, one in self.standing.items():
+        for name, one in self.lane_positions.items():
             if name not in self.streams:  # it left the mixture, so its lanes do not move
                 one = LanePositions(consumed_samples, one.cursors)
             standing[name] = one.to_json(consumed_samples, newer.get(name, {}))
@@ -309,7 +314,7 @@ class MixtureSampler:
         begun = {name: LanePositions(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
         self.schedule = schedule.with_phase(consumed, self.weights, self.lanes)
         self.records = records | self.records
-        self.standing = begun | standing
+        self.lane_positions = begun | standing
         return consumed
 
     def _differences(self, settings: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> list[str]:
