@@ -12,32 +12,34 @@ from typing import Any, Protocol, Self
 
 from pydantic import ValidationError
 
+from relayrun.config.compose.trainers import check_multiple
 from relayrun.config.sections.job import ChainSection, JobSection
 from relayrun.config.sections.model import ModelSection
 from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection
 
 
-class ElasticConfig(Protocol):
+class LayoutConfig(Protocol):
     """The parts of a run's config in use here; `schema`, which has them, imports this module."""
 
     chain: ChainSection
     job: JobSection
+    model: ModelSection
+    parallel: ParallelSection
     training: TrainingSection
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that share a replica of the model and a sequence."""
-
-    def model_dump(self) -> dict[str, Any]:
-        """Return the values of the config."""
-
+    def model_parallel_size(self) -> int: ...
+    @property
+    def data_parallel_size(self) -> int: ...
+    @property
+    def virtual_stages(self) -> int: ...
+    def model_dump(self) -> dict[str, Any]: ...
     @classmethod
-    def model_validate(cls, obj: Any) -> Self:
-        """Raise ValidationError for invalid values."""
+    def model_validate(cls, obj: Any) -> Self: ...
 
 
-def elastic_nodes(config: ElasticConfig) -> list[int]:
+def elastic_nodes(config: LayoutConfig) -> list[int]:
     """Return the numbers of nodes below `job.nodes` for which the config is valid, descending; empty without `elastic`.
 
     A valid number keeps the split of the model and gives whole micro-batches to every replica. The replicas divide the
@@ -53,14 +55,14 @@ def elastic_nodes(config: ElasticConfig) -> list[int]:
     return found
 
 
-def _on_nodes(config: ElasticConfig, nodes: int) -> None:
+def _on_nodes(config: LayoutConfig, nodes: int) -> None:
     values = config.model_dump()
     values["job"] |= {"nodes": nodes}
     values["training"] |= {"elastic": False}  # or each number would try all smaller ones
     type(config).model_validate(values)
 
 
-def check_elastic(config: ElasticConfig) -> None:
+def check_elastic(config: LayoutConfig) -> None:
     """Raise ValueError if a run with `training.elastic` cannot continue with fewer nodes."""
     if not config.training.elastic:
         return
@@ -75,24 +77,6 @@ def check_elastic(config: ElasticConfig) -> None:
             "training.global_batch_size to a multiple of micro_batch_size x data-parallel size for some smaller number "
             "of nodes as well, or leave it out"
         )
-
-
-class ExpertLayoutConfig(Protocol):
-    """The parts of a run's config in use here; `schema`, which has them, imports this module."""
-
-    job: JobSection
-    model: ModelSection
-    parallel: ParallelSection
-    training: TrainingSection
-
-    @property
-    def data_parallel_size(self) -> int: ...
-
-    @property
-    def virtual_stages(self) -> int: ...
-
-    @property
-    def expert_replicas(self) -> int: ...
 
 
 def expert_layer_pattern(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
@@ -110,7 +94,7 @@ def expert_layers(model: ModelSection) -> list[bool]:
     return expert_layer_pattern(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
 
 
-def check_expert_layout(config: ExpertLayoutConfig) -> None:
+def check_expert_layout(config: LayoutConfig) -> None:
     """Raise ValueError if experts or latent attention do not fit the layout or another setting."""
     experts = config.model.transformer.num_moe_experts
     if experts is None:
@@ -169,24 +153,23 @@ def _check_router(model: ModelSection, experts: int) -> None:
                 f"model.transformer.moe_router_group_topk {settings.moe_router_group_topk} is chosen from "
                 f"moe_router_num_groups {groups}: groups of equal size, at least so many, among {experts} experts"
             )
-        if chosen % settings.moe_router_group_topk:
-            raise ValueError(
-                f"model.transformer.moe_router_topk {chosen} is no multiple of moe_router_group_topk "
-                f"{settings.moe_router_group_topk}: each chosen group gives as many experts"
-            )
+        check_multiple(
+            "model.transformer.moe_router_topk",
+            chosen,
+            "moe_router_group_topk",
+            settings.moe_router_group_topk,
+            ": each chosen group gives as many experts",
+        )
 
 
-def _check_expert_parallelism(config: ExpertLayoutConfig, experts: int) -> None:
+def _check_expert_parallelism(config: LayoutConfig, experts: int) -> None:
     parallel, settings = config.parallel, config.model.transformer
     size, tensor, own = (
         parallel.expert_model_parallel_size,
         parallel.tensor_model_parallel_size,
         parallel.expert_tensor_size,
     )
-    if experts % size:
-        raise ValueError(
-            f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
-        )
+    check_multiple("model.transformer.num_moe_experts", experts, "parallel.expert_model_parallel_size", size)
     _check_expert_ranks(config)
     if tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -209,7 +192,7 @@ def _check_expert_parallelism(config: ExpertLayoutConfig, experts: int) -> None:
         )
 
 
-def _check_expert_widths(config: ExpertLayoutConfig) -> None:
+def _check_expert_widths(config: LayoutConfig) -> None:
     """Check that the widths of experts are divisible by their ranks."""
     parallel, settings = config.parallel, config.model.transformer
     tensor = ("tensor_model_parallel_size", parallel.tensor_model_parallel_size)
@@ -222,11 +205,10 @@ def _check_expert_widths(config: ExpertLayoutConfig) -> None:
         ("model.ffn_hidden_size", config.model.ffn_hidden_size if width is None else 0, own),
         ("model.transformer.moe_shared_expert_intermediate_size", shared or 0, tensor),
     ):
-        if channels % parts:
-            raise ValueError(f"{name} {channels} is no multiple of parallel.{setting} {parts}")
+        check_multiple(name, channels, f"parallel.{setting}", parts)
 
 
-def _check_expert_ranks(config: ExpertLayoutConfig) -> None:
+def _check_expert_ranks(config: LayoutConfig) -> None:
     """Check that the ranks of a pipeline stage can be divided among the parts of its experts."""
     parallel = config.parallel
     size, tensor, own = (
@@ -249,7 +231,7 @@ def _check_expert_ranks(config: ExpertLayoutConfig) -> None:
         )
 
 
-def _stages_without_experts(config: ExpertLayoutConfig) -> list[int]:
+def _stages_without_experts(config: LayoutConfig) -> list[int]:
     """Return the pipeline stages without experts, counted from 0."""
     stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
     each = len(layers) // (stages * config.virtual_stages)  # layers of a part; a stage has every `stages`-th part
@@ -257,7 +239,7 @@ def _stages_without_experts(config: ExpertLayoutConfig) -> list[int]:
     return [stage for stage in range(stages) if stage not in having]
 
 
-def _check_expert_settings(config: ExpertLayoutConfig) -> None:
+def _check_expert_settings(config: LayoutConfig) -> None:
     """Check experts against other sections, and settings of experts among themselves."""
     settings, training = config.model.transformer, config.training
     split = max(config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_size) > 1
@@ -282,7 +264,7 @@ def _check_expert_settings(config: ExpertLayoutConfig) -> None:
         )
 
 
-def _check_latent_attention(config: ExpertLayoutConfig) -> None:
+def _check_latent_attention(config: LayoutConfig) -> None:
     model, parallel = config.model, config.parallel
     if model.num_query_groups != model.num_attention_heads:
         raise ValueError(
@@ -307,15 +289,7 @@ def _check_latent_attention(config: ExpertLayoutConfig) -> None:
         )
 
 
-class Fp8LayoutConfig(Protocol):
-    """The parts of a run's config in use here; `schema`, which has them, imports this module."""
-
-    model: ModelSection
-    parallel: ParallelSection
-    training: TrainingSection
-
-
-def check_fp8_layout(config: Fp8LayoutConfig) -> None:
+def check_fp8_layout(config: LayoutConfig) -> None:
     """Raise ValueError if FP8 does not support the sizes of a model, or if `fp8` contradicts a setting."""
     settings = config.model.transformer
     if settings.fp8 is None:
@@ -333,7 +307,7 @@ def check_fp8_layout(config: Fp8LayoutConfig) -> None:
     _check_fp8_sizes(config)
 
 
-def _check_fp8_sizes(config: Fp8LayoutConfig) -> None:
+def _check_fp8_sizes(config: LayoutConfig) -> None:
     """Refuse sizes without FP8 kernels: axes must be multiples of 16; with mxfp8, of the 32 numbers of a scale.
 
     TransformerEngine needs a multiple of 8 along the axis of tokens. Inputs of experts are padded.
@@ -355,7 +329,7 @@ def _check_fp8_sizes(config: Fp8LayoutConfig) -> None:
             )
 
 
-def _fp8_axes(config: Fp8LayoutConfig) -> Iterator[tuple[str, int]]:
+def _fp8_axes(config: LayoutConfig) -> Iterator[tuple[str, int]]:
     """Yield the axes of matrices on a rank with their settings, without the axes of tokens."""
     model, parallel = config.model, config.parallel
     settings, tensor = model.transformer, parallel.tensor_model_parallel_size

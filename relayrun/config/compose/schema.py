@@ -13,7 +13,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from relayrun.config.compose import layout_rules
-from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig
+from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig, check_multiple
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.data import MOCK_ORDER, DataSection, DataSource
@@ -150,48 +150,14 @@ class RunConfig(CommonConfig):
                 f"tensor x pipeline x context parallel size {tensor} x {pipeline} x {context}"
             )
         self._check_attention()
-        if self.model.num_layers % pipeline:
-            raise ValueError(
-                f"model.num_layers {self.model.num_layers} is no multiple of "
-                f"parallel.pipeline_model_parallel_size {pipeline}"
-            )
-        for name in ("num_query_groups", "ffn_hidden_size"):
-            if getattr(self.model, name) % tensor:
-                raise ValueError(
-                    f"model.{name} {getattr(self.model, name)} is no multiple of "
-                    f"parallel.tensor_model_parallel_size {tensor}"
-                )
-        if self.model.make_vocab_size_divisible_by % tensor:
-            raise ValueError(
-                f"model.make_vocab_size_divisible_by {self.model.make_vocab_size_divisible_by} is no multiple of "
-                f"parallel.tensor_model_parallel_size {tensor}"
-            )
-        if self.parallel.sequence_parallel and self.training.seq_length % tensor:
-            raise ValueError(
-                f"training.seq_length {self.training.seq_length} is no multiple of "
-                f"parallel.tensor_model_parallel_size {tensor}, as sequence_parallel needs"
-            )
-        batch = self.training.micro_batch_size * self.data_parallel_size
-        stages = self.training.batch_sizes.stages
-        for number, part in enumerate(stages, start=1):
-            what = f"training.global_batch_size {part.size}"
-            if number < len(stages):
-                what = f"training.rampup_batch_size, stage {number} of {len(stages)}: {part}"
-            if part.size % batch:
-                raise ValueError(
-                    f"{what} is no multiple of micro_batch_size x data-parallel size = "
-                    f"{self.training.micro_batch_size} x {self.data_parallel_size}"
-                )
-            if self.parallel.virtual_stages and part.size // batch % pipeline:
-                raise ValueError(
-                    f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
-                    f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
-                )
-            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
-                raise ValueError(
-                    f"{what} is one micro-batch per iteration and rank: "
-                    "parallel.defer_embedding_wgrad_compute needs two"
-                )
+        of_tensor = "parallel.tensor_model_parallel_size", tensor
+        check_multiple("model.num_layers", self.model.num_layers, "parallel.pipeline_model_parallel_size", pipeline)
+        for name in ("num_query_groups", "ffn_hidden_size", "make_vocab_size_divisible_by"):
+            check_multiple(f"model.{name}", getattr(self.model, name), *of_tensor)
+        if self.parallel.sequence_parallel:
+            length = self.training.seq_length
+            check_multiple("training.seq_length", length, *of_tensor, ", as sequence_parallel needs")
+        self._check_batches()
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline
             if stage % layers or stage == layers:
@@ -200,6 +166,31 @@ class RunConfig(CommonConfig):
                     f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
                 )
         return self
+
+    def _check_batches(self) -> None:
+        parallel, micro = self.parallel, self.training.micro_batch_size
+        stages = self.training.batch_sizes.stages
+        for number, part in enumerate(stages, start=1):
+            what = f"training.global_batch_size {part.size}"
+            if number < len(stages):
+                what = f"training.rampup_batch_size, stage {number} of {len(stages)}: {part}"
+            count, rest = divmod(part.size, micro * self.data_parallel_size)
+            if rest:
+                raise ValueError(
+                    f"{what} is no multiple of micro_batch_size x data-parallel size = {micro} x "
+                    f"{self.data_parallel_size}"
+                )
+            if parallel.virtual_stages and count % parallel.pipeline_model_parallel_size:
+                raise ValueError(
+                    f"{what}: {count} micro-batches per iteration and rank are no multiple of "
+                    f"parallel.pipeline_model_parallel_size {parallel.pipeline_model_parallel_size}, as virtual stages "
+                    "need"
+                )
+            if parallel.defer_embedding_wgrad_compute and count == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
+                )
 
     @model_validator(mode="after")
     def _fused(self) -> Self:
@@ -330,20 +321,14 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _lanes(self) -> Self:
-        if self.data.streams and self.data.lanes % self.data_parallel_size:
-            raise ValueError(
-                f"data.lanes {self.data.lanes} is no multiple of the data-parallel size {self.data_parallel_size}: "
-                "each replica reads as many lanes of a stream; a run that begins may set another data.lanes, one that "
-                "has begun needs another number of ranks"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluated_checkpoints(self) -> Self:
-        if self.evaluation is not None and self.evaluation.interval % self.checkpoint.interval:
-            raise ValueError(
-                f"evaluation.interval {self.evaluation.interval} is no multiple of "
-                f"checkpoint.interval {self.checkpoint.interval}"
+        if self.data.streams:
+            check_multiple(
+                "data.lanes",
+                self.data.lanes,
+                "the data-parallel size",
+                self.data_parallel_size,
+                ": each replica reads as many lanes of a stream; a run that begins may set another data.lanes, one "
+                "that has begun needs another number of ranks",
             )
         return self
 

@@ -35,6 +35,12 @@ PER_TASK_OPTIONS = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-p
 TrainerName = Literal["native", "megatron-lm", "command"]
 
 
+def check_multiple(name: str, value: int, of: str, divisor: int, why: str = "") -> None:
+    """Raise ValueError if the setting `name` is not a multiple of another."""
+    if value % divisor:
+        raise ValueError(f"{name} {value} is no multiple of {of} {divisor}{why}")
+
+
 class CommonConfig(Section):
     """The settings of a run that do not depend on its trainer. Each trainer has its own class below this one."""
 
@@ -97,6 +103,8 @@ class CommonConfig(Section):
         own = self.evaluation
         if own is None:
             return self
+        if isinstance(checkpoint := getattr(self, "checkpoint", None), CheckpointSection):
+            check_multiple("evaluation.interval", own.interval, "checkpoint.interval", checkpoint.interval)
         if self.trainer == "native" and own.convert:
             raise ValueError(
                 "evaluation.convert: relayrun exports its own checkpoints; leave it out, see model.mapping"
@@ -287,12 +295,3 @@ class MegatronConfig(CommonConfig):
     optimizer: OptimizerSection | None = None
     checkpoint: CheckpointSection | None = None
     parallel: ParallelSection | None = None
-
-    @model_validator(mode="after")
-    def _evaluated_checkpoints(self) -> Self:
-        if self.evaluation and self.checkpoint and self.evaluation.interval % self.checkpoint.interval:
-            raise ValueError(
-                f"evaluation.interval {self.evaluation.interval} is no multiple of "
-                f"checkpoint.interval {self.checkpoint.interval}"
-            )
-        return self

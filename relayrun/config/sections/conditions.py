@@ -95,8 +95,8 @@ def parse_row_condition(text: str) -> Condition:
     return _RowParser().parse(text)
 
 
-def condition_columns(condition: Condition) -> list[str]:
-    """Return the names of the columns in a condition, sorted."""
+def condition_columns(condition: Condition | None) -> list[str]:
+    """Return the names of the columns in a condition, sorted; empty for None."""
     return sorted({*_variables(condition)})
 
 

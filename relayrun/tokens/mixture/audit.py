@@ -7,6 +7,7 @@ is read from the nearest earlier record of lane positions, at a checkpoint or at
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +45,14 @@ def lane_positions_before(
     for path in _lane_record_paths(run, k):
         try:
             state = read_json(path)
-            standing = read_lane_positions(state.get("streams", {}), state["consumed_samples"]).get(name)
+            positions = read_lane_positions(state.get("streams", {}), state["consumed_samples"]).get(name)
             known, phases = state["datasets"].get(name, {}), Schedule.from_json(state["phases"])
         except _DAMAGED_RECORD_ERRORS:
             continue
-        if standing is None or standing.at > k or known != dict(record):
+        if positions is None or positions.at > k or known != dict(record):
             continue
-        if _phases_until(phases, standing.at) == _phases_until(schedule, standing.at):
-            return standing
+        if _phases_until(phases, positions.at) == _phases_until(schedule, positions.at):
+            return positions
     return None
 
 
@@ -124,7 +125,7 @@ class AuditedSample:
     """Iteration that trains on the sample, with the present batch sizes; None: the sample was passed over."""
     origins: list[DocumentOrigin]
     """Documents in the sample; empty if the data set does not implement `origins`."""
-    tokens: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.signedinteger[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +181,7 @@ def audit_run(run: Run) -> AuditedRun:
         if begin is not None and attempt.data.is_file():
             revision, state = begin.config_revision, read_json(attempt.data)
             break
-    config = resolve.require_native(
-        resolve.read_resolved_config(run.config_revision(revision))
-    )  # a config of another trainer has no manifest
+    config = _native_config(run, revision)
     manifest = Manifest.read(run.manifest)
     order = training_order(config, manifest)
     progress = TrainingProgress(config.training.batch_sizes)
@@ -191,11 +190,7 @@ def audit_run(run: Run) -> AuditedRun:
         progress = TrainingProgress.resume(state["progress"], config.training.batch_sizes)
     datasets: dict[str, Dataset | Stream] = {name: part.dataset for name, part in order.parts.items()}
     for number in reversed(revisions):
-        past = (
-            config
-            if number == revision
-            else resolve.require_native(resolve.read_resolved_config(run.config_revision(number)))
-        )
+        past = config if number == revision else _native_config(run, number)
         for name, source in past.data.sources.items():
             if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
                 datasets[identity] = make_dataset(past, manifest, name)
@@ -211,59 +206,47 @@ def audit_run(run: Run) -> AuditedRun:
     )
 
 
+def _native_config(run: Run, revision: int) -> RunConfig:
+    return resolve.require_native(resolve.read_resolved_config(run.config_revision(revision)))
+
+
 def audited_samples(audited: AuditedRun, numbers: range) -> Iterator[AuditedSample]:
-    """Yield the given global samples with origins and tokens."""
+    """Yield the given global samples with origins and tokens.
+
+    Raises InputError for a sample of a stream without an earlier record of lane positions.
+    """
     for k in numbers:
         name, epoch, i = audited.order.locate(k)
         dataset = audited.datasets[name]
         if isinstance(dataset, Stream):
-            yield _stream_sample(audited, k, name, i)
-            continue
-        origins = getattr(dataset, "origins", None)
-        yield AuditedSample(
-            number=k,
-            dataset=name,
-            epoch=epoch,
-            i=i,
-            step=audited.progress.iteration_of(k),
-            origins=origins(epoch, i) if origins else [],
-            tokens=dataset.read(epoch, i),
-        )
+            epoch, origins, tokens = _stream_sample(audited, k, name)
+        else:
+            find = getattr(dataset, "origins", None)
+            origins, tokens = find(epoch, i) if find else [], dataset.read(epoch, i)
+        step = audited.progress.iteration_of(k)
+        yield AuditedSample(number=k, dataset=name, epoch=epoch, i=i, step=step, origins=origins, tokens=tokens)
 
 
-def _stream_sample(audited: AuditedRun, k: int, name: str, position: int) -> AuditedSample:
-    """Return a sample of a stream. Reads its lane from the nearest earlier record.
-
-    Raises InputError without such a record.
-    """
+def _stream_sample(
+    audited: AuditedRun, k: int, name: str
+) -> tuple[int, list[DocumentOrigin], npt.NDArray[np.signedinteger[Any]]]:
+    """Return epoch, origins and tokens of a stream's sample. Reads its lane from the nearest earlier record."""
     from relayrun.tokens.streams.text_stream import TextStream  # imports pyarrow, which token shards do not need
 
     stream, schedule = audited.datasets[name], audited.order.schedule
-    standing = lane_positions_before(audited.run, schedule, name, audited.order.records[name], k)
-    if not isinstance(stream, TextStream) or standing is None:
+    positions = lane_positions_before(audited.run, schedule, name, audited.order.records[name], k)
+    if not isinstance(stream, TextStream) or positions is None:
         raise InputError(
             f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it",
             where=audited.run.path,
             hint="attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample",
         )
     lane = schedule.in_phase(k) % stream.lanes
-    lanes = stream.open_lanes({lane: standing.cursors[lane]})
-    try:
-        for _ in lane_samples(schedule, name, lane, stream.lanes, standing.at, k):
+    with contextlib.closing(stream.open_lanes({lane: positions.cursors[lane]})) as lanes:
+        for _ in lane_samples(schedule, name, lane, stream.lanes, positions.at, k):
             lanes.take(lane)
         row = lanes.take(lane)
-        origins, epoch = lanes.origins(lane), LaneCursor(*lanes.cursor(lane)).epoch
-    finally:
-        lanes.close()
-    return AuditedSample(
-        number=k,
-        dataset=name,
-        epoch=epoch,
-        i=position,
-        step=audited.progress.iteration_of(k),
-        origins=origins,
-        tokens=row.tokens,
-    )
+        return LaneCursor(*lanes.cursor(lane)).epoch, lanes.origins(lane), row.tokens
 
 
 def dataset_ledgers(audited: AuditedRun) -> list[DatasetLedger]:
@@ -292,10 +275,10 @@ def dataset_ledgers(audited: AuditedRun) -> list[DatasetLedger]:
     return rows
 
 
-def _lane_progress(standing: LanePositions) -> LaneProgress:
-    lanes = [LaneCursor(*cursor) for cursor in standing.cursors]
+def _lane_progress(positions: LanePositions) -> LaneProgress:
+    lanes = [LaneCursor(*cursor) for cursor in positions.cursors]
     return LaneProgress(
-        sample=standing.at,
+        sample=positions.at,
         epochs=(min(lane.epoch for lane in lanes), max(lane.epoch for lane in lanes)),
         rows=sum(lane.rows for lane in lanes),
         left_out=skipped_rows(lanes),

@@ -19,12 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from relayrun.config.compose.schema import DataSection, DataSource, RunConfig
 from relayrun.errors import InputError
+from relayrun.tokens.order.sampler import short_value
 from relayrun.tokens.order.schedule import integer_weights
-from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, ShardEntry
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
+T = TypeVar("T")
 ACCEPT_OPTION = "--accept-data-change"
 
 
@@ -167,7 +170,7 @@ def _fixed_differences(frozen: Manifest, previous: RunConfig, found: Manifest, c
         ("data.split", previous.data.split, config.data.split, "windows would move into or out of training"),
     ]
     return [
-        f"{name} was {_short_value(was)}, is {_short_value(value)}: {why}"
+        f"{name} was {short_value(was)}, is {short_value(value)}: {why}"
         for name, was, value, why in compared
         if was != value
     ]
@@ -175,7 +178,7 @@ def _fixed_differences(frozen: Manifest, previous: RunConfig, found: Manifest, c
 
 def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
     """Return the differences between two lists of shards, by file name."""
-    old, new = _shards_by_name(before), _shards_by_name(now)
+    old, new = (_by_name({shard.prefix: shard for shard in part.shards}) for part in (before, now))
     lines = [f"shard {name} is gone" for name in old if name not in new]
     lines += [f"shard {name} was added" for name in new if name not in old]
     lines += _file_differences(before, now)
@@ -195,7 +198,7 @@ def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[st
 
 def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
     """Return the differences between two lists of text files, by file name."""
-    old, new = ({file.path[_common_path_length(part) :]: file for file in part.files} for part in (before, now))
+    old, new = (_by_name({file.path: file for file in part.files}) for part in (before, now))
     lines = [f"file {name} is gone" for name in old if name not in new]
     lines += [f"file {name} was added" for name in new if name not in old]
     for name in [name for name in old if name in new]:
@@ -212,26 +215,9 @@ def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str
     return lines
 
 
-def _common_path_length(dataset: DatasetManifest) -> int:
-    return _common_prefix_length([file.path for file in dataset.files])
-
-
-def _shards_by_name(dataset: DatasetManifest) -> dict[str, ShardEntry]:
-    """Return shards by the part of their path behind the common folder, which may have moved."""
-    common = _common_prefix_length([shard.prefix for shard in dataset.shards])
-    return {shard.prefix[common:]: shard for shard in dataset.shards}
-
-
-def _common_prefix_length(prefixes: list[str]) -> int:
-    common = 0
-    if len(prefixes) > 1:
-        first, last = min(prefixes), max(prefixes)
-        same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-        common = first.rfind("/", 0, same) + 1
-    elif prefixes:
-        common = prefixes[0].rfind("/") + 1
-    return common
-
-
-def _short_value(value: object) -> str:
-    return repr(value[:12] + "…") if isinstance(value, str) and len(value) == 64 else repr(value)
+def _by_name(entries: Mapping[str, T]) -> dict[str, T]:
+    """Return entries by the part of their path behind the common folder, which may have moved."""
+    first, last = min(entries, default=""), max(entries, default="")
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    start = first.rfind("/", 0, same) + 1
+    return {path[start:]: entry for path, entry in entries.items()}

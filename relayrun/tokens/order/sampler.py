@@ -320,14 +320,14 @@ class MixtureSampler:
     def _differences(self, settings: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Return how this sampler differs from a state's settings and the records of its data sets."""
         differences = [
-            f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
+            f"{name} was {short_value(old)}, is {short_value(self.settings.get(name))}"
             for name, old in settings.items()
             if self.settings.get(name) != old
         ]
         for dataset in [name for name in records if name in self.parts]:
             was, now = records[dataset], self.records[dataset]
             differences += [
-                f"{name} of data set {dataset!r} was {_text(was.get(name))}, is {_text(now.get(name))}"
+                f"{name} of data set {dataset!r} was {short_value(was.get(name))}, is {short_value(now.get(name))}"
                 for name in sorted(was.keys() | now.keys())
                 if was.get(name) != now.get(name)
             ]
@@ -359,6 +359,6 @@ def _read_state(
     return consumed, schedule, records, read_lane_positions(state.get("streams", {}), consumed, streamed)
 
 
-def _text(value: object) -> str:
-    """Return the value with fingerprints shortened."""
+def short_value(value: object) -> str:
+    """Return the value as text, with a fingerprint shortened."""
     return repr(value[:12] + "…") if isinstance(value, str) and len(value) == 64 else repr(value)

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from relayrun.config.sections import conditions
+from relayrun.config.sections.conditions import Condition, condition_columns, parse_row_condition
 from relayrun.config.sections.data import DataSource, StreamLimit, StreamSection
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.columns import check_column, open_parquet, read_column
@@ -22,7 +22,7 @@ from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault
+from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault, stream_filter
 from relayrun.tokens.tokenize.dumps import find_data_files
 
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
@@ -124,8 +124,11 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
             found[file] = size
     if stream.partition_filters is not None:
         found = {path: found[path] for path in _of_partitions(list(found), stream.partition_filters, where)}
-    paths = _limited(list(found), stream.limit or StreamLimit())
-    return [*_cut([FileEntry(path=path, size=found[path], fingerprint="") for path in paths], stream)]
+    files = [FileEntry(path=path, size=size, fingerprint="") for path, size in found.items()]
+    limit = stream.limit or StreamLimit()
+    if limit.fraction_of_files is not None:
+        files = files[: max(1, round(len(files) * limit.fraction_of_files))]
+    return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
 def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
@@ -185,7 +188,7 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
 def _of_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
     """Yield the files whose path parts `name=value` fulfil a condition. Integers if all files have integers."""
     parts = [dict(re.findall(r"([^/=]+)=([^/]*)(?=/)", path)) for path in paths]
-    names = conditions.condition_columns(condition := conditions.parse_row_condition(text))
+    names = condition_columns(condition := parse_row_condition(text))
     if missing := [name for name in names if not any(name in part for part in parts)]:
         known = sorted({name for part in parts for name in part})
         raise ConfigError(
@@ -207,7 +210,7 @@ def _typed(values: Sequence[str | None]) -> list[str | int | None]:
     return [None if value is None else unquote(value) for value in values]
 
 
-def _filtered(table: pa.Table, condition: conditions.Condition, setting: str, where: str) -> pa.Table:
+def _filtered(table: pa.Table, condition: Condition, setting: str, where: str) -> pa.Table:
     try:
         return table.filter(arrow_expression(condition))
     except pa.ArrowException as error:
@@ -216,44 +219,32 @@ def _filtered(table: pa.Table, condition: conditions.Condition, setting: str, wh
 
 def _try_columns(path: str, stream: StreamSection, where: str) -> None:
     """Check that a parquet file has the columns of filter and `extra_columns`, and that the filter fits their types."""
-    condition = None if stream.filters is None else conditions.parse_row_condition(stream.filters)
+    condition = stream_filter(stream)
     with open_parquet(path) as file:
         schema = file.schema_arrow
-    wanted = {
-        "filters": [] if condition is None else conditions.condition_columns(condition),
-        "extra_columns": stream.extra_columns,
-    }
-    for option, names in wanted.items():
-        for name in names:
-            if name not in schema.names:
-                raise ConfigError(
-                    f"stream.{option}: no column {name!r}; there are: {', '.join(schema.names)}",
-                    where=f"{where}, {path}",
-                )
+    for option, names in (("filters", condition_columns(condition)), ("extra_columns", stream.extra_columns)):
+        if missing := [name for name in names if name not in schema.names]:
+            raise ConfigError(
+                f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}",
+                where=f"{where}, {path}",
+            )
     if condition is not None:
         _filtered(schema.empty_table(), condition, "stream.filters", where)
 
 
 def _try_lines(path: str, stream: StreamSection, where: str) -> None:
     """Check that the condition fits the first lines of a file and that a line has each of its names."""
-    condition = conditions.parse_row_condition(stream.filters or "")
+    condition = stream_filter(stream)
     faults = RowFaults(condition, skip=stream.on_error == "skip-line")
     arrays = read_column(path, stream.column, batch_bytes=_BATCH_BYTES, faults=faults)
     next(arrays, None)
     arrays.close()
-    if missing := [name for name in conditions.condition_columns(condition) if name not in faults.seen]:
+    if missing := [name for name in condition_columns(condition) if name not in faults.seen]:
         raise ConfigError(f"stream.filters: the first lines have no {missing[0]!r}", where=f"{where}, {path}")
 
 
-def _limited(paths: list[str], limit: StreamLimit) -> list[str]:
-    if limit.fraction_of_files is not None:
-        return paths[: max(1, round(len(paths) * limit.fraction_of_files))]
-    return paths[: limit.nb_files]
-
-
-def _cut(files: list[FileEntry], stream: StreamSection) -> Iterator[FileEntry]:
+def _cut(files: list[FileEntry], limit: StreamLimit, stream: StreamSection) -> Iterator[FileEntry]:
     """Yield the files up to the limit of fragments or rows; the last file may be partial."""
-    limit = stream.limit or StreamLimit()
     left = limit.nb_fragments or limit.nb_rows
     if left is None:
         yield from files
@@ -268,12 +259,11 @@ def _cut(files: list[FileEntry], stream: StreamSection) -> Iterator[FileEntry]:
                 raise
             fragments, rows = 1, 0
         count = fragments if limit.nb_fragments else rows
-        part = min(left, count)
-        left -= part
-        if part == count:
+        if count <= left:
             yield file
         else:
-            yield replace(file, fragments=part) if limit.nb_fragments else replace(file, rows=part)
+            yield replace(file, fragments=left) if limit.nb_fragments else replace(file, rows=left)
+        left -= count
 
 
 def _rows_of(entry: FileEntry) -> int:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from relayrun.config.sections import conditions
+from relayrun.config.sections.conditions import condition_columns
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
@@ -36,7 +36,13 @@ from relayrun.tokens.shards.manifest import FileEntry
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import MissingInput
-from relayrun.tokens.streams.row_filters import FILTER_REASON, RowFaults, arrow_expression, is_content_fault
+from relayrun.tokens.streams.row_filters import (
+    FILTER_REASON,
+    RowFaults,
+    arrow_expression,
+    is_content_fault,
+    stream_filter,
+)
 
 MIN_FILES_PER_GROUP = 8
 """Minimum files of a group of lanes, if there are several groups. Part of the order."""
@@ -160,12 +166,12 @@ class FragmentReader:
     def __init__(self, files: Sequence[FileEntry], stream: StreamSection) -> None:
         self._files = files
         self._stream = stream
-        self._condition = None if stream.filters is None else conditions.parse_row_condition(stream.filters)
+        self._condition = stream_filter(stream)
         self._by_line = any(file_kind(file.path) == "json lines" for file in files)
         """True if the condition is checked while lines are parsed, not on tables."""
         self._filter = None if self._condition is None or self._by_line else arrow_expression(self._condition)
-        looked_at = [] if self._condition is None else conditions.condition_columns(self._condition)
-        self._columns = [] if self._by_line else list(dict.fromkeys([*looked_at, *stream.extra_columns]))
+        columns = dict.fromkeys([*condition_columns(self._condition), *stream.extra_columns])
+        self._columns = [] if self._by_line else [*columns]
         self._left_out: dict[int, str | None] = {}
         self._same: dict[str, int] = {}
         """Latest time of change of files with verified content, by path."""
@@ -301,7 +307,7 @@ class FragmentReader:
         path, local = entry.path, not urls.is_url(entry.path)
         what = None
         try:
-            size, changed = _local_path(path) if local else urls.stat_url(path)
+            size, changed = _stat_local(path) if local else urls.stat_url(path)
             if size != entry.size:
                 what = f"has {size:,} bytes, had {entry.size:,} when the run began"
             elif 0 not in (changed, entry.changed) and changed not in (entry.changed, self._same.get(path)):
@@ -371,7 +377,7 @@ def _arrow_bools(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     return np.asarray(column, np.bool_)
 
 
-def _local_path(path: str) -> tuple[int, int]:
+def _stat_local(path: str) -> tuple[int, int]:
     """Return bytes and time of change (ns) of a file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns

@@ -26,7 +26,9 @@ from relayrun.config.sections.conditions import (
     TextLength,
     Variable,
     condition_columns,
+    parse_row_condition,
 )
+from relayrun.config.sections.data import StreamSection
 from relayrun.errors import InputError
 from relayrun.tokens.readers.inputs import BadLine, LineFaults
 from relayrun.tokens.readers.texts import LongText
@@ -122,6 +124,11 @@ FILTER_REASON = "stream.filters"
 """Reason of a row that does not fulfil the condition."""
 
 
+def stream_filter(stream: StreamSection) -> Condition | None:
+    """Return the condition on rows of a stream."""
+    return None if stream.filters is None else parse_row_condition(stream.filters)
+
+
 class RowFaults(LineFaults):
     """Counts the bad rows of a file and skips JSON lines by the filter; skipped rows keep their positions."""
 
@@ -130,7 +137,7 @@ class RowFaults(LineFaults):
         InputError."""
         super().__init__(skip=skip, keep=True)
         self._condition = condition
-        self._columns = [] if condition is None else condition_columns(condition)
+        self._columns = condition_columns(condition)
         self.seen: set[str] = set()
         """Columns of the condition that occurred in a line."""
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.config.sections.data import DocumentWindowSection
-from relayrun.tokens.order.datasets import DocumentOrigin
 from relayrun.tokens.order.document_packing import document_cut, fill_row, pack_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.order.sample_rows import SampleRow
@@ -208,10 +207,3 @@ def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Enco
     ends = np.cumsum([len(part) for part in parts])[:-1]
     tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]
     return list(zip(np.split(ids, tokens), np.split(lengths, ends), strict=True))
-
-
-def text_origin(path: str, group: int, row: int, offset: int, tokens: int) -> DocumentOrigin:
-    """Describe the origin of a part of a sample: file with row group, row, and range of tokens."""
-    return DocumentOrigin(
-        prefix=path if group < 0 else f"{path}, row group {group}", document=row, offset=offset, tokens=tokens
-    )

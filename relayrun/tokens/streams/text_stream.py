@@ -17,7 +17,7 @@ from relayrun.tokens.shards.manifest import FileEntry
 from relayrun.tokens.streams.blocks import LaneBlock, LaneGroup, RowBlocks
 from relayrun.tokens.streams.fragments import FragmentOrder, FragmentReader, group_count
 from relayrun.tokens.streams.lane_cursor import LaneCursor
-from relayrun.tokens.streams.samples import EncodeFunction, SampleShape, text_origin
+from relayrun.tokens.streams.samples import EncodeFunction, SampleShape
 
 _TAKEN = LaneCursor._fields.index("taken")
 
@@ -127,7 +127,9 @@ class OpenTextLanes:
         found = []
         for text, offset, tokens in now.block.samples.origins(now.taken - 1):
             file, group, row = now.block.origins[text].tolist()
-            found.append(text_origin(self._stream.files[file].path, group, row, offset, tokens))
+            path = self._stream.files[file].path
+            prefix = path if group < 0 else f"{path}, row group {group}"
+            found.append(DocumentOrigin(prefix=prefix, document=row, offset=offset, tokens=tokens))
         return found
 
     def cursor(self, lane: int) -> Cursor:
