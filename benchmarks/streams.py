@@ -98,9 +98,9 @@ class Run:
         """The samples of one replica, as a rank reads them; `beside`: by a process of its own."""
         order = training_order(self.config, self._found)
         if not beside:
-            return order.reading(0, 0, 1)
+            return order.lane_reader(0, 0, 1)
         worker = StreamWorker(self.config, self.manifest, order, consumed=0, replica=0, replicas=1)
-        return order.reading(0, 0, 1, streams=worker.streams(order.streams))
+        return order.lane_reader(0, 0, 1, openers=worker.openers())
 
     def tokens(self, *, beside: bool) -> Iterator[int]:
         """Tokens of each sample."""

@@ -185,7 +185,7 @@ class TrainingLoop:
         if self.order.lanes is not None:
             consumed, ranks = self.position.consumed_samples, self.ranks
             replica, replicas = ranks.data_parallel_rank, ranks.data_parallel_size
-            streams = None
+            openers = None
             if self.config.data.num_workers:
                 worker = StreamWorker(
                     self.config,
@@ -195,8 +195,8 @@ class TrainingLoop:
                     replica=replica,
                     replicas=replicas,
                 )
-                streams = worker.streams(self.order.streams)
-            reading = self.order.reading(consumed, replica, replicas, streams=streams)
+                openers = worker.openers()
+            reading = self.order.lane_reader(consumed, replica, replicas, openers=openers)
         self.checkpointer.reading = reading
         return BatchReader(
             reading or self.order,

@@ -342,7 +342,7 @@ FAULTS = (
     Fault(
         name="or means and",
         room="config",
-        function="_parsed_condition",
+        function="_Parser.condition",
         old='"and" if isinstance(op, ast.And) else "or"',
         new='"and"',
         tests=("test_a_condition_keeps_the_rows_that_it_means",),

@@ -28,7 +28,6 @@ USERS = {
     "relayrun.tokens.order.datasets:Dataset": "protocol of a data set of one's own",
     "relayrun.tokens.order.sample_rows:SampleRow": "a data set of one's own returns a row with a loss mask",
     "relayrun.tokens.order.sampler:Stream": "protocol of a stream of one's own",
-    "relayrun.tokens.streams:open": "a user opens a stream of text in a program",
     "relayrun.train.export.model_mapping:ModelMapping": "a mapping of one's own (`model.mapping`)",
     "relayrun.train.export.model_mapping:Weight": "a row of a mapping of one's own",
     "relayrun.train.export.model_mapping:QKV": "a join of a mapping of one's own",

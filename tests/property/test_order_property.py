@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relayrun.config.sections.training import BatchSizes
 from relayrun.tokens.order.batches import BatchReader, SampleSource
-from relayrun.tokens.order.datasets import WindowOrder
+from relayrun.tokens.order.datasets import ValidationSet, WindowOrder
 from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.shards.shard import ShardWriter
@@ -93,8 +93,8 @@ def test_restarts_and_layouts_do_not_change_the_sequence(
             seen.append(samples)
             consumed += len(samples)
         saved = json.dumps(order.state(consumed))
-    plain = WindowOrder(manifest, seq_length=SEQ_LENGTH, seed=seed)
-    expected = np.stack([plain.sample(k) for k in range(consumed)])
+    plain = ValidationSet(name="train", dataset=WindowOrder(manifest, seq_length=SEQ_LENGTH, seed=seed))
+    expected = np.stack([plain.row(k).tokens for k in range(consumed)])
     assert (np.concatenate(seen) == expected).all()
 
 
@@ -138,7 +138,7 @@ def test_every_token_is_a_label_exactly_once_per_epoch(
         order = WindowOrder(write(Path(folder), shards), seq_length=seq_length, seed=seed)
         n = order.windows_per_epoch
         assert n == (tokens - 1) // seq_length
-        samples = [order.sample(k) for k in range(epoch * n, (epoch + 1) * n)]
+        samples = [order.read(epoch, i) for i in range(n)]
     labels = np.concatenate([sample[1:] for sample in samples])
     assert sorted(labels.tolist()) == list(range(1, n * seq_length + 1))
     assert all((sample[:-1] + 1 == sample[1:]).all() for sample in samples)

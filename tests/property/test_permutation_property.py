@@ -7,7 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.permutation import Permutation, _mix, permutation_key
+
+
+def undone(permutation: Permutation, image: int) -> int:
+    """The index that goes to an image, by the rounds backwards."""
+    while True:
+        left, right = divmod(image, permutation._b)
+        keys = reversed(permutation._keys)
+        for key in keys:
+            right = (right - _mix(left, key)) % permutation._b
+            left = (left - _mix(right, next(keys))) % permutation._a
+        image = left * permutation._b + right
+        if image < permutation.n:
+            return image
+
 
 keys = st.builds(permutation_key, st.integers(0, 2**63), st.text(max_size=5), st.integers(0, 10**6))
 
@@ -27,7 +41,7 @@ def test_one_by_one_it_is_the_same_as_at_once_and_can_be_undone(n: int, key: byt
     images = [permutation(i) for i in range(n)]
     assert sorted(images) == list(range(n))
     assert permutation.map(np.arange(n)).tolist() == images
-    assert [permutation.inverse(image) for image in images] == list(range(n))
+    assert [undone(permutation, image) for image in images] == list(range(n))
 
 
 @given(st.data(), keys)
@@ -38,7 +52,7 @@ def test_holds_at_sizes_that_no_array_could_have(data: st.DataObject, key: bytes
     images = [permutation(i) for i in indices]
     assert all(0 <= image < n for image in images)
     assert len(set(images)) == len(images)
-    assert [permutation.inverse(image) for image in images] == indices
+    assert [undone(permutation, image) for image in images] == indices
     assert permutation.map(indices).tolist() == images
 
 
@@ -108,8 +122,6 @@ def test_a_short_key_and_indices_outside_are_refused() -> None:
     for i in (-1, 3):
         with pytest.raises(IndexError):
             permutation(i)
-        with pytest.raises(IndexError):
-            permutation.inverse(i)
         with pytest.raises(IndexError):
             permutation.map([0, i])
     assert permutation.map([]).shape == (0,)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from relayrun.config.sections.training import BatchSizes
 from relayrun.tokens.order.batches import BatchReader, TrainingProgress
+from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.schedule import Schedule, integer_weights
 
 
@@ -86,11 +87,11 @@ class Places:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
-    def sample(self, k: int) -> Any:
+    def row(self, k: int) -> SampleRow:
         import numpy as np
 
         name, position = self.schedule.locate(k)
-        return np.array([k, ord(name), position])
+        return SampleRow(tokens=np.array([k, ord(name), position]))
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def attempt(
 ) -> None:
     """Some iterations of an attempt, which a kill ends. Its saves are put behind those of the others."""
     replicas = generator.choice([1, 2, 4, 8])
-    readings = [order.reading(consumed, replica, replicas) for replica in range(replicas)]
+    readings = [order.lane_reader(consumed, replica, replicas) for replica in range(replicas)]
     ahead = [consumed] * replicas  # the sample that each reads next
     for _ in range(generator.randint(1, 6)):
         size = replicas * generator.randint(1, 24 // replicas)
@@ -147,7 +147,7 @@ def check(folder: Path, seed: int) -> None:
     for _, (name, lane, epoch, block, text) in sorted(ledger.texts.items()):
         per_block[name, lane, epoch, block] += text
     for name in {name for name, *_ in ledger.texts.values()}:
-        cursors = [LaneCursor(*cursor) for cursor in order.standing[name].cursors]
+        cursors = [LaneCursor(*cursor) for cursor in order.lane_positions[name].cursors]
         whole = min(cursor.epoch for cursor in cursors)
         found: list[Counter[int]] = [Counter() for _ in range(1 + max(cursor.epoch for cursor in cursors))]
         for (of, lane, epoch, block), text in per_block.items():

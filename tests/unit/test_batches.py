@@ -10,7 +10,8 @@ import pytest
 from relayrun.config.sections.training import BatchSizes
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.datasets import WindowOrder
+from relayrun.tokens.order.datasets import ValidationSet, WindowOrder
+from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.shards.shard import ShardWriter
 
@@ -18,19 +19,20 @@ TWELVE = BatchSizes(12)
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> WindowOrder:
+def order(tmp_path: Path) -> ValidationSet:
     writer = ShardWriter(tmp_path / "s", np.uint16)
     writer.add(np.arange(401), [401])
     writer.finish()
-    return WindowOrder(DatasetManifest.build([tmp_path / "s"]), seq_length=4, seed=5)
+    windows = WindowOrder(DatasetManifest.build([tmp_path / "s"]), seq_length=4, seed=5)
+    return ValidationSet(name="train", dataset=windows)
 
 
-def reader(order: WindowOrder, *, batch_sizes: BatchSizes = TWELVE, **settings: int) -> BatchReader:
+def reader(order: ValidationSet, *, batch_sizes: BatchSizes = TWELVE, **settings: int) -> BatchReader:
     defaults = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_size": 2, "consumed_samples": 0}
     return BatchReader(order, batch_sizes=batch_sizes, **{**defaults, **settings})
 
 
-def test_step_rank_and_row_get_the_documented_sample(order: WindowOrder) -> None:
+def test_step_rank_and_row_get_the_documented_sample(order: ValidationSet) -> None:
     for rank in range(3):
         with reader(order, data_parallel_rank=rank, data_parallel_size=3, consumed_samples=95) as batches:
             for iteration in range(3):
@@ -42,41 +44,41 @@ def test_step_rank_and_row_get_the_documented_sample(order: WindowOrder) -> None
                     assert rows.shape == (2, 5)
                     for m, row in enumerate(rows):
                         k = 95 + 12 * iteration + (step * 3 + rank) * 2 + m
-                        assert row.tolist() == order.sample(k).tolist()
+                        assert row.tolist() == order.row(k).tokens.tolist()
                 assert batches.consumed_samples == 95 + 12 * (iteration + 1)
 
 
-def test_is_an_iterator(order: WindowOrder) -> None:
+def test_is_an_iterator(order: ValidationSet) -> None:
     with reader(order) as batches:
         assert iter(batches) is batches
         taken = [batch for batch, _ in zip(batches, range(4), strict=False)]
     assert len(taken) == 4
 
 
-def test_reads_ahead_two_iterations_and_no_more(order: WindowOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_ahead_two_iterations_and_no_more(order: ValidationSet, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     three = threading.Event()
-    sample = order.sample
+    row = order.row
 
-    def counting(k: int) -> np.ndarray:
+    def counting(k: int) -> SampleRow:
         asked.append(k)
         if len(asked) == 36:
             three.set()
-        return sample(k)
+        return row(k)
 
-    monkeypatch.setattr(order, "sample", counting)
+    monkeypatch.setattr(order, "row", counting)
     with reader(order):
         assert three.wait(300)
         threading.Event().wait(0.05)
         assert asked == list(range(36))  # two in the queue, the third in the hand of the thread
 
 
-def test_a_layout_that_does_not_divide_the_batch_is_refused(order: WindowOrder) -> None:
+def test_a_layout_that_does_not_divide_the_batch_is_refused(order: ValidationSet) -> None:
     with pytest.raises(ConfigError, match=r"12 from sample 0 on is no multiple of micro_batch_size x .* = 2 x 4"):
         reader(order, data_parallel_size=4)
 
 
-def test_a_stage_of_a_ramp_that_the_layout_does_not_divide_is_refused_unless_it_is_over(order: WindowOrder) -> None:
+def test_a_stage_of_a_ramp_that_the_layout_does_not_divide_is_refused_unless_it_is_over(order: ValidationSet) -> None:
     sizes = BatchSizes(16, [4, 4, 60])
     with pytest.raises(ConfigError, match="global batch size 4 from sample 0 on is no multiple"):
         reader(order, batch_sizes=sizes, data_parallel_size=4)
@@ -87,12 +89,12 @@ def test_a_stage_of_a_ramp_that_the_layout_does_not_divide_is_refused_unless_it_
     "settings",
     [{"data_parallel_rank": 1}, {"data_parallel_rank": -1}, {"micro_batch_size": 0}, {"consumed_samples": -1}],
 )
-def test_impossible_numbers_are_refused(order: WindowOrder, settings: dict[str, int]) -> None:
+def test_impossible_numbers_are_refused(order: ValidationSet, settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"data-parallel rank|micro_batch_size"):
         reader(order, **settings)
 
 
-def test_an_error_of_the_thread_comes_out_of_next_each_time(order: WindowOrder, tmp_path: Path) -> None:
+def test_an_error_of_the_thread_comes_out_of_next_each_time(order: ValidationSet, tmp_path: Path) -> None:
     os.truncate(tmp_path / "s.bin", 0)
     with reader(order) as batches:
         for _ in range(2):
@@ -100,15 +102,15 @@ def test_an_error_of_the_thread_comes_out_of_next_each_time(order: WindowOrder, 
                 next(batches)
 
 
-def test_iterations_before_an_error_are_still_given(order: WindowOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = order.sample
+def test_iterations_before_an_error_are_still_given(order: ValidationSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = order.row
 
-    def failing(k: int) -> np.ndarray:
+    def failing(k: int) -> SampleRow:
         if k >= 30:
             raise OSError(5, "Input/output error")
-        return sample(k)
+        return row(k)
 
-    monkeypatch.setattr(order, "sample", failing)
+    monkeypatch.setattr(order, "row", failing)
     with reader(order) as batches:
         next(batches)
         next(batches)
@@ -118,7 +120,7 @@ def test_iterations_before_an_error_are_still_given(order: WindowOrder, monkeypa
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_close_ends_the_thread_and_may_be_called_twice(order: WindowOrder, taken: int) -> None:
+def test_close_ends_the_thread_and_may_be_called_twice(order: ValidationSet, taken: int) -> None:
     before = threading.active_count()
     batches = reader(order)
     for _ in range(taken):
@@ -130,9 +132,9 @@ def test_close_ends_the_thread_and_may_be_called_twice(order: WindowOrder, taken
         next(batches)
 
 
-def test_close_after_an_error_ends_the_thread(order: WindowOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_after_an_error_ends_the_thread(order: ValidationSet, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
-    monkeypatch.setattr(order, "sample", lambda k: 1 / 0)
+    monkeypatch.setattr(order, "row", lambda k: 1 / 0)
     batches = reader(order)
     batches.close()
     assert threading.active_count() == before

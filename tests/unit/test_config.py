@@ -8,7 +8,6 @@ import yaml
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
-from relayrun.config.compose.schema import DataSection
 from relayrun.control.chain import job_script
 from relayrun.errors import ConfigError
 from relayrun.slurmtime import format_time, parse_time
@@ -291,11 +290,3 @@ def test_no_line_of_a_job_script_takes_a_line_break() -> None:
 def test_slurm_times(text: str, seconds: int) -> None:
     assert parse_time(text) == seconds
     assert parse_time(format_time(seconds)) == seconds
-
-
-@pytest.mark.parametrize("place", ["data", "mixture"])
-def test_an_order_of_an_earlier_version_has_the_name_of_today(place: str) -> None:
-    former = {"order": "relayrun.data.mock:MockDataset"}
-    own, source = (former, {}) if place == "data" else ({}, former)
-    data = DataSection.model_validate({"tokenizer": "t", "mixture": {"a": {"weight": 1.0, **source}}, **own})
-    assert (data.mixture["a"].order or data.order) == "mock"

@@ -173,7 +173,7 @@ def test_a_run_that_has_not_begun_shows_what_it_will_read(run: Run) -> None:
     fresh.submit({"web": 3, "code": 1})
     audited = audit.audit_run(fresh.dir)
     assert audited.consumed_samples == 0
-    assert np.array_equal(next(audit.audited_samples(audited, range(1))).tokens, audited.order.sample(0))
+    assert np.array_equal(next(audit.audited_samples(audited, range(1))).tokens, audited.order.row(0).tokens)
 
 
 def test_wrong_questions_are_answered_in_one_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

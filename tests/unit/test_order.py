@@ -31,24 +31,22 @@ def test_every_epoch_has_every_window_once_in_another_order(manifest: DatasetMan
     assert order.windows_per_epoch == 100
     epochs = []
     for epoch in range(3):
-        located = [order.locate(k) for k in range(epoch * 100, epoch * 100 + 100)]
-        assert [(e, position) for e, position, _ in located] == [(epoch, position) for position in range(100)]
-        epochs.append([window for _, _, window in located])
+        epochs.append([order.window(epoch, i) for i in range(100)])
         assert sorted(epochs[-1]) == list(range(100))
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 def test_a_sample_is_its_window(manifest: DatasetManifest) -> None:
     order = WindowOrder(manifest, seq_length=4, seed=1)
-    for k in (0, 1, 99, 100, 250):
-        window = order.locate(k)[2]
-        assert order.sample(k).tolist() == list(range(4 * window, 4 * window + 5))
+    for place in ((0, 0), (0, 1), (0, 99), (1, 0), (2, 50)):
+        window = order.window(*place)
+        assert order.read(*place).tolist() == list(range(4 * window, 4 * window + 5))
 
 
 def test_the_order_depends_on_seed_and_name_alone(manifest: DatasetManifest) -> None:
     def windows(**settings: object) -> list[int]:
         order = WindowOrder(manifest, seq_length=4, **{"seed": 1, **settings})  # type: ignore[arg-type]
-        return [order.locate(k)[2] for k in range(100)]
+        return [order.window(0, i) for i in range(100)]
 
     assert windows() == windows()
     assert windows() != windows(seed=2)
@@ -58,17 +56,12 @@ def test_the_order_depends_on_seed_and_name_alone(manifest: DatasetManifest) -> 
 def test_the_order_never_changes_between_versions(manifest: DatasetManifest) -> None:
     """A checkpoint of an older relayrun must go on with the same samples."""
     order = WindowOrder(manifest, seq_length=4, seed=28)
-    assert [order.locate(k)[2] for k in (*range(6), 10**12)] == [82, 90, 91, 3, 34, 68, 87]
+    assert [order.window(*divmod(k, 100)) for k in (*range(6), 10**12)] == [82, 90, 91, 3, 34, 68, 87]
 
 
 def test_without_shuffle_every_epoch_is_the_stream(manifest: DatasetManifest) -> None:
     order = WindowOrder(manifest, seq_length=4, seed=1, shuffle=False)
-    assert [order.locate(k)[2] for k in range(200)] == [*range(100), *range(100)]
-
-
-def test_samples_are_numbered_from_zero(manifest: DatasetManifest) -> None:
-    with pytest.raises(IndexError, match="sample -1"):
-        WindowOrder(manifest, seq_length=4, seed=1).sample(-1)
+    assert [order.window(*divmod(k, 100)) for k in range(200)] == [*range(100), *range(100)]
 
 
 def test_a_data_set_below_one_sample_is_refused(manifest: DatasetManifest) -> None:
@@ -95,7 +88,6 @@ def test_a_split_keeps_a_window_on_both_sides(manifest: DatasetManifest) -> None
 
 def test_an_epoch_has_no_window_outside_of_it(manifest: DatasetManifest) -> None:
     order = WindowOrder(manifest, seq_length=4, seed=1)
-    assert order.read(3, 7).tolist() == order.sample(307).tolist()
     for epoch, i in ((0, 100), (0, -1), (-1, 0)):
         with pytest.raises(IndexError):
             order.read(epoch, i)

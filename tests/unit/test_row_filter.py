@@ -67,7 +67,7 @@ def test_a_condition_keeps_the_rows_that_it_means(text: str, kept: list[int]) ->
 )
 def test_all_else_is_refused(text: str) -> None:
     with pytest.raises(
-        ValueError, match=r"no condition|no column|no constant|no list|compares no rows|with a constant"
+        ValueError, match=r"no condition|no column|no constant|no list|compares no values|with a constant"
     ):
         parse_row_condition(text)
 

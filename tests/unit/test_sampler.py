@@ -42,7 +42,7 @@ def order(weights: Mapping[str, float], seed: int = 1, **records: dict[str, Any]
 
 def test_epochs_follow_each_other_in_each_data_set() -> None:
     mixed = order({"a": 1, "b": 1})
-    read = [int(mixed.sample(k)[0]) for k in range(40)]
+    read = [int(mixed.row(k).tokens[0]) for k in range(40)]
     assert [value for value in read if value < 10**6] == [*range(7), *range(1000, 1007), *range(2000, 2006)]
     assert [value - 10**6 for value in read if value >= 10**6] == list(range(20))
     assert mixed.locate(39) in (("a", 2, 5), ("b", 0, 19))
@@ -57,7 +57,7 @@ def test_a_mixture_changed_on_resume_goes_on_in_every_data_set() -> None:
         at = mixed.resume(json.loads(json.dumps(state))) if state else 0
         for k in range(at, at + samples):
             name, epoch, i = mixed.locate(k)
-            assert int(mixed.sample(k)[0]) == 10**6 * "abc".index(name) + 1000 * epoch + i
+            assert int(mixed.row(k).tokens[0]) == 10**6 * "abc".index(name) + 1000 * epoch + i
             read[name].append((epoch, i))
         state = mixed.state(at + samples)
         assert sum(state["counts"].values()) == at + samples
@@ -129,11 +129,4 @@ def test_samples_of_a_data_set_that_left_are_located_but_not_read() -> None:
     mixed.resume(order({"a": 1}).state(9))
     assert mixed.locate(8) == ("a", 1, 1)
     with pytest.raises(KeyError):
-        mixed.sample(8)
-
-
-def test_a_state_of_an_earlier_version_names_its_order_as_today() -> None:
-    parts = {"mock": MixturePart(dataset=Numbers(10), weight=1.0, record={"order": "mock"})}
-    former = MixtureSampler(parts, {}).state(5)
-    former["datasets"]["mock"]["order"] = "relayrun.data.mock:MockDataset"
-    assert MixtureSampler(parts, {}).resume(former) == 5
+        mixed.row(8)

@@ -78,7 +78,7 @@ def test_a_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "training.micro_batch_size"]) == 0
     assert capsys.readouterr().out == (
         "training.micro_batch_size: integer above 0, must be given\n"
-        "  Samples that one data-parallel rank runs at a time.\n"
+        "  Samples that a data-parallel rank processes at a time.\n"
         "  In the launchers: MBS\n"
     )
     assert main(["explain", "job.cpus_per_task"]) == 0

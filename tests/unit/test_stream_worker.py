@@ -46,7 +46,7 @@ def beside(
     run: StreamedRun, order: MixtureSampler, consumed: int, replica: int, replicas: int
 ) -> tuple[Any, StreamWorker]:
     worker = StreamWorker(run.config, run.dir.manifest, order, consumed=consumed, replica=replica, replicas=replicas)
-    return order.reading(consumed, replica, replicas, streams=worker.streams(order.streams)), worker
+    return order.lane_reader(consumed, replica, replicas, openers=worker.openers()), worker
 
 
 def read(reading: LaneReader, first: int, end: int) -> list[tuple[int, str, int, Any]]:
@@ -63,12 +63,12 @@ def test_samples_and_cursors_are_those_of_a_rank_that_reads_by_itself(
 ) -> None:
     """Also behind a state, and where samples are passed over."""
     order = order_of(run)
-    first = order.reading(0, 0, 1)
+    first = order.lane_reader(0, 0, 1)
     read(first, 0, 40)
     state = order.state(40, [first.cursors(40)])
     first.close()
     for consumed in (40, 60):
-        alone = order_of(run, state).reading(consumed, replica, replicas)
+        alone = order_of(run, state).lane_reader(consumed, replica, replicas)
         expected = read(alone, consumed, consumed + 120)
         alone.close()
         reading, worker = beside(run, order_of(run, state), consumed, replica, replicas)

@@ -186,7 +186,7 @@ def test_a_function_of_the_users_own_gives_the_text(tmp_path: Path) -> None:
 def test_the_state_is_small(tmp_path: Path) -> None:
     write(tmp_path, "parquet", [90])
     made = sampler({"web": stream(tmp_path, "parquet", lanes=64)}, {"web": 1})
-    reading = made.reading(0, 0, 1)
+    reading = made.lane_reader(0, 0, 1)
     for k in reading.numbers(0, 70):
         reading.row(k)
     state = made.state(70, [reading.cursors(70)])
@@ -408,20 +408,20 @@ def test_samples_that_were_passed_over_are_read_and_left(tmp_path: Path) -> None
         return sampler({"web": stream(tmp_path, "parquet", shuffle_buffer=20)}, {"web": 1})
 
     first = made()
-    reading = first.reading(0, 0, 1)
+    reading = first.lane_reader(0, 0, 1)
     expected = {k: streaming.digest(reading.row(k)) for k in range(100)}
     assert json.loads(json.dumps(first.state(40)))["streams"]["web"]["at"] == 0  # as the attempt began
     reading.close()
     saving = made()
-    reading = saving.reading(0, 0, 1)
+    reading = saving.lane_reader(0, 0, 1)
     for k in range(40):
         reading.row(k)
     checkpoint = json.dumps(saving.state(40, [reading.cursors(40)]))
     reading.close()
     for through in (lambda order: order, lambda order: resumed(made(), order.state(60))):
         order = through(resumed(made(), json.loads(checkpoint)))
-        halves = [order.reading(60, replica, 2) for replica in range(2)]
-        again = resumed(made(), order.state(60, [half.cursors(60) for half in halves])).reading(60, 0, 1)
+        halves = [order.lane_reader(60, replica, 2) for replica in range(2)]
+        again = resumed(made(), order.state(60, [half.cursors(60) for half in halves])).lane_reader(60, 0, 1)
         assert {k: streaming.digest(again.row(k)) for k in range(60, 100)} == {k: expected[k] for k in range(60, 100)}
         for half in halves:
             assert all(streaming.digest(half.row(k)) == expected[k] for k in half.numbers(60, 100))
@@ -438,13 +438,20 @@ def test_replicas_must_divide_the_lanes(tmp_path: Path) -> None:
     write(tmp_path, "jsonl", [30])
     made = sampler({"web": stream(tmp_path, "jsonl", lanes=4)}, {"web": 1})
     with pytest.raises(ConfigError, match="4 lanes of this run's streams cannot be divided among 3"):
-        made.reading(0, 0, 3)
+        made.lane_reader(0, 0, 3)
 
 
 def test_lanes_of_a_checkpoint_are_checked(tmp_path: Path) -> None:
     write(tmp_path, "jsonl", [30])
     made = sampler({"web": stream(tmp_path, "jsonl", lanes=4)}, {"web": 1})
-    for cursors in ([[0] * 8] * 3, [[0] * 9] * 4, [[0] * 7] * 4, [[0] * 7 + [-1]] * 4, [["0"] * 8] * 4):
+    n = len(LaneCursor._fields)
+    for cursors in (
+        [[0] * n] * 3,
+        [[0] * (n + 1)] * 4,
+        [[0] * (n - 1)] * 4,
+        [[0] * (n - 1) + [-1]] * 4,
+        [["0"] * n] * 4,
+    ):
         state = made.state(0)
         state["streams"]["web"]["cursors"] = cursors
         with pytest.raises(FatalTrainingError, match="lanes of data set 'web' in the checkpoint are damaged"):
@@ -522,7 +529,7 @@ def test_a_stream_that_leaves_a_mixture_and_comes_back_goes_on_where_it_was(tmp_
         )
 
     def trained(order: MixtureSampler, first: int, end: int) -> tuple[list[str], dict[str, Any]]:
-        reading = order.reading(first, 0, 1)
+        reading = order.lane_reader(first, 0, 1)
         found = [streaming.digest(reading.row(k)) for k in range(first, end) if order.locate(k)[0] == "web"]
         state = json.loads(json.dumps(order.state(end, [reading.cursors(end)])))
         reading.close()

@@ -90,7 +90,7 @@ class StreamedRun:
         attempt = self.dir.attempt(number)
         began(self.dir, number, base=self.iteration, config_revision=self.dir.revisions()[-1])
         write_json(attempt.data, order.state(self.consumed) | {"progress": progress.state()})
-        reading = order.reading(self.consumed, 0, 1)
+        reading = order.lane_reader(self.consumed, 0, 1)
         for save in saves:
             for _ in range(save):
                 for k in reading.numbers(self.consumed, self.consumed + BATCH):

@@ -181,20 +181,6 @@ def test_a_lane_goes_on_from_every_cursor_through_what_is_left_out(tmp_path: Pat
         again.close()
 
 
-def test_a_cursor_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    write(tmp_path, "jsonl", [60])
-    made = stream(tmp_path, "jsonl", lanes=2)
-    opened = made.open_lanes({0: made.first_cursors()[0]})
-    for _ in range(3):
-        opened.take(0)
-    short = opened.cursor(0)[:8]
-    made.check_cursors([short, short])
-    again = made.open_lanes({0: short})
-    assert streaming.digest(again.take(0)) == streaming.digest(opened.take(0))
-    opened.close()
-    again.close()
-
-
 def test_what_a_file_system_fails_to_do_is_no_fault_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank would leave out what the others read."""
     write(tmp_path, "parquet", [30, 30])

@@ -33,7 +33,7 @@ Change = Callable[[dict[str, Any]], object]
 def test_a_damaged_state_is_refused(tmp_path: Path, change: Change) -> None:
     write(tmp_path, "jsonl", [40])
     made = sampler({"web": stream(tmp_path, "jsonl")}, {"web": 1.0})
-    reading = made.reading(0, 0, 1)
+    reading = made.lane_reader(0, 0, 1)
     for k in range(8):
         reading.row(k)
     state = json.loads(json.dumps(made.state(8, [reading.cursors(8)])))

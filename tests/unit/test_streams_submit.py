@@ -187,13 +187,13 @@ def test_another_time_alone_is_refused_with_its_remedy_where_the_content_is_not_
     assert data.submit(**lines).notes == []
 
 
-def test_a_manifest_of_an_earlier_version_knows_no_times(data: Data, long_file: Path) -> None:
+def test_a_store_may_tell_no_times(data: Data, long_file: Path) -> None:
     lines: dict[str, Any] = {"source": "jsonl", "path": str(long_file.parent)}
     data.submit(**lines)
     assert data.manifest is not None
     web = data.manifest.datasets["web"]
-    earlier = replace(web, files=tuple(replace(file, changed=0, content="") for file in web.files))
-    data.manifest = replace(data.manifest, datasets=data.manifest.datasets | {"web": earlier})
+    untimed = replace(web, files=tuple(replace(file, changed=0, content="") for file in web.files))
+    data.manifest = replace(data.manifest, datasets=data.manifest.datasets | {"web": untimed})
     os.utime(long_file, (1e9, 1e9))
     assert data.manifest.differences(["web"]) == []
     assert data.submit(**lines).manifest.datasets["web"].files[0].changed == 10**18

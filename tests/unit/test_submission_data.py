@@ -127,7 +127,6 @@ def test_a_group_that_cannot_reach_its_triggers_is_a_warning(
 def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that began before the setting was there has revisions without it, and the mean over samples."""
     workspace = Workspace.make(tmp_path)
     run, weights = workspace.run("run"), {"web": 1.0}
 
@@ -136,10 +135,6 @@ def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
 
     submit(workspace, weights)
     assert mean(1) == "micro_batch"
-    path = run.config_revision(1)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if "loss_mean" not in line))
-    assert mean(1) == "sample"
     submit(workspace, weights)
     assert run.revisions() == [1]
     data = {"datasets": [], "mixture": {"web": {"path": f"{tmp_path}/data/shard[01]", "weight": 1.0}}}
@@ -150,9 +145,9 @@ def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
         submission.submit_run(resolve.load_run_config(tmp_path / "run.yaml"))
         for job in (tmp_path / "run").glob("local*"):
             shutil.rmtree(job)
-        said = "training.loss_mean was sample and is token from the next attempt on" in capsys.readouterr().err
+        said = "training.loss_mean was micro_batch and is token from the next attempt on" in capsys.readouterr().err
         assert said == (named is not None)
-        assert mean(min(number, 3)) == ("sample" if number == 2 else "token")
+        assert mean(min(number, 3)) == ("micro_batch" if number == 2 else "token")
     assert run.revisions() == [1, 2, 3]
 
 

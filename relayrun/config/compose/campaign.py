@@ -1,9 +1,9 @@
-"""From a config with `sweep:` or `stages:` to the configs of its runs, each checked before anything is queued.
+"""Expands a config with `sweep:` or `stages:` to the configs of its runs, each checked before anything is queued.
 
     sweep:
       product: {optimizer.lr: [1e-3, 2e-3]}     each value with each of the other axes
       list: [{model.num_layers: 12}]            settings that go together, one run (or one set of runs) a line
-      filters: [optimizer.lr < 2e-3]            a run is left out where one does not hold
+      filters: [optimizer.lr < 2e-3]            a run is left out unless all conditions hold
       at_once: 4                                chains at a time
 
     stages:
@@ -32,35 +32,35 @@ from relayrun.config.sections.conditions import SweepFilter
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
 MAX_RUNS = 500
-"""Runs of one campaign: more are usually a mistake in an axis."""
+"""Maximum runs of a campaign: more are usually a mistake in an axis."""
 SWEEP_KEYS = ("product", "list", "filters", "at_once")
 STAGE_KEYS = ("from", "after", "evaluated", "decay", "config")
-"""What a stage may have besides settings."""
+"""Keys of a stage besides settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CampaignRunDescription:
-    """One run of a campaign, as its config describes it."""
+    """A run of a campaign."""
 
     member: str
     """`01`, or the stage's name."""
     config: CommonConfig
     given: LocatedSettings
     settings: dict[str, Any] = field(default_factory=dict)
-    """What it has of its own, by the names of settings."""
+    """The run's own settings, by name."""
     source: str | None = None
-    """The member whose checkpoint it begins with."""
+    """The member that provides the first checkpoint."""
     iteration: int | None = None
-    """The iteration of that checkpoint; None: the last one, when `source` is done."""
+    """Iteration of that checkpoint; None: the last one, when `source` is done."""
     after: str | None = None
-    """A member that must be done, and hands nothing on."""
+    """A member that must be done first, without a checkpoint."""
     evaluated: bool = False
     counts_from_zero: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class CampaignDescription:
-    """A campaign, as its config describes it."""
+    """The content of a campaign's config."""
 
     kind: Literal["sweep", "stages"]
     name: str
@@ -73,13 +73,11 @@ class CampaignDescription:
 def describe_campaign(
     path: Path, overrides: list[str] | None = None, *, kind: Literal["sweep", "stages"]
 ) -> CampaignDescription:
-    """Read the config of a campaign, and compose and check the config of each of its runs. Raises ConfigError."""
+    """Read the config of a campaign; compose and check the config of each run. Raises ConfigError."""
     return _Reading(path, overrides or [], kind).describe()
 
 
 class _Reading:
-    """One config of several runs."""
-
     def __init__(self, path: Path, overrides: list[str], kind: Literal["sweep", "stages"]) -> None:
         self._path = path
         self._overrides = overrides
@@ -130,7 +128,7 @@ class _Reading:
         path: Path | None = None,
         load: str | None = None,
     ) -> tuple[CommonConfig, LocatedSettings]:
-        """Compose and check the config of one run; `at` is where its settings were written."""
+        """Compose and check the config of a run; `at` locates its settings in the file."""
         own = LocatedSettings({"name": f"{self._whole.values['name']}-{member}"})
         own.values |= {"project": self._whole.values["project"], "run_dir": f"{self._folder}-{member}"}
         own.places |= {(name,): place for name in ("project", "name") if (place := self._whole.place((name,)))}
@@ -141,7 +139,7 @@ class _Reading:
             changes.append(resolve.located_setting(name, value, place=place))
         if load is not None:
             changes.append(resolve.located_setting("checkpoint.load", load, place=self._whole.place((*at, "from"))))
-        if path is not None and path.resolve() != self._path.resolve():  # another config, for which no --set was meant
+        if path is not None and path.resolve() != self._path.resolve():  # --set is not meant for another config
             given = resolve.read_settings(path, changes=changes)
         else:
             given = resolve.read_settings(self._path, self._overrides, changes=changes)
@@ -181,7 +179,7 @@ class _Reading:
         return at_once, runs
 
     def _combinations(self, section: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Location]]:
-        """Settings of each run, before filters, and where a line of `list` was written."""
+        """Yield the settings of each run, before filters, and the location of its line in `list`."""
         product, lines = section.get("product", {}), section.get("list", [{}])
         if not isinstance(product, dict):
             self._refuse(("sweep", "product"), "it is a mapping of settings to lists of values", _PRODUCT)
@@ -242,7 +240,7 @@ class _Reading:
         return found
 
     def _setting(self, name: str, own: Mapping[str, Any]) -> Any:
-        """A setting of a run: its own, or the file's. Raises ValueError where neither has it."""
+        """Return a setting of a run: its own, or the file's. Raises ValueError if neither has it."""
         if name in own:
             return own[name]
         value: Any = self._whole.values
@@ -289,7 +287,7 @@ class _Reading:
         if "config" in values:
             path = self._path.parent / str(values["config"])
         load = None
-        if source is not None and resolve.read_trainer(path) != "command":  # that has no setting for it
+        if source is not None and resolve.read_trainer(path) != "command":  # which has no setting for it
             load = f"{source.config.run_dir}" + ("" if iteration is None else f":{iteration}")
         config, given = self._run(name, own, at, path=path, load=load)
         if evaluated and source is not None:
@@ -318,7 +316,7 @@ class _Reading:
     def _named(
         self, values: dict[str, Any], key: str, at: Location, before: Mapping[str, CampaignRunDescription]
     ) -> tuple[CampaignRunDescription | None, int | None]:
-        """The earlier stage that `from` or `after` names, and an iteration of it."""
+        """Return the earlier stage that `from` or `after` names, and its iteration."""
         if key not in values:
             return None, None
         name, colon, number = str(values[key]).partition(":")
@@ -331,7 +329,7 @@ class _Reading:
         return found, int(number) if colon else None
 
     def _begins_at(self, source: CampaignRunDescription, iteration: int | None, at: Location) -> int | None:
-        """The iteration of the checkpoint that a stage begins with; None where only a program knows it."""
+        """Return the iteration of a stage's first checkpoint; None if only a program knows it."""
         last, config = last_iteration(source.config), source.config
         if iteration is None:
             return last
@@ -346,7 +344,7 @@ class _Reading:
         return iteration
 
     def _decay(self, length: Any, begins: int | None, at: Location) -> dict[str, Any]:
-        """The settings of a decay to min_lr over so many iterations, behind a constant learning rate."""
+        """Return the settings of a decay to min_lr over `length` iterations, after a constant learning rate."""
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             self._refuse(at, f"{length!r} is no number of iterations", "write a whole number from 1 on")
         if begins is None:
@@ -374,7 +372,7 @@ class _Reading:
             self._refuse(at, words, "let both have one trainer")
 
     def _check_data(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
-        """Samples of another length are not those that the stage before counted."""
+        """Refuse another sample length, since the stage before counted samples of its own length."""
         before = source.config
         if not isinstance(before, RunConfig) or not isinstance(config, RunConfig):
             return
@@ -386,7 +384,7 @@ class _Reading:
 
 
 def last_iteration(config: CommonConfig) -> int | None:
-    """The iteration at which a run is done; None where its program alone knows it."""
+    """Return the last iteration of a run; None if only its program knows it."""
     if isinstance(config, RunConfig):
         return config.training.end_iteration
     if isinstance(config, MegatronConfig):
@@ -396,12 +394,12 @@ def last_iteration(config: CommonConfig) -> int | None:
 
 
 def settings_in_words(settings: Mapping[str, Any]) -> str:
-    """Settings in a line, for people."""
+    """Return settings as a line of text."""
     return ", ".join(f"{name}={yaml_file.value_in_line(value)}" for name, value in settings.items())
 
 
 def _counts_from_zero(source: CommonConfig, config: CommonConfig) -> bool:
-    """Whether the iterations of a run are its own: a program that looks at another trainer's checkpoint begins at 0."""
+    """True if a run's iterations restart at 0, as for a program on another trainer's checkpoint."""
     if isinstance(config, CommandConfig):
         return not isinstance(source, CommandConfig)
     checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None

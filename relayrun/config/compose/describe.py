@@ -1,7 +1,7 @@
-"""Every setting of a run config in words: its type, its default, and what its docstring says.
+"""The reference of settings: type, default and docstring of every setting of a run config.
 
-The names, types and defaults come from the schema itself; the words are the docstrings below the fields, read from the
-source when somebody asks, so that a program that only reads a config does not pay for them.
+Names, types and defaults come from the schema. Descriptions are the docstrings below the fields, which are read from
+the source on demand, so that a program that only reads a config does not pay for them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from relayrun.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, or a section of settings."""
+    """A setting, or a section of settings."""
 
     name: str
-    """Its full name, as `--set` takes it; the part in angle brackets is one that the user chooses."""
+    """Full name, as for `--set`; the user chooses the part in angle brackets."""
     type: str
-    """What it takes: `integer above 0`, `full | selective`, `section`, ..."""
+    """Type in words: `integer above 0`, `full | selective`, `section`, ..."""
     default: str | None
-    """Its default as YAML writes it; None where it must be given, and for a section."""
+    """Default in YAML; None for a required setting and for a section."""
     words: str
-    """What its docstring says, and which trainers' runs have the section where not all do."""
+    """Docstring, and the trainers with this section unless all have it."""
 
     @property
     def is_section(self) -> bool:
@@ -42,7 +42,7 @@ class Setting:
 
 
 def describe_settings() -> list[Setting]:
-    """Every setting and section of a run config, in the order of the schema; first what runs of all trainers have."""
+    """Return every setting and section in the order of the schema, first those of all trainers."""
     found: dict[str, Setting] = {}
     kinds: list[type[CommonConfig]] = [CommonConfig, *CONFIG_CLASSES.values()]
     for kind in kinds:
@@ -59,7 +59,7 @@ def _with_trainers(setting: Setting) -> Setting:
 
 
 def find_setting(name: str) -> list[Setting]:
-    """The setting with this name and, where it is a section, all within it.
+    """Return the setting `name`; for a section, also all settings within.
 
     Raises ConfigError with the nearest name.
     """
@@ -75,9 +75,9 @@ def find_setting(name: str) -> list[Setting]:
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON schema of run config files, for editors.
+    """Return a JSON schema of run config files, for editors.
 
-    A file may leave out what others that it includes give, so nothing is required in it.
+    Nothing is required, since a file may leave settings to the files that it includes.
     """
     schema = CommonConfig.model_json_schema()
     for kind in CONFIG_CLASSES.values():
@@ -138,7 +138,7 @@ def _settings(section: type[BaseModel], prefix: str) -> Iterator[Setting]:
 
 
 def _section_in(annotation: Any) -> tuple[type[Section] | None, str]:
-    """The section that a field holds, and what stands between its name and those of the section's settings."""
+    """Return the section in a field, and the part of names between the field and the section's settings."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, ""
     arguments = typing.get_args(annotation)
@@ -167,7 +167,7 @@ def _inside(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _type(described: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """What a JSON schema says of one setting, in words."""
+    """Describe the JSON schema of a setting in words."""
     if "anyOf" in described:
         return " | ".join(dict.fromkeys(_type(each, definitions) for each in described["anyOf"]))
     if "$ref" in described:
@@ -198,7 +198,7 @@ def _yaml(value: Any) -> str:
 
 @functools.cache
 def _docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """The text below each field of a section, and of those that it takes over."""
+    """Return the text below each field of a section and its base classes."""
     found: dict[str, str] = {}
     for part in reversed(section.__mro__):
         if part.__module__.startswith("relayrun.config."):

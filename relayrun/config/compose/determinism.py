@@ -1,7 +1,7 @@
-"""What `training.deterministic` needs in the environment of the ranks, as a table; without torch, for the submit.
+"""Environment variables that `training.deterministic` needs; imported without torch by the submit.
 
-The variables go into every job of the run, and the ranks look again before they start, since a container or a wrapper
-may have changed them. `relayrun.train.distributed` turns on the rest.
+Every job of the run gets the variables. Ranks check them before they start, since a container or a wrapper may change
+them. `relayrun.train.distributed` turns on the rest.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ DETERMINISTIC_VALUES: dict[str, tuple[str, ...]] = {
     "NCCL_ALGO": ("Ring",),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
-"""The values with which each variable keeps results the same; the first one is set where there is none.
+"""Accepted values of each variable; the first is the default.
 
-cuBLAS takes the same algorithm again only with workspaces of a fixed size. NCCL sums in a fixed order around a ring;
-trees, and sums inside switches, follow what the network looks like. TransformerEngine then takes kernels of attention
-that are deterministic in the backward pass.
+cuBLAS repeats its choice of algorithm only with workspaces of a fixed size. NCCL sums in a fixed order around a ring;
+trees, and sums inside switches, depend on the network. TransformerEngine uses attention kernels with a deterministic
+backward pass.
 """
 
 
 def deterministic_variables(config: RunConfig) -> dict[str, str]:
-    """Return what every rank of this run needs in its environment; nothing without `training.deterministic`."""
+    """Return the variables of every rank; empty without `training.deterministic`."""
     return {name: values[0] for name, values in DETERMINISTIC_VALUES.items()} if config.training.deterministic else {}
 
 
 def check_deterministic_environment(environment: Mapping[str, str], *, where: str) -> None:
-    """Raise ConfigError for the first variable whose value takes determinism away. Those that are not set are fine.
+    """Raise ConfigError for the first variable with a value that breaks determinism. Unset variables are accepted.
 
-    `where`: whose environment it is, for the error.
+    `where` names the environment in the error.
     """
     for name, values in DETERMINISTIC_VALUES.items():
         value = environment.get(name)

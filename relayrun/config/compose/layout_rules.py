@@ -1,7 +1,7 @@
 """Rules between the layout of a run's ranks and its model: experts, latent attention, FP8, and elastic training.
 
 Each `check_...` function raises ValueError if the settings contradict each other. `elastic_nodes` lists the smaller
-numbers of nodes with which the same config is accepted.
+numbers of nodes for which the config is valid.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ from typing import Any, Protocol, Self
 
 from pydantic import ValidationError
 
+from relayrun.config.compose.trainers import check_multiple
 from relayrun.config.sections.job import ChainSection, JobSection
 from relayrun.config.sections.model import ModelSection
 from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection
 
 
-class ElasticConfig(Protocol):
-    """What is looked at of a run's config; `schema`, which has all of it, imports this module."""
+class LayoutConfig(Protocol):
+    """The parts of a run's config in use here; `schema`, which has them, imports this module."""
 
     chain: ChainSection
     job: JobSection
+    model: ModelSection
+    parallel: ParallelSection
     training: TrainingSection
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that share one replica of the model and one sequence."""
-
-    def model_dump(self) -> dict[str, Any]:
-        """Return the values of the config."""
-
+    def model_parallel_size(self) -> int: ...
+    @property
+    def data_parallel_size(self) -> int: ...
+    @property
+    def virtual_stages(self) -> int: ...
+    def model_dump(self) -> dict[str, Any]: ...
     @classmethod
-    def model_validate(cls, obj: Any) -> Self:
-        """Raise ValidationError where the values make no config."""
+    def model_validate(cls, obj: Any) -> Self: ...
 
 
-def elastic_nodes(config: ElasticConfig) -> list[int]:
-    """Numbers of nodes below `job.nodes` with which the run may go on, largest first; none without `elastic`.
+def elastic_nodes(config: LayoutConfig) -> list[int]:
+    """Return the numbers of nodes below `job.nodes` for which the config is valid, descending; empty without `elastic`.
 
-    They are those with which the same config is accepted: the same parts of the model, whole micro-batches for every
-    replica. The replicas divide the global batch, so there are few to try.
+    A valid number keeps the split of the model and gives whole micro-batches to every replica. The replicas divide the
+    global batch, so few numbers qualify.
     """
     training, found = config.training, []
     for nodes in range(config.job.nodes - 1, 0, -1) if training.elastic else ():
@@ -53,15 +55,15 @@ def elastic_nodes(config: ElasticConfig) -> list[int]:
     return found
 
 
-def _on_nodes(config: ElasticConfig, nodes: int) -> None:
+def _on_nodes(config: LayoutConfig, nodes: int) -> None:
     values = config.model_dump()
     values["job"] |= {"nodes": nodes}
-    values["training"] |= {"elastic": False}  # or each number would try all below it
+    values["training"] |= {"elastic": False}  # or each number would try all smaller ones
     type(config).model_validate(values)
 
 
-def check_elastic(config: ElasticConfig) -> None:
-    """Raise ValueError where a run cannot go on with fewer nodes as `training.elastic` asks."""
+def check_elastic(config: LayoutConfig) -> None:
+    """Raise ValueError if a run with `training.elastic` cannot continue with fewer nodes."""
     if not config.training.elastic:
         return
     if config.chain.recovery != "node":
@@ -77,26 +79,8 @@ def check_elastic(config: ElasticConfig) -> None:
         )
 
 
-class ExpertLayoutConfig(Protocol):
-    """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
-
-    job: JobSection
-    model: ModelSection
-    parallel: ParallelSection
-    training: TrainingSection
-
-    @property
-    def data_parallel_size(self) -> int: ...
-
-    @property
-    def virtual_stages(self) -> int: ...
-
-    @property
-    def expert_replicas(self) -> int: ...
-
-
 def expert_layer_pattern(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
-    """Return, for each layer, whether it has experts: every `pattern`-th from the first on, or those with a 1."""
+    """Return for each layer, True if it has experts: every `pattern`-th from the first on, or each with a 1."""
     if experts is None:
         return [False] * layers
     if isinstance(pattern, int):
@@ -105,13 +89,13 @@ def expert_layer_pattern(pattern: int | Sequence[int], layers: int, experts: int
 
 
 def expert_layers(model: ModelSection) -> list[bool]:
-    """Return, for each layer of a model, whether it has experts."""
+    """Return for each layer of a model, True if it has experts."""
     settings = model.transformer
     return expert_layer_pattern(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
 
 
-def check_expert_layout(config: ExpertLayoutConfig) -> None:
-    """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
+def check_expert_layout(config: LayoutConfig) -> None:
+    """Raise ValueError if experts or latent attention do not fit the layout or another setting."""
     experts = config.model.transformer.num_moe_experts
     if experts is None:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
@@ -129,7 +113,6 @@ def check_expert_layout(config: ExpertLayoutConfig) -> None:
 
 
 def _check_router(model: ModelSection, experts: int) -> None:
-    """What the router can choose."""
     settings = model.transformer
     chosen, groups = settings.moe_router_topk, settings.moe_router_num_groups
     if chosen > experts:
@@ -170,25 +153,23 @@ def _check_router(model: ModelSection, experts: int) -> None:
                 f"model.transformer.moe_router_group_topk {settings.moe_router_group_topk} is chosen from "
                 f"moe_router_num_groups {groups}: groups of equal size, at least so many, among {experts} experts"
             )
-        if chosen % settings.moe_router_group_topk:
-            raise ValueError(
-                f"model.transformer.moe_router_topk {chosen} is no multiple of moe_router_group_topk "
-                f"{settings.moe_router_group_topk}: each chosen group gives as many experts"
-            )
+        check_multiple(
+            "model.transformer.moe_router_topk",
+            chosen,
+            "moe_router_group_topk",
+            settings.moe_router_group_topk,
+            ": each chosen group gives as many experts",
+        )
 
 
-def _check_expert_parallelism(config: ExpertLayoutConfig, experts: int) -> None:
-    """How experts are split over ranks."""
+def _check_expert_parallelism(config: LayoutConfig, experts: int) -> None:
     parallel, settings = config.parallel, config.model.transformer
     size, tensor, own = (
         parallel.expert_model_parallel_size,
         parallel.tensor_model_parallel_size,
         parallel.expert_tensor_size,
     )
-    if experts % size:
-        raise ValueError(
-            f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
-        )
+    check_multiple("model.transformer.num_moe_experts", experts, "parallel.expert_model_parallel_size", size)
     _check_expert_ranks(config)
     if tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -211,8 +192,8 @@ def _check_expert_parallelism(config: ExpertLayoutConfig, experts: int) -> None:
         )
 
 
-def _check_expert_widths(config: ExpertLayoutConfig) -> None:
-    """Whether the layers of experts can be split over their ranks."""
+def _check_expert_widths(config: LayoutConfig) -> None:
+    """Check that the widths of experts are divisible by their ranks."""
     parallel, settings = config.parallel, config.model.transformer
     tensor = ("tensor_model_parallel_size", parallel.tensor_model_parallel_size)
     own = tensor
@@ -224,12 +205,11 @@ def _check_expert_widths(config: ExpertLayoutConfig) -> None:
         ("model.ffn_hidden_size", config.model.ffn_hidden_size if width is None else 0, own),
         ("model.transformer.moe_shared_expert_intermediate_size", shared or 0, tensor),
     ):
-        if channels % parts:
-            raise ValueError(f"{name} {channels} is no multiple of parallel.{setting} {parts}")
+        check_multiple(name, channels, f"parallel.{setting}", parts)
 
 
-def _check_expert_ranks(config: ExpertLayoutConfig) -> None:
-    """Whether the ranks of a pipeline stage can be divided among the parts of its experts."""
+def _check_expert_ranks(config: LayoutConfig) -> None:
+    """Check that the ranks of a pipeline stage can be divided among the parts of its experts."""
     parallel = config.parallel
     size, tensor, own = (
         parallel.expert_model_parallel_size,
@@ -251,16 +231,16 @@ def _check_expert_ranks(config: ExpertLayoutConfig) -> None:
         )
 
 
-def _stages_without_experts(config: ExpertLayoutConfig) -> list[int]:
-    """Numbers of the pipeline stages that have no layer with experts, counted from 0."""
+def _stages_without_experts(config: LayoutConfig) -> list[int]:
+    """Return the pipeline stages without experts, counted from 0."""
     stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
-    each = len(layers) // (stages * config.virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
+    each = len(layers) // (stages * config.virtual_stages)  # layers of a part; a stage has every `stages`-th part
     having = {number // each % stages for number, experts in enumerate(layers) if experts}
     return [stage for stage in range(stages) if stage not in having]
 
 
-def _check_expert_settings(config: ExpertLayoutConfig) -> None:
-    """Settings of other sections, and of experts among themselves."""
+def _check_expert_settings(config: LayoutConfig) -> None:
+    """Check experts against other sections, and settings of experts among themselves."""
     settings, training = config.model.transformer, config.training
     split = max(config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_size) > 1
     if settings.add_bias_linear and (split or settings.moe_shared_expert_intermediate_size is not None):
@@ -284,7 +264,7 @@ def _check_expert_settings(config: ExpertLayoutConfig) -> None:
         )
 
 
-def _check_latent_attention(config: ExpertLayoutConfig) -> None:
+def _check_latent_attention(config: LayoutConfig) -> None:
     model, parallel = config.model, config.parallel
     if model.num_query_groups != model.num_attention_heads:
         raise ValueError(
@@ -309,16 +289,8 @@ def _check_latent_attention(config: ExpertLayoutConfig) -> None:
         )
 
 
-class Fp8LayoutConfig(Protocol):
-    """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
-
-    model: ModelSection
-    parallel: ParallelSection
-    training: TrainingSection
-
-
-def check_fp8_layout(config: Fp8LayoutConfig) -> None:
-    """Raise ValueError if the products of a model cannot be computed in 8 bits, or `fp8` contradicts a setting."""
+def check_fp8_layout(config: LayoutConfig) -> None:
+    """Raise ValueError if FP8 does not support the sizes of a model, or if `fp8` contradicts a setting."""
     settings = config.model.transformer
     if settings.fp8 is None:
         return
@@ -335,10 +307,10 @@ def check_fp8_layout(config: Fp8LayoutConfig) -> None:
     _check_fp8_sizes(config)
 
 
-def _check_fp8_sizes(config: Fp8LayoutConfig) -> None:
-    """Refuse matrices that the kernels have no way for: axes are multiples of 16, of a scale's 32 numbers with mxfp8.
+def _check_fp8_sizes(config: LayoutConfig) -> None:
+    """Refuse sizes without FP8 kernels: axes must be multiples of 16; with mxfp8, of the 32 numbers of a scale.
 
-    TransformerEngine asks for 8 along the axis of tokens. Those of experts are filled up.
+    TransformerEngine needs a multiple of 8 along the axis of tokens. Inputs of experts are padded.
     """
     recipe = config.model.transformer.fp8_recipe
     multiple = 32 if recipe == "mxfp8" else 16
@@ -357,8 +329,8 @@ def _check_fp8_sizes(config: Fp8LayoutConfig) -> None:
             )
 
 
-def _fp8_axes(config: Fp8LayoutConfig) -> Iterator[tuple[str, int]]:
-    """Yield the axes of matrices on a rank, each with the setting that it comes from; not those of tokens."""
+def _fp8_axes(config: LayoutConfig) -> Iterator[tuple[str, int]]:
+    """Yield the axes of matrices on a rank with their settings, without the axes of tokens."""
     model, parallel = config.model, config.parallel
     settings, tensor = model.transformer, parallel.tensor_model_parallel_size
     yield "model.hidden_size", model.hidden_size

@@ -1,9 +1,9 @@
-"""A mixture that is not written out in the run config: the name of a file, or one line.
+"""Reads a `data.mixture` that the run config gives as the name of a file, or as a line.
 
-A file, YAML or JSON, holds what `data.mixture` would: `{name: {path: ..., weight: ...}}`. A line is
-`path,weight;path,weight`; each data set is named by the last part of its path that is no pattern. A file of Megatron's
-`--data-args-path` (WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone) is taken, too. All become the written-out form,
-so that a config revision keeps the mixture itself and not a name of it.
+A file, YAML or JSON, has the content of `data.mixture`: `{name: {path: ..., weight: ...}}`. A line is
+`path,weight;path,weight`; each data set is named by the last part of its path without wildcards. A file of Megatron's
+`--data-args-path` (WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone) is accepted, too. All become the written-out
+form, so a config revision keeps the mixture itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MAPPING = re.compile(r"^\s*(\{|[\w\"'.-]+\s*:(\s|$))", re.M)
 
 
 def insert_mixture(settings: LocatedSettings, root: Path) -> None:
-    """Replace a text (or null) at `data.mixture` by what it means; paths start at `root`. Raises ConfigError."""
+    """Replace a text (or null) at `data.mixture` by the mixture; paths start at `root`. Raises ConfigError."""
     data = settings.values.get("data")
     if not isinstance(data, dict) or "mixture" not in data:
         return
     text = data["mixture"]
-    if text is None:  # an override takes away the config's own
+    if text is None:  # an override removes the config's own
         del data["mixture"]
         return
     if not isinstance(text, str):
@@ -52,7 +52,7 @@ def insert_mixture(settings: LocatedSettings, root: Path) -> None:
 
 
 def parse_mixture_line(text: str, place: str) -> dict[str, Any]:
-    """The mixture that `path,weight;path,weight` means. Raises ConfigError."""
+    """Return the mixture of a line `path,weight;path,weight`. Raises ConfigError."""
     mixture: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         path, comma, weight = part.rpartition(",")
@@ -71,7 +71,7 @@ def parse_mixture_line(text: str, place: str) -> dict[str, Any]:
 
 
 def _data_args(file: Path) -> list[str] | None:
-    """The words of a file of Megatron's --data-args-path; None where the file is a mapping, in YAML or JSON."""
+    """Return the words of a file of Megatron's --data-args-path; None for a mapping in YAML or JSON."""
     if file.suffix in (".yaml", ".yml", ".json"):
         return None
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -79,10 +79,10 @@ def _data_args(file: Path) -> list[str] | None:
 
 
 def parse_data_args(words: Sequence[str], place: str) -> dict[str, Any]:
-    """The mixture that the words of a file of Megatron's --data-args-path mean. Raises ConfigError.
+    """Return the mixture for the words of a file of Megatron's --data-args-path. Raises ConfigError.
 
-    WEIGHT PREFIX WEIGHT PREFIX ...: each prefix is a data set, named by its whole path. Prefixes alone are one data
-    set `train`, all windows of which are equally likely: the weights that Megatron computes.
+    WEIGHT PREFIX WEIGHT PREFIX ...: each prefix is a data set, named by its whole path. Prefixes alone are one data set
+    `train` with equally likely windows, as Megatron weighs them.
     """
     hint = "write WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes alone, separated by blanks"
     weights = [_weight(word) for word in words]
@@ -110,7 +110,7 @@ def parse_data_args(words: Sequence[str], place: str) -> dict[str, Any]:
 
 
 def _weight(word: str) -> float | None:
-    """The number that a word is; None where it is none."""
+    """Return the number in a word; None if it is not a number."""
     try:
         return float(word)
     except ValueError:
@@ -118,14 +118,14 @@ def _weight(word: str) -> float | None:
 
 
 def _literal(prefix: str) -> str:
-    """The path of a prefix, which is no pattern to Megatron."""
+    """Return a prefix as a path; Megatron has no patterns."""
     return prefix if "://" in prefix else glob.escape(prefix)
 
 
 def _name(path: str) -> str | None:
-    """The name of a data set: `/data/web*` → web; `/data/web/*` → web.
+    """Return the name of a data set: `/data/web*` → web; `/data/web/*` → web.
 
-    A name is what counts a data set, so it depends on the path alone.
+    Samples are counted by name, so it depends on the path alone.
     """
     for part in reversed(Path(path.strip()).parts):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", re.sub(r"\[[^]]*\]|[*?]", "", part)).strip("-._")

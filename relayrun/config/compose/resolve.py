@@ -1,7 +1,7 @@
-"""From YAML files and `--set` overrides to one resolved config, and back to YAML.
+"""Resolves YAML files and `--set` overrides to a config, and writes it back to YAML.
 
-`load_run_config` composes and checks; `read_settings` composes alone; `validate_settings` checks.
-`dump_run_config` writes a config revision, `read_resolved_config` reads one, and `config_differences` compares two.
+`load_run_config` composes and checks; `read_settings` composes alone; `validate_settings` checks. `dump_run_config`
+writes a config revision, `read_resolved_config` reads one, and `config_differences` compares two.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ from relayrun.config.compose.schema import (
     RunConfig,
     trainers_with,
 )
-from relayrun.config.compose.unsupported_transformer_fields import reason_unsupported
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.notify import may_be_shown
-from relayrun.config.sections.training import FORMER_LOSS_MEAN
 from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_mean_path, why_url_is_refused
 
 CAMPAIGN_SECTIONS = ("sweep", "stages")
 """Sections of a config of several runs; see `relayrun.config.compose.campaign`."""
 NODES_PLACEHOLDER = "{nodes}"
-"""What stands in a run's name for the number of nodes of its jobs."""
+"""Stands for the number of nodes in a run's name."""
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
-    """Compose and check the run config at `path`; `overrides` are `name.name=value` texts.
+    """Compose and check the run config at `path`; `overrides` are texts `name.name=value`.
 
     Paths in the result are absolute. Raises ConfigError.
     """
@@ -52,7 +50,7 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
 
 
 def require_native(config: CommonConfig) -> RunConfig:
-    """Return the config of a run of the native trainer. Raises ConfigError for another one's."""
+    """Return the config of a run of the native trainer. Raises ConfigError for another trainer."""
     if not isinstance(config, RunConfig):
         raise ConfigError(
             f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one",
@@ -65,9 +63,9 @@ def require_native(config: CommonConfig) -> RunConfig:
 def read_settings(
     path: Path, overrides: Sequence[str] = (), *, changes: Sequence[LocatedSettings] = ()
 ) -> LocatedSettings:
-    """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError.
+    """Compose the run config at `path` without checks, with the location of each setting. Raises ConfigError.
 
-    `changes`: settings that hold over the file's and the overrides, but for those of the cluster.
+    `changes` take precedence over the file and the overrides, except overrides of the cluster.
     """
     settings = _read_with_includes(path, ())
     settings.root = root = places.project_folder(path)
@@ -77,7 +75,7 @@ def read_settings(
     for own in changes:
         settings.merge(own)
     sites.insert_site(settings, folders=sites.site_folders(path))
-    settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
+    settings.merge(_overrides(of_cluster))  # last: an override beats the cluster's file in any order
     sites.refuse_other_cluster(settings, os.environ)
     sites.insert_environment(settings, os.environ)
     sites.insert_job_defaults(settings)
@@ -111,12 +109,12 @@ def validate_settings(settings: LocatedSettings) -> CommonConfig:
 
 
 def read_trainer(path: Path) -> str:
-    """Return the trainer that the run config at `path` names. Raises ConfigError."""
+    """Return the trainer of the run config at `path`. Raises ConfigError."""
     return _trainer(_config_class(_read_with_includes(path, ())))
 
 
 def _config_class(settings: LocatedSettings) -> type[CommonConfig]:
-    """The class of the trainer that settings name. Raises ConfigError for one that there is not."""
+    """Return the config class of the trainer in the settings. Raises ConfigError for an unknown trainer."""
     trainer = settings.values.get("trainer", "native")
     kind = CONFIG_CLASSES.get(trainer) if isinstance(trainer, str) else None
     if kind is None:
@@ -130,16 +128,13 @@ def _config_class(settings: LocatedSettings) -> type[CommonConfig]:
 
 
 def dump_run_config(config: CommonConfig) -> str:
-    """A resolved config as YAML text; reading it gives the same config."""
+    """Return a resolved config as YAML text; reading it gives an equal config."""
     return yaml_file.dump_yaml(config.model_dump(mode="json"))
 
 
 def read_resolved_config(path: Path) -> CommonConfig:
-    """Read a config revision that `dump_run_config` wrote; what an earlier version did not name is what it did then."""
-    settings = yaml_file.read_yaml(path)
-    if isinstance(training := settings.values.get("training"), dict):
-        training.setdefault("loss_mean", FORMER_LOSS_MEAN)
-    return validate_settings(settings)
+    """Read a config revision that `dump_run_config` wrote."""
+    return validate_settings(yaml_file.read_yaml(path))
 
 
 def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
@@ -161,7 +156,7 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
 
 
 def run_directory(given: str | None, project: str, name: str, root: Path) -> str:
-    """The absolute directory of a run: the one that is `given`, or its usual place below `root`.
+    """Return the absolute directory of a run: `given`, or the default below `root`.
 
     Raises ConfigError for a URL.
     """
@@ -195,7 +190,7 @@ def _absolute_data(data: DataSection, root: Path) -> DataSection:
 
 
 def _absolute_file(word: str, root: Path) -> str:
-    """A word of a command: the path of a file below `root`, such as `examples/train.py`, whole; another as it is."""
+    """Return a word of a command, made absolute if it is a file below `root`, such as `examples/train.py`."""
     looks_like_one = ("/" in word or Path(word).suffix != "") and not word.startswith("-")
     return _absolute(word, root) if looks_like_one and Path(_absolute(word, root)).is_file() else word
 
@@ -216,7 +211,7 @@ def _absolute_or_url(path: str, root: Path) -> str:
 
 
 def _absolute_or_name(text: str, root: Path) -> str:
-    """A path where there is one; otherwise a name of the Hugging Face hub."""
+    """Return an absolute path if it exists; otherwise a name of the Hugging Face hub."""
     path = _absolute(text, root)
     return path if Path(path).exists() else text
 
@@ -253,7 +248,7 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
 
 
 def located_setting(name: str, value: Any, *, place: str | None) -> LocatedSettings:
-    """One setting, named as `section.setting`, that was written in one place."""
+    """Return a setting `section.setting` with its location."""
     location = tuple(name.split("."))
     places = {(*location, *inner): place for inner in _locations(value)} if place is not None else {}
     nested = value
@@ -263,7 +258,7 @@ def located_setting(name: str, value: Any, *, place: str | None) -> LocatedSetti
 
 
 def _locations(value: Any) -> Iterator[Location]:
-    """The ways from a value to all that is in it, and to itself: where the whole is written, every part is."""
+    """Yield the locations of a value and of everything in it."""
     yield ()
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -271,7 +266,7 @@ def _locations(value: Any) -> Iterator[Location]:
 
 
 def _insert_notify_defaults(settings: LocatedSettings) -> None:
-    """Move the site's defaults of notices under the run's own; targets are put together by their names."""
+    """Move the site's defaults of `notify` under the run's own; targets are merged by name."""
     cluster, own = settings.values.get("cluster"), settings.values.get("notify", {})
     defaults = cluster.get("notify") if isinstance(cluster, dict) else None
     if not isinstance(cluster, dict) or not isinstance(defaults, dict) or not isinstance(own, dict):
@@ -290,7 +285,7 @@ def _insert_notify_defaults(settings: LocatedSettings) -> None:
 
 
 def _insert_nodes(settings: LocatedSettings) -> None:
-    """Put the number of nodes in the place of `{nodes}` in the run's name: another size of the job is another run."""
+    """Replace `{nodes}` in the run's name: another size of the job is another run."""
     name, job = settings.values.get("name"), settings.values.get("job")
     nodes = job.get("nodes", JobSection.model_fields["nodes"].default) if isinstance(job, dict) else None
     if isinstance(name, str) and isinstance(nodes, int):
@@ -309,7 +304,7 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
         if location[:-1] == ("model", "transformer"):
-            message = reason_unsupported(location[-1], known=names, settings=_fields_of_other_sections())
+            message = _why_no_transformer_field(location[-1], names)
         if others := _sections_of_other_trainers(location):
             message = f"only a run of trainer {' or '.join(others)} has this; this one's trainer is {_trainer(kind)}"
     elif detail["type"] == "missing":
@@ -320,14 +315,45 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
 
 
-def _fields_of_other_sections() -> dict[str, str]:
-    """Settings that a field of megatron-core's TransformerConfig may be, by their names without the section."""
+SETTINGS_FOR_TRANSFORMER_FIELDS = {
+    "layernorm_epsilon": "model.norm_epsilon",
+    "init_method": "model.init_method_std",
+    "output_layer_init_method": "model.init_method_std",
+    "embedding_init_method": "model.transformer.embedding_init_method_std",
+    "params_dtype": "training.precision",
+    "pipeline_dtype": "training.precision",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "enable_autocast": "training.precision",
+    "autocast_dtype": "training.precision",
+    "deterministic_mode": "training.deterministic",
+    "calculate_per_token_loss": "training.loss_mean",
+    "attention_backend": "training.transformer_impl",
+    "recompute_method": "training.recompute_num_layers",
+    "moe_layer_recompute": "training.recompute_modules",
+    "virtual_pipeline_model_parallel_size": "parallel.num_layers_per_virtual_pipeline_stage",
+    "microbatch_group_size_per_vp_stage": "parallel.num_layers_per_virtual_pipeline_stage",
+    "moe_router_topk_limited_devices": "model.transformer.moe_router_group_topk",
+    "moe_extended_tp": "parallel.expert_tensor_parallel_size",
+}
+"""Settings that replace a field of megatron-core's TransformerConfig and have another name."""
+
+
+def _why_no_transformer_field(name: str, known: Sequence[str]) -> str:
+    """Return why `model.transformer` with the `known` fields does not have the field `name`."""
     sections = ("training", "parallel", "model")
-    return {name: f"{section}.{name}" for section in sections for name in _fields_at((section,), RunConfig)}
+    same = {field: f"{section}.{field}" for section in sections for field in _fields_at((section,), RunConfig)}
+    if (setting := same.get(name) or SETTINGS_FOR_TRANSFORMER_FIELDS.get(name)) is not None:
+        return f"a run says this with {setting}; set that"
+    near = did_you_mean(name, [*known, *same, *SETTINGS_FOR_TRANSFORMER_FIELDS], most=1)
+    return (
+        f"there is no such field; {near or '`relayrun explain model.transformer` lists them'}. Fields of megatron-core "
+        "that relayrun sets itself, or whose effect its layers lack, are refused"
+    )
 
 
 def _counting_errors(details: Sequence[Any]) -> list[Any]:
-    """The errors without sections that are missing, where one of another trainer is there: `trainer` is wrong then."""
+    """Drop missing sections if a section of another trainer is present: then `trainer` is wrong."""
     forbidden = (tuple(detail["loc"]) for detail in details if detail["type"] == "extra_forbidden")
     if not any(_sections_of_other_trainers(location) for location in forbidden):
         return list(details)
@@ -335,7 +361,7 @@ def _counting_errors(details: Sequence[Any]) -> list[Any]:
 
 
 def _sections_of_other_trainers(location: Location) -> list[str]:
-    """The trainers whose runs have the section or setting that another one's run has not."""
+    """Return the trainers with a section or setting that this trainer lacks."""
     return trainers_with(location[0]) if len(location) == 1 else []
 
 
@@ -348,13 +374,13 @@ _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 
 
 def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
-    """What to do about an error of the schema."""
+    """Return the remedy for an error of the schema."""
     location: Location = tuple(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         if others := _sections_of_other_trainers(location):
             return f"leave it out, or set trainer to {' or '.join(others)}"
         return "rename it, or leave it out; `relayrun explain` lists all settings"
-    if not location:  # several settings do not fit together
+    if not location:  # a rule between settings
         names = {tuple(name.split(".")) for name in _SETTING.findall(detail["msg"])}
         known = sorted(name for name in names if name[-1] in _fields_at(name[:-1], kind))
         places = [f"{'.'.join(name)} ({settings.place(name) or 'by default'})" for name in known]
@@ -365,7 +391,7 @@ def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) ->
 
 
 def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:
-    """Names of the settings of the section at `location`."""
+    """Return the names of the settings in the section at `location`."""
     section: Any = kind
     for part in location:
         field = section.model_fields.get(part)

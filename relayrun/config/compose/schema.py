@@ -1,9 +1,8 @@
-"""What a run is: all its settings, and the rules between them.
+"""The config of a native run: all its sections, and the rules between them.
 
-Every setting stands with its unit, its default and what it is called elsewhere in the section that it belongs to, a
-module of `relayrun.config.sections`. `trainers.py` has what every run has, whatever its trainer, and what runs of
-foreign programs have. A field name is the one that Megatron or Slurm use, where they have one. Unknown names are
-errors; `relayrun.config.compose.resolve` turns them into one that names the file, the line and the nearest valid name.
+Settings are declared in `relayrun.config.sections`, those of all trainers in `trainers`. A field name is Megatron's or
+Slurm's, if they have one. Unknown names are errors; `relayrun.config.compose.resolve` reports them with file, line and
+the nearest valid name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from relayrun.config.compose import layout_rules
-from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig
+from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig, check_multiple
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.data import MOCK_ORDER, DataSection, DataSource
@@ -60,9 +59,9 @@ __all__ = [
 
 
 class RunConfig(CommonConfig):
-    """All settings of one run of the native trainer.
+    """All settings of a run of the native trainer.
 
-    Raises pydantic's ValidationError where one is wrong, or two contradict each other.
+    Raises pydantic's ValidationError for an invalid setting and for settings that contradict each other.
     """
 
     trainer: Literal["native"] = "native"
@@ -75,13 +74,13 @@ class RunConfig(CommonConfig):
 
     @property
     def virtual_stages(self) -> int:
-        """Parts of the model on one pipeline stage."""
+        """Parts of the model on a pipeline stage."""
         layers = self.parallel.num_layers_per_virtual_pipeline_stage
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
 
     @property
     def outlives_nodes(self) -> str | None:
-        """The setting by which a job outlives the loss of one of its nodes; None: it does not."""
+        """The setting with which a job survives the loss of a node; None: it does not."""
         return super().outlives_nodes or ("training.elastic" if self.training.elastic else None)
 
     @property
@@ -90,7 +89,7 @@ class RunConfig(CommonConfig):
 
     @property
     def optimizer_parts(self) -> int:
-        """Ranks over which the optimizer's state of a part of the model is divided."""
+        """Ranks that divide the optimizer's state of a part of the model."""
         if not self.parallel.use_distributed_optimizer:
             return 1
         replicas = self.data_parallel_size * self.parallel.context_parallel_size
@@ -98,21 +97,21 @@ class RunConfig(CommonConfig):
 
     @property
     def expert_optimizer_parts(self) -> int:
-        """Ranks over which the optimizer's state of a part of the experts is divided."""
+        """Ranks that divide the optimizer's state of a part of the experts."""
         if not self.parallel.use_distributed_optimizer:
             return 1
         return self.expert_replicas // self.parallel.num_distributed_optimizer_instances
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same part of the same experts."""
+        """Ranks that hold equal parts of equal experts."""
         parallel = self.parallel
         ranks = parallel.tensor_model_parallel_size * self.data_parallel_size * parallel.context_parallel_size
         return ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that share one replica of the model and one sequence: tensor x pipeline x context parallel."""
+        """Ranks that share a replica of the model and a sequence: tensor x pipeline x context parallel."""
         parallel = self.parallel
         return (
             parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
@@ -151,48 +150,14 @@ class RunConfig(CommonConfig):
                 f"tensor x pipeline x context parallel size {tensor} x {pipeline} x {context}"
             )
         self._check_attention()
-        if self.model.num_layers % pipeline:
-            raise ValueError(
-                f"model.num_layers {self.model.num_layers} is no multiple of "
-                f"parallel.pipeline_model_parallel_size {pipeline}"
-            )
-        for name in ("num_query_groups", "ffn_hidden_size"):
-            if getattr(self.model, name) % tensor:
-                raise ValueError(
-                    f"model.{name} {getattr(self.model, name)} is no multiple of "
-                    f"parallel.tensor_model_parallel_size {tensor}"
-                )
-        if self.model.make_vocab_size_divisible_by % tensor:
-            raise ValueError(
-                f"model.make_vocab_size_divisible_by {self.model.make_vocab_size_divisible_by} is no multiple of "
-                f"parallel.tensor_model_parallel_size {tensor}"
-            )
-        if self.parallel.sequence_parallel and self.training.seq_length % tensor:
-            raise ValueError(
-                f"training.seq_length {self.training.seq_length} is no multiple of "
-                f"parallel.tensor_model_parallel_size {tensor}, as sequence_parallel needs"
-            )
-        batch = self.training.micro_batch_size * self.data_parallel_size
-        stages = self.training.batch_sizes.stages
-        for number, part in enumerate(stages, start=1):
-            what = f"training.global_batch_size {part.size}"
-            if number < len(stages):
-                what = f"training.rampup_batch_size, stage {number} of {len(stages)}: {part}"
-            if part.size % batch:
-                raise ValueError(
-                    f"{what} is no multiple of micro_batch_size x data-parallel size = "
-                    f"{self.training.micro_batch_size} x {self.data_parallel_size}"
-                )
-            if self.parallel.virtual_stages and part.size // batch % pipeline:
-                raise ValueError(
-                    f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
-                    f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
-                )
-            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
-                raise ValueError(
-                    f"{what} is one micro-batch per iteration and rank: "
-                    "parallel.defer_embedding_wgrad_compute needs two"
-                )
+        of_tensor = "parallel.tensor_model_parallel_size", tensor
+        check_multiple("model.num_layers", self.model.num_layers, "parallel.pipeline_model_parallel_size", pipeline)
+        for name in ("num_query_groups", "ffn_hidden_size", "make_vocab_size_divisible_by"):
+            check_multiple(f"model.{name}", getattr(self.model, name), *of_tensor)
+        if self.parallel.sequence_parallel:
+            length = self.training.seq_length
+            check_multiple("training.seq_length", length, *of_tensor, ", as sequence_parallel needs")
+        self._check_batches()
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline
             if stage % layers or stage == layers:
@@ -202,9 +167,34 @@ class RunConfig(CommonConfig):
                 )
         return self
 
+    def _check_batches(self) -> None:
+        parallel, micro = self.parallel, self.training.micro_batch_size
+        stages = self.training.batch_sizes.stages
+        for number, part in enumerate(stages, start=1):
+            what = f"training.global_batch_size {part.size}"
+            if number < len(stages):
+                what = f"training.rampup_batch_size, stage {number} of {len(stages)}: {part}"
+            count, rest = divmod(part.size, micro * self.data_parallel_size)
+            if rest:
+                raise ValueError(
+                    f"{what} is no multiple of micro_batch_size x data-parallel size = {micro} x "
+                    f"{self.data_parallel_size}"
+                )
+            if parallel.virtual_stages and count % parallel.pipeline_model_parallel_size:
+                raise ValueError(
+                    f"{what}: {count} micro-batches per iteration and rank are no multiple of "
+                    f"parallel.pipeline_model_parallel_size {parallel.pipeline_model_parallel_size}, as virtual stages "
+                    "need"
+                )
+            if parallel.defer_embedding_wgrad_compute and count == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
+                )
+
     @model_validator(mode="after")
     def _fused(self) -> Self:
-        """What the kernels that join several steps can do, and the groups of the optimizer."""
+        """Check fused kernels and the groups of the distributed optimizer."""
         if self.training.apply_rope_fusion and self.data.reset_position_ids:
             raise ValueError(
                 "training.apply_rope_fusion turns all rows by the same angles, and data.reset_position_ids gives each "
@@ -232,7 +222,7 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _precision(self) -> Self:
-        """What asks for weights in bf16, or for the distributed optimizer."""
+        """Check settings that need bf16 weights or the distributed optimizer."""
         if self.training.resolved_precision != "bf16":
             for name, asked in (
                 ("optimizer.main_grads_dtype=bf16", self.optimizer.main_grads_dtype == "bf16"),
@@ -251,7 +241,7 @@ class RunConfig(CommonConfig):
         return self
 
     def _check_attention(self) -> None:
-        """What the two implementations of attention can do. Raises ValueError."""
+        """Check the limits of both implementations of attention. Raises ValueError."""
         context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
         if context == 1:
             return
@@ -283,7 +273,7 @@ class RunConfig(CommonConfig):
 
     @property
     def window_over_ranks(self) -> bool:
-        """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
+        """True if sequences with a sliding window are split over ranks, which TransformerEngine does not support."""
         return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
 
     @model_validator(mode="after")
@@ -331,28 +321,21 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _lanes(self) -> Self:
-        if self.data.streams and self.data.lanes % self.data_parallel_size:
-            raise ValueError(
-                f"data.lanes {self.data.lanes} is no multiple of the data-parallel size {self.data_parallel_size}: "
-                "each replica reads as many lanes of a stream; a run that begins may set another data.lanes, one that "
-                "has begun needs another number of ranks"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluated_checkpoints(self) -> Self:
-        if self.evaluation is not None and self.evaluation.interval % self.checkpoint.interval:
-            raise ValueError(
-                f"evaluation.interval {self.evaluation.interval} is no multiple of "
-                f"checkpoint.interval {self.checkpoint.interval}"
+        if self.data.streams:
+            check_multiple(
+                "data.lanes",
+                self.data.lanes,
+                "the data-parallel size",
+                self.data_parallel_size,
+                ": each replica reads as many lanes of a stream; a run that begins may set another data.lanes, one "
+                "that has begun needs another number of ranks",
             )
         return self
 
     def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:
-        """Iterations of the warm-up, and until the learning rate has come down.
+        """Return the iterations of the warm-up, and of the decay of the learning rate.
 
-        `reaches(samples)` is the iteration with which a run has consumed that many: what is given in tokens
-        ends with the iteration that trains on the last of them.
+        `reaches(samples)` is the iteration that consumes the last of so many samples; a length in tokens ends with it.
         """
         optimizer, length = self.optimizer, self.training.seq_length
         warmup, decay = optimizer.lr_warmup_steps, optimizer.lr_decay_steps or self.training.steps
@@ -403,9 +386,9 @@ CONFIG_CLASSES: dict[str, type[CommonConfig]] = {
     "megatron-lm": MegatronConfig,
     "command": CommandConfig,
 }
-"""The class of configs of each trainer."""
+"""The config class of each trainer."""
 
 
 def trainers_with(section: str) -> list[str]:
-    """The trainers whose runs have this section, or this setting outside of sections."""
+    """Return the trainers whose runs have this section, or this setting outside of sections."""
     return [trainer for trainer, kind in CONFIG_CLASSES.items() if section in kind.model_fields]

@@ -1,4 +1,4 @@
-"""The files of clusters: where they lie, and what they say before a schema has judged it."""
+"""Cluster files, and settings from the site and the shell before the schema checks them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relayrun.errors import ConfigError, did_you_mean
 log = logging.getLogger(__name__)
 
 CLUSTER_VARIABLE = "CLUSTER"
-"""The variable that names the cluster where no config does."""
+"""The variable that names the cluster if no config does."""
 
 
 OPTIONS_FROM_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
@@ -30,11 +30,11 @@ IGNORED_VARIABLES = {
     "SBATCH_GRES": "job.sbatch.gres",
     "SBATCH_NETWORK": "job.sbatch.network",
 }
-"""Variables for sbatch that its jobs here do not get, with the setting in their place."""
+"""Variables of sbatch that relayrun's jobs ignore, with the setting to use instead."""
 
 
 def site_folders(config: Path | None = None) -> list[Path]:
-    """The folders of the clusters' files: the nearest above a config file, or the project's, then relayrun's own."""
+    """Return the folders of cluster files: the nearest above a config file, or the project's, then relayrun's own."""
     above = (
         config.resolve().parents
         if config is not None
@@ -46,12 +46,12 @@ def site_folders(config: Path | None = None) -> list[Path]:
 
 
 def site_names(folders: Sequence[Path]) -> list[str]:
-    """Names of the clusters that have a file in one of these folders."""
+    """Return the names of the clusters with a file in these folders."""
     return sorted({entry.stem for folder in folders for entry in folder.glob("*.yaml")})
 
 
 def read_site(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSettings:
-    """What the file of cluster `name` says. Raises ConfigError, with `where` the name stands, if there is none.
+    """Read the file of cluster `name`. Raises ConfigError, with the location `where` of the name, if it does not exist.
 
     `name` may be the path of a file, too.
     """
@@ -70,7 +70,7 @@ def read_site(name: str, *, folders: Sequence[Path], where: str | None) -> Locat
 
 
 def insert_site(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
-    """Replace a cluster's name in composed settings by what its file says. Raises ConfigError."""
+    """Replace a cluster's name in composed settings by the content of its file. Raises ConfigError."""
     name = settings.values.get("cluster")
     if isinstance(name, str):
         cluster = read_site(name, folders=folders, where=settings.place(("cluster",)))
@@ -79,15 +79,15 @@ def insert_site(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
 
 
 def sbatch_options_from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The options of sbatch that variables of a person's shell give."""
+    """Return the options of sbatch from variables of the user's shell."""
     found = {name: environment.get(f"SBATCH_{name.upper()}", "").strip() for name in OPTIONS_FROM_ENVIRONMENT}
     return {name: value for name, value in found.items() if value}
 
 
 def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
-    """Raise ConfigError where a variable sends jobs to another cluster than the one whose Slurm is asked here.
+    """Raise ConfigError for a variable that sends jobs to another cluster, since relayrun asks this cluster's Slurm.
 
-    What else is not heeded is said.
+    Other ignored variables are logged.
     """
     cluster, executor = settings.values.get("cluster"), settings.values.get("executor")
     if executor == "local" or (isinstance(cluster, dict) and cluster.get("scheduler") == "local"):
@@ -105,9 +105,10 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
 
 
 def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
-    """Put the options of sbatch that variables give into the config's jobs: relayrun starts sbatch without them.
+    """Put sbatch options from variables into the config's jobs: relayrun starts sbatch without these variables.
 
-    They hold over the site's defaults, and `--set` over them. Raises ConfigError where the config says another value.
+    They take precedence over the site's defaults, and `--set` over them. Raises ConfigError if the config has another
+    value.
     """
     for option, value in sbatch_options_from_environment(environment).items():
         variable, own = f"SBATCH_{option.upper()}", settings.values.setdefault("job", {})
@@ -126,9 +127,9 @@ def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]
 
 
 def insert_job_defaults(settings: LocatedSettings, *, only: Collection[str] | None = None) -> None:
-    """Put the site's defaults of jobs under the config's own; of `sbatch`, option by option.
+    """Put the site's defaults of jobs under the config's own; `sbatch` is merged option by option.
 
-    `only`: names of the settings that count, for jobs that are no training.
+    `only`: names of the settings that apply to jobs other than training.
     """
     cluster = settings.values.get("cluster")
     if not isinstance(cluster, dict) or not isinstance(defaults := cluster.get("job"), dict):

@@ -1,8 +1,7 @@
 """The configs of runs by trainer: settings of every run, and those of the trainers `megatron-lm` and `command`.
 
-`CommonConfig` has what every run has, whatever its ranks execute. `CommandConfig` adds a program of the user's own,
-`MegatronConfig` a checkout of Megatron-LM. The config of the native trainer is
-`relayrun.config.compose.schema.RunConfig`.
+`CommonConfig` has the settings of every run, `CommandConfig` adds a user's own program, `MegatronConfig` a checkout of
+Megatron-LM. The native trainer's config is `relayrun.config.compose.schema.RunConfig`.
 """
 
 from __future__ import annotations
@@ -31,13 +30,19 @@ from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection
 
 PER_TASK_OPTIONS = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")
-"""Options of Slurm that an agent, the one task of its node, would hold for all of its ranks."""
+"""Options of Slurm that would give the resources of all ranks of a node to its only task, the agent."""
 
 TrainerName = Literal["native", "megatron-lm", "command"]
 
 
+def check_multiple(name: str, value: int, of: str, divisor: int, why: str = "") -> None:
+    """Raise ValueError if the setting `name` is not a multiple of another."""
+    if value % divisor:
+        raise ValueError(f"{name} {value} is no multiple of {of} {divisor}{why}")
+
+
 class CommonConfig(Section):
-    """The settings of a run that do not depend on its trainer. Each trainer has a class of its own below this one."""
+    """The settings of a run that do not depend on its trainer. Each trainer has its own class below this one."""
 
     project: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
@@ -46,8 +51,8 @@ class CommonConfig(Section):
     run_dir: OutputPath | None = None
     """Directory of the run; default: logs/runs/<project>/<name>."""
     trainer: TrainerName = "native"
-    """What the ranks execute. `native`: relayrun's own training program. `megatron-lm`: a checkout of Megatron-LM.
-    `command`: a program of your own. It decides which sections a run has."""
+    """The program of the ranks. `native`: relayrun's own training program. `megatron-lm`: a checkout of Megatron-LM.
+    `command`: a program of your own. The trainer decides which sections a run has."""
     chain: ChainSection = ChainSection()
     tracking: TrackingSection = TrackingSection()
     debug: DebugSection = DebugSection()
@@ -98,6 +103,8 @@ class CommonConfig(Section):
         own = self.evaluation
         if own is None:
             return self
+        if isinstance(checkpoint := getattr(self, "checkpoint", None), CheckpointSection):
+            check_multiple("evaluation.interval", own.interval, "checkpoint.interval", checkpoint.interval)
         if self.trainer == "native" and own.convert:
             raise ValueError(
                 "evaluation.convert: relayrun exports its own checkpoints; leave it out, see model.mapping"
@@ -111,17 +118,17 @@ class CommonConfig(Section):
 
     @property
     def outlives_nodes(self) -> str | None:
-        """The setting by which a job outlives the loss of one of its nodes; None: it does not."""
+        """The setting with which a job survives the loss of a node; None: it does not."""
         return "job.spare_nodes" if self.job.spare_nodes else None
 
     @property
     def world_size(self) -> int:
-        """Ranks of one job."""
+        """Ranks of a job."""
         return self.job.nodes * self.job.ntasks_per_node
 
 
 UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
-"""Signals that no program hears."""
+"""Signals that a program cannot catch."""
 
 
 def _signal(name: str) -> str:
@@ -149,7 +156,7 @@ def _pattern(name: str) -> str:
 
 
 def _entry(name: str) -> str:
-    """The name of something directly in the run's folder of checkpoints."""
+    """Check the name of an entry directly in the run's folder of checkpoints."""
     if "/" in name or name in (".", ".."):
         raise ValueError("this is the name of an entry of the run's folder of checkpoints, without a /")
     return name
@@ -165,20 +172,21 @@ SignalName = Annotated[str, AfterValidator(_signal)]
 
 
 class CommandCheckpointSection(Section):
-    """Which entries of the run's folder of checkpoints count. Without `pattern` the program says them by the client."""
+    """Entries of the run's folder of checkpoints that count. Without `pattern` the program reports checkpoints through
+    the client."""
 
     pattern: Annotated[SingleLine, AfterValidator(_pattern)] | None = None
     """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`."""
     whole_when: Annotated[SingleLine, AfterValidator(_below)] | None = None
-    """A file in it that is written last. Without it, and without a tracker, the name itself must come last: write
-    elsewhere, then rename."""
+    """A file in the checkpoint that is written last. Without this setting and `tracker`, the name must appear last:
+    write under another name, then rename."""
     tracker: Annotated[SingleLine, AfterValidator(_entry)] | None = None
-    """A file beside the checkpoints that names the newest whole one, by its iteration or its name, and is written
-    behind it."""
+    """A file beside the checkpoints that names the newest complete one, by its iteration or its name, and is written
+    after it."""
 
     keep_last: Positive | None = None
-    """The chain keeps so many of the newest and removes older ones. None: the program itself sees to that; what it
-    removes, the chain does not miss."""
+    """Newest checkpoints that the chain keeps; it removes older ones. None: the program removes checkpoints itself, and
+    the chain does not miss them."""
 
     @model_validator(mode="after")
     def _of_pattern(self) -> Self:
@@ -189,31 +197,30 @@ class CommandCheckpointSection(Section):
 
 
 class CommandSection(Section):
-    """The program that every rank executes, and how it is followed and asked (docs/command.md)."""
+    """The program that every rank executes, and how it is monitored and signalled (docs/command.md)."""
 
     run: Annotated[list[SingleLine], Field(min_length=1)]
-    """Program and arguments, word by word, without a shell. Filled in: `{python}` (cluster.python, or the Python that
-    submits), `{run_dir}`, `{checkpoints}` (the folder for them) and `{iteration}` (to go on from, or 0)."""
+    """Program and arguments, word by word, without a shell. Placeholders: `{python}` (cluster.python, or the Python
+    that submits), `{run_dir}`, `{checkpoints}` (the folder for them) and `{iteration}` (to resume from, or 0)."""
     resume: list[SingleLine] = []
-    """Arguments that are added where there is a checkpoint to go on from; `{checkpoint}` is its path."""
+    """Further arguments if there is a checkpoint to resume from; `{checkpoint}` is its path."""
     checkpoint: CommandCheckpointSection = CommandCheckpointSection()
     progress: Annotated[str, AfterValidator(_progress)] | None = None
     """Regular expression of a line that the program prints for an iteration, with a group `iteration`; the numbers of
-    other groups are metrics. None: the program says its iterations by the client."""
+    other groups are metrics. None: the program reports its iterations through the client."""
     progress_file: SingleLine | None = None
-    """A file to which it appends a line of JSON for an iteration, with `iteration`, `step` or `global_step` and other
-    numbers, which are metrics; below the run's directory, or `{checkpoints}/...`."""
+    """A file to which the program appends a line of JSON for an iteration, with `iteration`, `step` or `global_step`
+    and other numbers, which are metrics; below the run's directory, or `{checkpoints}/...`."""
     save_signal: SignalName | None = None
-    """Signal on which it saves and goes on; None: it hears of it by the client or `save_file` alone."""
+    """Signal on which the program saves and continues; None: through the client or `save_file` alone."""
     save_file: OutputPath | None = None
     """A file, named like `progress_file`, whose existence asks for a checkpoint; the program removes it."""
     leave_signal: SignalName | None = "SIGUSR2"
-    """Signal on which every rank saves and ends with exit code 0; None: it hears of it by the client or `leave_file`
-    alone."""
+    """Signal on which every rank saves and ends with exit code 0; None: through the client or `leave_file` alone."""
     leave_file: OutputPath | None = None
     """A file, named like `progress_file`, whose existence asks every rank to save and end with exit code 0."""
     steps: Positive | None = None
-    """The last iteration. None: it is done when it ends with exit code 0 and nobody has asked it to leave."""
+    """The last iteration. None: the run is done when the program ends with exit code 0 without a request to leave."""
 
     @model_validator(mode="after")
     def _two_signals(self) -> Self:
@@ -230,7 +237,7 @@ class CommandConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _without_effect(self) -> Self:
-        """What the native trainer does within its ranks, nobody does within a program of somebody else's."""
+        """Refuse settings of the native trainer's ranks, which have no effect in another program."""
         for name, instead in (
             ("debug.profile", "put the profiler in front of the program in command.run"),
             ("debug.log_nccl", "set NCCL_DEBUG in cluster.environment"),
@@ -249,18 +256,18 @@ _FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class MegatronLMSection(Section):
-    """A checkout of Megatron-LM, and flags besides those that the settings become."""
+    """A checkout of Megatron-LM, and flags besides those from the settings."""
 
     dir: SingleLine
     """Folder of the checkout."""
     program: SingleLine = "pretrain_gpt.py"
     """Training program, by its path from the checkout's folder."""
     args: dict[str, FlagValue] = {}
-    """Any flags of that checkout, without their dashes, as in {qk-layernorm: true, profile-ranks: [0, 4]}. They hold
-    over the settings. `true`: the flag alone; `false`: without it; a list: several words behind it; `null`: as if the
-    line were not there."""
+    """Any flags of that checkout, without their dashes, as in {qk-layernorm: true, profile-ranks: [0, 4]}. They take
+    precedence over the settings. `true`: the flag alone; `false`: without it; a list: several words after it; `null`:
+    as if the line did not exist."""
     args_file: SingleLine | None = None
-    """A Bash file whose arrays NAME_ARGS=(--flag value ...) are flags, too; no other line of it runs."""
+    """A Bash file whose arrays NAME_ARGS=(--flag value ...) are further flags; its other lines are not executed."""
 
     @field_validator("args", mode="before")
     @classmethod
@@ -278,7 +285,7 @@ class MegatronLMSection(Section):
 
 
 class MegatronConfig(CommonConfig):
-    """All settings of a run of trainer `megatron-lm`. What a left-out section would say stands in its flags."""
+    """All settings of a run of trainer `megatron-lm`. The flags replace sections that are left out."""
 
     trainer: Literal["megatron-lm"] = "megatron-lm"
     megatron_lm: MegatronLMSection
@@ -288,12 +295,3 @@ class MegatronConfig(CommonConfig):
     optimizer: OptimizerSection | None = None
     checkpoint: CheckpointSection | None = None
     parallel: ParallelSection | None = None
-
-    @model_validator(mode="after")
-    def _evaluated_checkpoints(self) -> Self:
-        if self.evaluation and self.checkpoint and self.evaluation.interval % self.checkpoint.interval:
-            raise ValueError(
-                f"evaluation.interval {self.evaluation.interval} is no multiple of "
-                f"checkpoint.interval {self.checkpoint.interval}"
-            )
-        return self

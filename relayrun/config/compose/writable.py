@@ -1,7 +1,7 @@
-"""Whether a path may be written: nothing may below a cluster's `read_only_paths`, whichever job or tool would do it.
+"""Checks that a path may be written: `read_only_paths` of a cluster are protected from every job and tool.
 
-A run config names its cluster. A tool that has no config asks for the cluster of the variable CLUSTER, and where that
-is not set for every file of configs/clusters/: on a machine of another site these paths do not exist.
+A run config names its cluster. A tool without a config uses the cluster of the variable CLUSTER, or without it every
+file of configs/clusters/: the paths of other sites do not exist on this machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ AnyPath = str | os.PathLike[str]
 
 
 def read_only_path_of(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
-    """The first of `read_only_paths` that `path` is, or lies below, links followed; None where it may be written.
+    """Return the first of `read_only_paths` that contains `path`, links followed; None if it may be written.
 
-    A URL is no path of this machine, and may be written.
+    A URL may always be written.
     """
     if "://" in os.fspath(path):
         return None
@@ -33,7 +33,7 @@ def read_only_path_of(path: AnyPath, read_only_paths: Sequence[str]) -> str | No
 
 
 def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_only_paths: Sequence[str]) -> None:
-    """Raise ConfigError for the outputs, by their names, that are URLs, or lie where `cluster` allows no writing."""
+    """Raise ConfigError for outputs, by name, that are URLs or lie in a read-only path of `cluster`."""
     refusals = {name: why_url_is_refused(path) for name, path in outputs.items() if path is not None}
     if urls := [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]:
         raise ConfigError("; ".join(urls), hint=URL_WRITE_HINT)
@@ -50,7 +50,7 @@ def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_
 
 
 def check_outputs(outputs: Mapping[str, AnyPath | None], environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError as `check_writable` does, for a tool that was given no config."""
+    """Raise ConfigError like `check_writable`, for a tool without a config."""
     folders = sites.site_folders()
     name = environment.get(sites.CLUSTER_VARIABLE, "")
     if name:
@@ -66,7 +66,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def check_arguments(paths: Sequence[str]) -> int:
-    """Check the paths of a Bash script, before it submits a job. Raises ConfigError."""
+    """Check the paths in a Bash script's arguments before it submits a job. Raises ConfigError."""
     check_outputs({f"argument {number}": path for number, path in enumerate(paths, start=1)})
     return 0
 

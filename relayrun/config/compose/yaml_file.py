@@ -1,8 +1,8 @@
 """YAML files with the line of every setting, read without YAML 1.1's surprises.
 
 PyYAML reads `12:00:00` as 43200, `1e-5` as a string, `no` as False and `010` as 8. Here a value is null,
-`true`/`false`, a decimal integer, a decimal float, or else a string; the schema then accepts or refuses it.
-A name given twice is an error.
+`true`/`false`, a decimal integer, a decimal float, or else a string; the schema then accepts or refuses it. A duplicate
+name is an error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import yaml
 from relayrun.errors import ConfigError, did_you_mean_path
 
 MAX_VALUES = 100_000
-"""Values of one file, those that aliases repeat included: a few lines of aliases of aliases can mean billions."""
+"""Maximum values of a file, including repeats by aliases: a few lines of nested aliases can mean billions."""
 
 Location = tuple[str, ...]
-"""The way to a setting from the top, for example ("training", "steps")."""
+"""Path of a setting from the top, for example ("training", "steps")."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either kind of reader, PyYAML's or ours, would take for something else than text."""
+    """Quotes strings that PyYAML or this module would read as another type."""
 
 
 for _tag, _pattern, _first in (
@@ -44,15 +44,15 @@ for _tag, _pattern, _first in (
 
 @dataclass
 class LocatedSettings:
-    """Plain values, and for each the place it came from (`file:line`)."""
+    """Plain values, and the location (`file:line`) of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Location, str] = field(default_factory=dict)
     root: Path | None = None
-    """Where relative paths in the values start; None: the project of the working directory."""
+    """Base of relative paths in the values; None: the project of the working directory."""
 
     def place(self, location: Location) -> str | None:
-        """Where the setting, or the nearest one around it, was written."""
+        """Return the location of the setting, or of the nearest one around it."""
         while location:
             if location in self.places:
                 return self.places[location]
@@ -60,7 +60,7 @@ class LocatedSettings:
         return None
 
     def merge(self, other: LocatedSettings) -> None:
-        """Put `other` over this: mappings are merged, everything else is replaced."""
+        """Merge `other` over this: mappings are merged, everything else is replaced."""
         _merge(self.values, other.values)
         self.places.update(other.places)
 
@@ -105,7 +105,7 @@ def parse_yaml(text: str, *, source: str) -> LocatedSettings:
 
 
 def parse_yaml_value(text: str) -> Any:
-    """One value as it would be read after a colon. Raises ConfigError."""
+    """Parse a value as if it followed a colon. Raises ConfigError."""
     values = parse_yaml(f"value: {text}", source="--set").values
     if values.keys() != {"value"}:
         raise ConfigError("one value stands behind an =, on one line", where=f"--set {text!r}")
@@ -113,12 +113,12 @@ def parse_yaml_value(text: str) -> Any:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """Values as YAML text that `parse_yaml`, and PyYAML too, read back as they are."""
+    """Return YAML text that `parse_yaml`, and PyYAML too, read back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def value_in_line(value: Any) -> str:
-    """One value as YAML text in a line that `parse_yaml_value` reads back as it is."""
+    """Return a value as a line of YAML that `parse_yaml_value` reads back unchanged."""
     return (
         yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9)
         .removesuffix("...\n")
@@ -127,14 +127,14 @@ def value_in_line(value: Any) -> str:
 
 
 class _Reading:
-    """From YAML nodes to plain values, with the place of every setting."""
+    """Converts YAML nodes to plain values, with the location of every setting."""
 
     def __init__(self, loader: _Loader, source: str, places: dict[Location, str]) -> None:
         self._loader = loader
         self._source = source
         self._places = places
         self._around: set[int] = set()
-        """The nodes that the current one lies in, by identity: an alias may lead back to one of them."""
+        """Enclosing nodes of the current node, by identity, to detect aliases that contain themselves."""
         self._values = 0
 
     def _place(self, node: yaml.Node) -> str:
@@ -175,7 +175,7 @@ class _Reading:
         return result
 
     def _place_of(self, at: Location) -> str:
-        """The line of the nearest name: a node that an alias stands for has its line elsewhere."""
+        """Return the line of the nearest name: the node of an alias has the line of its anchor."""
         return LocatedSettings(places=self._places).place(at) or self._source
 
     def _scalar(self, node: yaml.ScalarNode, at: Location) -> Any:

@@ -1,4 +1,4 @@
-"""What all sections of a config have in common."""
+"""Base class and text types of all sections of a config."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _time_text(value: Any) -> str:
 
 
 def one_line(value: str) -> str:
-    """The text as it is. Raises ValueError for a control character in it."""
+    """Return the text unchanged. Raises ValueError for a control character."""
     if not value.isprintable() and (control := next((c for c in value if unicodedata.category(c) in _BREAKS), None)):
         raise ValueError(f"holds the control character {control!r}; it would end a line of a job script")
     return value
 
 
 _BREAKS = ("Cc", "Zl", "Zp")
-"""Unicode's categories of control characters and of separators of lines."""
+"""Unicode's categories of control characters and line separators."""
 
 SingleLine = Annotated[str, AfterValidator(one_line)]
 """Text without control characters: it becomes part of a job script, a command line or a file of variables."""
@@ -42,14 +42,14 @@ def _on_this_machine(value: str) -> str:
 
 
 OutputPath = Annotated[SingleLine, AfterValidator(_on_this_machine)]
-"""A folder that is written to: a path, and no URL."""
+"""A folder for output: a path, not a URL."""
 SlurmTime = Annotated[str, BeforeValidator(_time_text)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-"""`module:name` of something of a user's own. Imported by the ranks only, where their Python finds the module."""
+"""`module:name` of a user's object. Only ranks import it, because their Python finds the module."""
 _Item = TypeVar("_Item")
 NonEmptyList = Annotated[list[_Item], Field(min_length=1)]
 """A list of at least one."""

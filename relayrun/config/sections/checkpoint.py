@@ -11,17 +11,17 @@ from relayrun.config.sections.base import NonNegative, Positive, Section, Single
 
 
 class MirrorSection(Section):
-    """A second place for copies of checkpoints. Each is read back in full before it counts."""
+    """Copies of checkpoints in a second place. Each is read back in full before it counts."""
 
     path: SingleLine
-    """An absolute folder that is there, on another file system than the run, or a URL that fsspec can write below
+    """An existing absolute folder on another file system than the run, or a URL that fsspec can write below
     (`s3://bucket/ada`; credentials come from the environment); copies lie in PROJECT/NAME below it."""
     keep_last: Positive = 2
-    """Newest copies that are kept."""
+    """Newest copies to keep."""
     keep_every: Positive | None = None
     """Copies whose iteration is a multiple of this are never removed."""
     megabytes_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Copied at most, in 10^6 bytes a second; default: as fast as it goes, at the lowest priority."""
+    """Maximum rate of copies, in 10^6 bytes a second; default: unlimited, at the lowest priority."""
 
     @field_validator("path")
     @classmethod
@@ -34,7 +34,7 @@ class MirrorSection(Section):
 
 
 def _url(value: str) -> str:
-    """A URL below which copies can lie, without slashes at its end."""
+    """Return a URL for copies, without slashes at its end."""
     scheme, _, rest = value.partition("://")
     if re.match(r"[^/]*:[^/]*@", rest):
         raise ValueError("has a password in it, which would be written into files: set credentials in the environment")
@@ -46,38 +46,38 @@ def _url(value: str) -> str:
 
 
 class CheckpointSection(Section):
-    """When the state is made durable. A leave (time, signal, trigger, last step) always saves too."""
+    """Saves of the state to disk. An early end (time, signal, trigger) and the last step always save too."""
 
     interval: Positive
     """Iterations between saves."""
     keep_last: Positive = 3
-    """Published checkpoints that are kept; older ones are removed."""
+    """Published checkpoints to keep; older ones are removed."""
     keep_every: Positive | None = None
     """Checkpoints whose iteration is a multiple of this are never removed."""
     async_save: bool = True
-    """Write while training goes on, from a copy in host memory (on each rank, as large as what it saves). A save that
-    is due while one is under way waits for it."""
+    """Write while training continues, from a copy in host memory (on each rank, as large as its part of the
+    checkpoint). A save that becomes due during another one waits for it."""
     writer_threads: Positive = 2
     """Files that each rank writes at a time."""
     fully_parallel_load: bool = True
-    """Data-parallel replicas divide what they read and send it to each other, so that a load reads what they have in
-    common once, not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads all that it needs."""
+    """Data-parallel replicas divide their common reads and send the data to each other, so that a load reads it once,
+    not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads everything that it needs."""
     mirror: MirrorSection | None = None
-    """Where committed checkpoints are copied to, beside the jobs and by `relayrun checkpoint mirror`; default: nowhere.
-    `relayrun checkpoint restore` brings one back."""
+    """Destination of copies of committed checkpoints, made beside the jobs and by `relayrun checkpoint mirror`;
+    default: nowhere. `relayrun checkpoint restore` brings a copy back."""
     memory_interval: Literal["auto"] | NonNegative = 0
     """With chain.recovery `node`: iterations between copies of each rank's state in the memory of its own node and the
-    next one (/dev/shm), from which ranks go on that are started again. It takes the room of two copies, on several
-    nodes of four. `auto`: as often as 2 % of the steps' time allow. 0: from the disk."""
+    next one (/dev/shm), from which restarted ranks resume. Takes the memory of two copies, on several nodes of four.
+    `auto`: as often as 2 % of the steps' time allow. 0: resume from the disk."""
     load: str | None = None
-    """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
-    folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""
+    """First checkpoint of a run without its own: another run (its directory, or PROJECT/NAME), the folder of a
+    checkpoint, or a folder of Megatron-LM's checkpoints; `:ITERATION` selects another than the newest."""
     finetune: bool = False
     """Take only the weights of `load`: iterations, optimizer, random numbers and data begin anew."""
     no_load_optim: bool = False
-    """Leave out the state of the optimizer of `load`; iterations and data go on."""
+    """Leave out the optimizer state of `load`; iterations and data continue."""
     no_load_data: bool = False
-    """Leave out the position in the data of `load`: the data begin anew, and may be others. Iterations go on."""
+    """Leave out the position in the data of `load`: the data begin anew, and may be others. Iterations continue."""
 
     @model_validator(mode="after")
     def _of_load(self) -> Self:

@@ -3,7 +3,8 @@
     stream.filters   pc.field("split") == "train" and score > 0.5
     sweep.filters    optimizer.lr * training.global_batch_size <= 0.02
 
-Both are parsed into Python's syntax tree, which is walked here and never executed.
+`parse_row_condition` and `SweepFilter` walk Python's syntax tree and never execute it. They share the grammar of
+conditions; operands differ. `relayrun.tokens.streams.row_filters` evaluates conditions on rows.
 """
 
 from __future__ import annotations
@@ -11,29 +12,38 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, ClassVar
 
 Constant = str | int | float | bool | None
-_COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
-_ROW_EXAMPLE = 'write, for example: pc.field("split") == "train" and score > 0.5'
 
 
 @dataclass(frozen=True)
-class Column:
-    """The value of a row in a column."""
+class Variable:
+    """A column of a row, or a setting."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class TextLength:
-    """Characters of a row's text in a column."""
+    """The number of characters of a row's text in a column."""
 
-    of: Column
+    of: Variable
 
 
-ConditionOperand = Column | TextLength | Constant
+@dataclass(frozen=True)
+class Arithmetic:
+    """`left operator right` of numbers."""
+
+    left: ConditionOperand
+    operator: str
+    right: ConditionOperand
+    text: str = field(compare=False)
+
+
+ConditionOperand = Variable | TextLength | Arithmetic | Constant
 
 
 @dataclass(frozen=True)
@@ -43,33 +53,34 @@ class Compare:
     left: ConditionOperand
     operator: str
     right: ConditionOperand
+    text: str = field(compare=False)
 
 
 @dataclass(frozen=True)
 class In:
-    """Whether a column holds one of some constants."""
+    """True if a value is in the list."""
 
-    column: Column
-    values: tuple[Constant, ...]
+    item: ConditionOperand
+    values: tuple[ConditionOperand, ...]
 
 
 @dataclass(frozen=True)
 class IsNull:
-    """Whether a column holds nothing."""
+    """True if a value is null."""
 
-    column: Column
+    item: Variable
 
 
 @dataclass(frozen=True)
 class Not:
-    """The opposite of a condition."""
+    """The negation of a condition."""
 
     of: Condition
 
 
 @dataclass(frozen=True)
 class Both:
-    """`and` of two conditions, or `or`."""
+    """`and` or `or` of two conditions."""
 
     left: Condition
     operator: str
@@ -80,236 +91,215 @@ Condition = Compare | In | IsNull | Not | Both
 
 
 def parse_row_condition(text: str) -> Condition:
-    """The condition that a text means. Raises ValueError saying what in it cannot be understood."""
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"{text!r} is no condition; {_ROW_EXAMPLE}") from None
-    return _parsed_condition(tree.body)
+    """Return the condition on rows in a text. Raises ValueError for text that is not a condition."""
+    return _RowParser().parse(text)
 
 
-def condition_columns(condition: Condition) -> list[str]:
-    """Names of the columns that a condition looks at, sorted."""
-    return sorted({*_columns(condition)})
+def condition_columns(condition: Condition | None) -> list[str]:
+    """Return the names of the columns in a condition, sorted; empty for None."""
+    return sorted({*_variables(condition)})
 
 
-def _columns(part: Condition | ConditionOperand) -> Iterator[str]:
+def _variables(part: Condition | ConditionOperand) -> Iterator[str]:
     match part:
-        case Column(name):
+        case Variable(name):
             yield name
-        case TextLength(column) | In(column) | IsNull(column):
-            yield column.name
-        case Not(inner):
-            yield from _columns(inner)
+        case TextLength(inner) | In(inner) | IsNull(inner) | Not(inner):
+            yield from _variables(inner)
         case Compare(left, _, right) | Both(left, _, right):
-            yield from _columns(left)
-            yield from _columns(right)
-
-
-def _parsed_condition(node: ast.expr) -> Condition:
-    match node:
-        case ast.BoolOp(op, values):
-            joined = [_parsed_condition(value) for value in values]
-            found = joined[0]
-            for other in joined[1:]:
-                found = Both(found, "and" if isinstance(op, ast.And) else "or", other)
-            return found
-        case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as op, right):
-            return Both(
-                _parsed_condition(left), "and" if isinstance(op, ast.BitAnd) else "or", _parsed_condition(right)
-            )
-        case ast.UnaryOp(ast.Not() | ast.Invert(), inner):
-            return Not(_parsed_condition(inner))
-        case ast.Compare(left, operators, others):
-            return _parsed_comparison([left, *others], operators)
-        case ast.Call(ast.Attribute(inner, "isin"), [ast.List(values) | ast.Tuple(values)], []):
-            return In(_parsed_column(inner), tuple(map(_parsed_constant, values)))
-        case ast.Call(ast.Attribute(inner, "is_null" | "is_valid" as name), [], []):
-            null = IsNull(_parsed_column(inner))
-            return null if name == "is_null" else Not(null)
-    raise _wrong_row_filter(node, "is no condition")
-
-
-def _parsed_comparison(nodes: list[ast.expr], operators: list[ast.cmpop]) -> Condition:
-    found: Condition | None = None
-    for left, sign, right in zip(nodes, operators, nodes[1:], strict=False):
-        if isinstance(sign, ast.In | ast.NotIn):
-            if not isinstance(right, ast.List | ast.Tuple | ast.Set):
-                raise _wrong_row_filter(right, "is no list of constants")
-            inside = In(_parsed_column(left), tuple(map(_parsed_constant, right.elts)))
-            one: Condition = inside if isinstance(sign, ast.In) else Not(inside)
-        elif (comparison := _COMPARISONS.get(type(sign))) is not None:
-            one = Compare(_parsed_operand(left), comparison, _parsed_operand(right))
-            if not {*_columns(one)}:
-                raise _wrong_row_filter(left, "is compared with a constant; name a column")
-        else:
-            raise ValueError(f"`is` compares no rows; {_ROW_EXAMPLE}")
-        found = one if found is None else Both(found, "and", one)
-    assert found is not None
-    return found
-
-
-def _parsed_operand(node: ast.expr) -> ConditionOperand:
-    match node:
-        case ast.Call(ast.Attribute(ast.Name("pc"), "utf8_length") | ast.Name("utf8_length"), [inner], []):
-            return TextLength(_parsed_column(inner))
-        case ast.Constant() | ast.UnaryOp(ast.USub()):
-            return _parsed_constant(node)
-    return _parsed_column(node)
-
-
-def _parsed_column(node: ast.expr) -> Column:
-    match node:
-        case ast.Name(name):
-            return Column(name)
-        case ast.Call(
-            ast.Name("field") | ast.Attribute(ast.Name("pc" | "ds"), "field"), [ast.Constant(str() as name)], []
-        ):
-            return Column(name)
-    raise _wrong_row_filter(node, "is no column and no constant")
-
-
-def _parsed_constant(node: ast.expr) -> Constant:
-    match node:
-        case ast.Constant(str() | bool() | int() | float() | None as value):
-            return value
-        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)) if not isinstance(value, bool):
-            return -value
-    raise _wrong_row_filter(node, "is no constant")
-
-
-def _wrong_row_filter(node: ast.expr, what: str) -> ValueError:
-    return ValueError(f"`{ast.unparse(node)}` {what}; {_ROW_EXAMPLE}")
-
-
-_SWEEP_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_SWEEP_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_SWEEP_EXAMPLE = "write, for example: optimizer.lr * training.global_batch_size <= 0.02"
-_MAX_FILTER_LENGTH = 1000
+            yield from _variables(left)
+            yield from _variables(right)
 
 
 class SweepFilter:
-    """One condition.
+    """A condition on settings.
 
     Args:
-        text: as in the file. Raises ValueError, saying what in it cannot be understood.
+        text: as in the file. Raises ValueError for text that is not a condition.
     """
 
     def __init__(self, text: str) -> None:
-        try:
-            if len(text) > _MAX_FILTER_LENGTH:
-                raise ValueError
-            self._tree = ast.parse(text.strip(), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise ValueError(f"{text[:80]!r} is no condition; {_SWEEP_EXAMPLE}") from None
-        self._check(self._tree)
+        self._condition = _SweepParser().parse(text)
 
     def holds(self, setting: Callable[[str], Any]) -> bool:
-        """Whether it holds for a run; `setting(name)` gives its settings, and raises ValueError where there is none.
+        """True if a run fulfils the condition; `setting(name)` returns its settings or raises ValueError.
 
-        Raises ValueError where values cannot be compared.
+        Raises ValueError for values that cannot be compared.
         """
-        return self._condition(self._tree, setting)
+        return _holds(self._condition, setting)
 
-    def _check(self, node: ast.expr) -> None:
-        """Raise ValueError for what is no condition, whatever the settings are."""
+
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+"""Functions of the operators in `Compare` and `Arithmetic`."""
+
+
+def _holds(condition: Condition, setting: Callable[[str], Any]) -> bool:
+    match condition:
+        case Both(left, sign, right):
+            return (all if sign == "and" else any)(_holds(part, setting) for part in (left, right))
+        case Not(inner):
+            return not _holds(inner, setting)
+        case In(item, values):
+            return _value(item, setting) in [_value(value, setting) for value in values]
+        case IsNull(item):
+            return _value(item, setting) is None
+        case Compare(left, sign, right, text):
+            values = _value(left, setting), _value(right, setting)
+            try:
+                return bool(OPERATORS[sign](*values))
+            except TypeError:
+                raise ValueError(f"{values[0]!r} and {values[1]!r} cannot be compared: `{text}`") from None
+
+
+def _value(part: ConditionOperand, setting: Callable[[str], Any]) -> Any:
+    match part:
+        case Variable(name):
+            return setting(name)
+        case Arithmetic(left, sign, right, text):
+            try:
+                return OPERATORS[sign](_number(left, setting, text), _number(right, setting, text))
+            except (ZeroDivisionError, OverflowError) as error:
+                raise ValueError(f"`{text}`: {error}") from None
+    return part
+
+
+def _number(part: ConditionOperand, setting: Callable[[str], Any], text: str) -> int | float:
+    value = _value(part, setting)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"`{text}`: {value!r} is no number")
+    return value
+
+
+_COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
+_ARITHMETIC = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
+class _Parser:
+    """Turns Python's syntax tree into a condition. Raises ValueError with an example for everything else."""
+
+    example: ClassVar[str]
+
+    def parse(self, text: str) -> Condition:
+        try:
+            tree = ast.parse(text.strip(), mode="eval")
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise ValueError(f"{text[:80]!r} is no condition; {self.example}") from None
+        return self.condition(tree.body)
+
+    def condition(self, node: ast.expr) -> Condition:
         match node:
-            case ast.BoolOp(_, parts):
-                for part in parts:
-                    self._check(part)
-            case ast.UnaryOp(ast.Not(), inner):
-                self._check(inner)
+            case ast.BoolOp(op, values):
+                sign = "and" if isinstance(op, ast.And) else "or"
+                return reduce(lambda left, right: Both(left, sign, right), map(self.condition, values))
+            case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as op, right):
+                return Both(self.condition(left), "and" if isinstance(op, ast.BitAnd) else "or", self.condition(right))
+            case ast.UnaryOp(ast.Not() | ast.Invert(), inner):
+                return Not(self.condition(inner))
             case ast.Compare(left, operators, others):
-                self._check_value(left)
-                for sign, right in zip(operators, others, strict=True):
-                    if isinstance(sign, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
-                        for each in right.elts:
-                            self._check_value(each)
-                    elif type(sign) in _SWEEP_COMPARISONS:
-                        self._check_value(right)
-                    else:
-                        raise _wrong_sweep_filter(right, "is no list of constants")
-            case _:
-                raise _wrong_sweep_filter(node, "is no condition")
+                pairs = zip([left, *others], operators, others, strict=False)
+                return reduce(lambda left, right: Both(left, "and", right), (self.comparison(*pair) for pair in pairs))
+            case ast.Call(ast.Attribute(inner, "isin"), [ast.List(values) | ast.Tuple(values)], []):
+                return In(self.variable(inner), tuple(map(self.element, values)))
+            case ast.Call(ast.Attribute(inner, "is_null" | "is_valid" as name), [], []):
+                null = IsNull(self.variable(inner))
+                return null if name == "is_null" else Not(null)
+        raise self.wrong(node, "is no condition")
 
-    def _check_value(self, node: ast.expr) -> None:
-        match node:
-            case ast.BinOp(left, sign, right) if type(sign) in _SWEEP_OPERATORS:
-                self._check_value(left)
-                self._check_value(right)
-            case ast.UnaryOp(ast.USub(), inner):
-                self._check_value(inner)
-            case ast.Constant(str() | bool() | int() | float() | None):
-                pass
-            case _:
-                _setting_name(node)
+    def comparison(self, left: ast.expr, sign: ast.cmpop, right: ast.expr) -> Condition:
+        if isinstance(sign, ast.In | ast.NotIn):
+            if not isinstance(right, ast.List | ast.Tuple | ast.Set):
+                raise self.wrong(right, "is no list of constants")
+            inside = In(self.operand(left), tuple(map(self.element, right.elts)))
+            return inside if isinstance(sign, ast.In) else Not(inside)
+        if (name := _COMPARISONS.get(type(sign))) is None:
+            raise ValueError(f"`is` compares no values; {self.example}")
+        text = f"{ast.unparse(left)} {name} {ast.unparse(right)}"
+        return Compare(self.operand(left), name, self.operand(right), text)
 
-    def _condition(self, node: ast.expr, setting: Callable[[str], Any]) -> bool:
-        match node:
-            case ast.BoolOp(ast.And(), parts):
-                return all(self._condition(part, setting) for part in parts)
-            case ast.BoolOp(_, parts):
-                return any(self._condition(part, setting) for part in parts)
-            case ast.UnaryOp(_, inner):
-                return not self._condition(inner, setting)
-        assert isinstance(node, ast.Compare)
-        left = self._value(node.left, setting)
-        for sign, other in zip(node.ops, node.comparators, strict=True):
-            if isinstance(other, ast.List | ast.Tuple):
-                values = [self._value(each, setting) for each in other.elts]
-                held, right = (left in values) == isinstance(sign, ast.In), None
-            else:
-                right = self._value(other, setting)
-                try:
-                    held = _SWEEP_COMPARISONS[type(sign)](left, right)
-                except TypeError:
-                    raise ValueError(f"{left!r} and {right!r} cannot be compared: `{ast.unparse(node)}`") from None
-            if not held:
-                return False
-            left = right
-        return True
+    def operand(self, node: ast.expr) -> ConditionOperand:
+        raise NotImplementedError
 
-    def _value(self, node: ast.expr, setting: Callable[[str], Any]) -> Any:
+    def element(self, node: ast.expr) -> ConditionOperand:
+        return self.operand(node)
+
+    def variable(self, node: ast.expr) -> Variable:
+        raise NotImplementedError
+
+    def constant(self, node: ast.expr) -> Constant:
         match node:
-            case ast.Constant(value):
+            case ast.Constant(str() | bool() | int() | float() | None as value):
                 return value
-            case ast.UnaryOp(_, inner):
-                return -self._number(inner, setting)
-            case ast.BinOp(left, sign, right):
-                values = self._number(left, setting), self._number(right, setting)
-                try:
-                    return _SWEEP_OPERATORS[type(sign)](*values)
-                except (ZeroDivisionError, OverflowError) as error:
-                    raise ValueError(f"`{ast.unparse(node)}`: {error}") from None
-        return setting(_setting_name(node))
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as value)) if not isinstance(value, bool):
+                return -value
+        raise self.wrong(node, "is no constant")
 
-    def _number(self, node: ast.expr, setting: Callable[[str], Any]) -> int | float:
-        value = self._value(node, setting)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"`{ast.unparse(node)}` is {value!r}, and no number")
-        return value
+    def wrong(self, node: ast.expr, what: str) -> ValueError:
+        return ValueError(f"`{ast.unparse(node):.80}` {what}; {self.example}")
 
 
-def _setting_name(node: ast.expr) -> str:
-    match node:
-        case ast.Name(name):
-            return name
-        case ast.Attribute(inner, name):
-            return f"{_setting_name(inner)}.{name}"
-    raise _wrong_sweep_filter(node, "is no setting and no constant")
+class _RowParser(_Parser):
+    """Operands: columns, lengths of texts and constants."""
+
+    example = 'write, for example: pc.field("split") == "train" and score > 0.5'
+
+    def comparison(self, left: ast.expr, sign: ast.cmpop, right: ast.expr) -> Condition:
+        found = super().comparison(left, sign, right)
+        if not condition_columns(found):
+            raise self.wrong(left, "is compared with a constant; name a column")
+        return found
+
+    def operand(self, node: ast.expr) -> ConditionOperand:
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("pc"), "utf8_length") | ast.Name("utf8_length"), [inner], []):
+                return TextLength(self.variable(inner))
+            case ast.Constant() | ast.UnaryOp(ast.USub()):
+                return self.constant(node)
+        return self.variable(node)
+
+    def element(self, node: ast.expr) -> Constant:
+        return self.constant(node)
+
+    def variable(self, node: ast.expr) -> Variable:
+        match node:
+            case ast.Name(name):
+                return Variable(name)
+            case ast.Call(
+                ast.Name("field") | ast.Attribute(ast.Name("pc" | "ds"), "field"), [ast.Constant(str() as name)], []
+            ):
+                return Variable(name)
+        raise self.wrong(node, "is no column and no constant")
 
 
-def _wrong_sweep_filter(node: ast.expr, what: str) -> ValueError:
-    return ValueError(f"`{ast.unparse(node)}` {what}; {_SWEEP_EXAMPLE}")
+class _SweepParser(_Parser):
+    """Operands: settings, arithmetic and constants."""
+
+    example = "write, for example: optimizer.lr * training.global_batch_size <= 0.02"
+
+    def operand(self, node: ast.expr) -> ConditionOperand:
+        match node:
+            case ast.BinOp(left, sign, right) if type(sign) in _ARITHMETIC:
+                return Arithmetic(self.operand(left), _ARITHMETIC[type(sign)], self.operand(right), ast.unparse(node))
+            case ast.UnaryOp(ast.USub(), inner) if not isinstance(inner, ast.Constant):
+                return Arithmetic(0, "-", self.operand(inner), ast.unparse(node))
+            case ast.Constant() | ast.UnaryOp(ast.USub()):
+                return self.constant(node)
+        return self.variable(node)
+
+    def variable(self, node: ast.expr) -> Variable:
+        match node:
+            case ast.Name(name):
+                return Variable(name)
+            case ast.Attribute(inner, name):
+                return Variable(f"{self.variable(inner).name}.{name}")
+        raise self.wrong(node, "is no setting and no constant")

@@ -1,4 +1,4 @@
-"""The section `data`: data sets of the mixture, their order, document windows, and text that ranks tokenize themselves.
+"""The section `data`: data sets of the mixture, their order, document windows, and text that ranks tokenize.
 
 `data.document_window` cuts documents into windows and packs them into rows. `source` and `stream` of a data set
 describe text files; their names are those of fairseq2's parquet pipeline.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.sections import conditions
 from relayrun.config.sections.base import NAME_PATTERN, Fraction, ImportPath, NonNegative, OutputPath, Positive, Section
@@ -21,24 +21,24 @@ Packing = Literal["none", "pad", "split", "greedy", "first_fit", "best_fit"]
 
 
 class DocumentWindowSection(Section):
-    """How `order: document-window` cuts documents into windows, and fills rows of training.seq_length tokens."""
+    """The cut of documents into windows by `order: document-window`, and the rows of training.seq_length tokens."""
 
     window: Positive | None = None
     """Tokens of a window, bos and eos included; default: training.seq_length. A longer document is cut into several."""
     overlap: NonNegative = 0
-    """Tokens of a document that a window shares with the one before it. (transformers calls this `stride`.)"""
+    """Tokens of a document that a window shares with the window before it. (transformers calls this `stride`.)"""
     bos: NonNegative | None = None
-    """Id of the token that is put before every window; default: none is."""
+    """Token id before every window; default: none."""
     eos: bool | NonNegative = False
-    """Id of the token that is put behind every window; true: the tokenizer's end of document."""
+    """Token id after every window; true: the tokenizer's end of document."""
     drop_eod: bool = False
-    """Leave out the end of document with which every document ends in the shards, for example because eos puts one
-    behind every window. A document without it ends the run."""
+    """Leave out the end of document at the end of every document in the shards, for example because eos puts one after
+    every window. A document without it ends the run."""
     mask_special: bool = False
-    """The loss of predicting the eos of a window does not count. (Nothing predicts its bos.)"""
+    """Exclude the prediction of a window's eos from the loss. (Nothing predicts its bos.)"""
     packing: Packing = "best_fit"
-    """What a row holds. none: one window, and padding; pad: the same, and no token attends to padding; split: windows
-    one behind the other, cut where a row is full; greedy: windows in their order, as long as they fit; first_fit: each
+    """Content of a row. none: one window, and padding; pad: as none, and no token attends to padding; split: windows
+    one after the other, cut where a row is full; greedy: windows in their order, as long as they fit; first_fit: each
     in the first row with room; best_fit: the longest first, each in the fullest row with room."""
 
     @model_validator(mode="after")
@@ -48,7 +48,7 @@ class DocumentWindowSection(Section):
         return self
 
     def check(self, window: int) -> None:
-        """Raise ValueError if windows of so many tokens leave no text, or do not move on."""
+        """Raise ValueError if windows of `length` tokens leave no text, or do not advance."""
         text = window - (self.bos is not None) - (self.eos is not False)
         if self.overlap >= text:
             raise ValueError(
@@ -58,7 +58,7 @@ class DocumentWindowSection(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows come with the lengths of what they hold, which the attention keeps apart."""
+        """True if rows have lengths of their windows, which attention separates."""
         return self.packing != "none"
 
 
@@ -67,7 +67,7 @@ SourceKind = Literal["tokens", "parquet", "jsonl", "arrow"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 
 DEFAULT_LANES = 64
-"""Lanes of a run, where nothing else is said."""
+"""Default of `data.lanes`."""
 
 
 def _checked_row_filter(text: str) -> str:
@@ -76,20 +76,20 @@ def _checked_row_filter(text: str) -> str:
 
 
 RowFilter = Annotated[str, AfterValidator(_checked_row_filter)]
-"""A condition on rows, see `conditions`."""
+"""A condition on rows, see `relayrun.config.sections.conditions`."""
 
 
 class StreamLimit(Section):
     """A part of a data set, for a trial."""
 
     nb_files: Positive | None = None
-    """So many files, the first by name; default: all."""
+    """Number of files, the first by name; default: all."""
     fraction_of_files: Annotated[float, Field(gt=0, le=1)] | None = None
-    """This share of the files, the first by name, at least one; default: all."""
+    """Share of the files, the first by name, at least one; default: all."""
     nb_fragments: Positive | None = None
-    """So many fragments (row groups, or files) of the files in the order of their names; default: all."""
+    """Number of fragments (row groups, or files) of the files in the order of their names; default: all."""
     nb_rows: Positive | None = None
-    """So many rows of the files in the order of their names, before any filter; default: all."""
+    """Number of rows of the files in the order of their names, before any filter; default: all."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -100,48 +100,47 @@ class StreamLimit(Section):
 
 
 class StreamSection(Section):
-    """How a data set of text is read, filtered and shuffled. All but `nb_prefetch` decides the samples."""
+    """Reading, filters and shuffle of a data set of text. Every setting except `nb_prefetch` changes the samples."""
 
     column: str = "text"
-    """The column of the text; a name with dots is a nested field."""
+    """Column of the text; a name with dots is a nested field."""
     split_to_row_groups: bool = True
-    """A fragment is a row group of a parquet file; else, and of other files always, it is a file."""
+    """A fragment is a row group of a parquet file; otherwise, and for other formats always, a file."""
     fragment_shuffle_window: Annotated[int, Field(ge=-1)] = 40
-    """0: files and fragments come in the order of their names. n: the files are shuffled, then their fragments within
-    windows of n. -1: all fragments are shuffled, for which all metadata are read first. Anew in every epoch."""
+    """0: files and fragments in the order of their names. n: files are shuffled, then their fragments within windows of
+    n. -1: all fragments are shuffled, for which all metadata are read first. Anew in every epoch."""
     files_circular_shift: bool = False
-    """The files of an epoch are given out to groups of lanes in runs, so that each group begins elsewhere; else one by
-    one in turns."""
+    """Deal the files of an epoch to groups of lanes in contiguous runs, so that each group begins elsewhere; otherwise
+    one by one in turns."""
     seed: int | None = None
     """Seed of all shuffles of the data set; default: training.seed."""
     nb_epochs: Positive | None = None
-    """How often the data set is read; a run that asks for more ends with an error. Default: for ever."""
+    """Number of epochs; a run that needs more ends with an error. Default: unlimited."""
     partition_filters: RowFilter | None = None
-    """Files that are read: a condition on the parts `name=value` of their paths."""
+    """Condition on the parts `name=value` of the files' paths."""
     filters: RowFilter | None = None
-    """Rows that are read: a condition on the columns of parquet files, or on the names of lines of JSON (one that a
-    line lacks is null), before everything else."""
+    """Condition on the columns of parquet files, or on the names in lines of JSON (a missing name is null), applied
+    before everything else."""
     on_error: OnError = "fail"
-    """What becomes of what cannot be read, as with `--on-error` of tokenization. fail: it ends the run. skip-file: the
-    whole file is left out, and counted. skip-line: a line or row without a text in UTF-8 is left out, and counted by
-    reason, and so is a file that cannot be read at all. Each file is read once more, before its first row."""
+    """Handling of unreadable data, as with `--on-error` of tokenization. fail: end the run. skip-file: leave out and
+    count the whole file. skip-line: leave out a line or row without UTF-8 text and count it by reason; likewise a file
+    that cannot be read at all. Each file is read once more, before its first row."""
     drop_null: bool = True
-    """Rows without a text are left out, and counted; else they end the run."""
+    """Leave out and count rows without a text; otherwise they end the run."""
     min_len: NonNegative = 0
-    """Characters of a text; rows with fewer are left out, and counted."""
+    """Minimum characters of a text; shorter rows are left out and counted."""
     max_len: Positive | None = None
-    """Characters of a text; rows with more are left out, and counted. Default: none is."""
+    """Maximum characters of a text; longer rows are left out and counted. Default: unlimited."""
     extra_columns: list[str] = []
-    """Columns of parquet files that `map` gets beside the text."""
+    """Columns of parquet files that `map` gets besides the text."""
     map: ImportPath | None = None
-    """A user's own function of a row, a dict of the column of the text and `extra_columns`: it returns the text to
-    train on, or None to leave the row out. It comes behind all filters, runs in the ranks, and must always give the
-    same for a row."""
+    """A user's function of a row, a dict of the text column and `extra_columns`: it returns the text to train on, or
+    None to leave the row out. It runs in the ranks after all filters, and must always return the same for a row."""
     limit: StreamLimit | None = None
     """A part of the files, fragments or rows, for a trial."""
     shuffle_buffer: NonNegative = 10_000
-    """Rows among which rows are shuffled, over all lanes; a lane shuffles its share, or 256 rows where that is more, as
-    a block. 0: the rows of a fragment come in their order."""
+    """Rows of a shuffle, over all lanes; a lane shuffles its share, or 256 rows if that is more, as a block. 0: the
+    rows of a fragment stay in order."""
     nb_prefetch: NonNegative = 1
     """Blocks that each group of lanes reads ahead. Changes speed and memory alone."""
 
@@ -154,59 +153,47 @@ class StreamSection(Section):
         return self
 
     def record(self) -> dict[str, Any]:
-        """What decides the samples, plain JSON, by the names of the settings."""
+        """Return the settings that change the samples, by name, plain JSON."""
         values = self.model_dump(mode="json", exclude={"nb_prefetch"})
-        if self.on_error == "fail":
-            del values["on_error"]  # as checkpoints of earlier versions have it
         return {f"stream.{name}": value for name, value in values.items()}
 
 
 MOCK_ORDER = "mock"
-"""Name of the order of the data set that `mock_data` makes."""
-
-FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
-"""Names that configs and checkpoints of earlier versions hold."""
-
-
-def _current_order_name(order: str | None) -> str | None:
-    """An order by the name that it has in this version."""
-    return order if order is None else FORMER_ORDERS.get(order, order)
+"""Order of the data set for `mock_data`."""
 
 
 class DataSource(Section):
-    """One data set of a mixture."""
+    """A data set of a mixture."""
 
     path: str | list[str] | None = None
-    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either, read in the order of the list;
-    only a user's own order may do without. Of another `source`: folders, files or patterns of files, or URLs."""
+    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either, read in the order of the list; only
+    a user's own order may omit it. With another `source`: folders, files or patterns of files, or URLs."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
     order: str | None = None
     """`window`, `document-window`, `megatron` or `module:callable`; default: data.order."""
     document_window: DocumentWindowSection | None = None
-    """How this data set's documents are cut and packed; default: data.document_window."""
+    """Cut and packing of this data set's documents; default: data.document_window."""
     source: SourceKind = "tokens"
-    """What the files hold: `tokens`, or text that is tokenized as it is read: `parquet`, `jsonl` (also compressed) or
-    `arrow`."""
+    """Content of the files: `tokens`, or text that ranks tokenize while training: `parquet`, `jsonl` (also compressed)
+    or `arrow`."""
     stream: StreamSection | None = None
-    """How the text of another source than `tokens` is read, filtered and shuffled."""
+    """Reading, filters and shuffle of text (a `source` other than `tokens`)."""
     options: dict[str, Any] = {}
-    """Options that are handed to a user's own order, which alone reads them."""
+    """Options for a user's own order, which alone reads them."""
     loss_mask: bool = False
-    """A user's own order gives a loss mask with its tokens: `read` returns both, or `row` a
-    `relayrun.tokens.order.sample_rows.SampleRow`. Without this a mask ends the run."""
+    """A user's own order returns a loss mask with its tokens: `read` returns both, or `row` a
+    `relayrun.tokens.order.sample_rows.SampleRow`. Without this setting a mask ends the run."""
     edition: Positive = 1
-    """Number of the edition, which rises when the files are replaced by others. Set by submit."""
-
-    _named_as_today = field_validator("order")(_current_order_name)
+    """Number of the edition, which rises when other files replace the present ones. Set by submit."""
 
     def identity(self, name: str) -> str:
-        """The name under which the data set called `name` is counted: `name`, or `name@2` from edition 2 on."""
+        """Return the name under which samples are counted: `name`, or `name@2` from edition 2 on."""
         return name if self.edition == 1 else f"{name}@{self.edition}"
 
     @property
     def is_stream(self) -> bool:
-        """Whether the data set is text that is tokenized as it is read."""
+        """True for text that ranks tokenize while training."""
         return self.source != TOKEN_SHARDS
 
     @property
@@ -215,63 +202,62 @@ class DataSource(Section):
 
 
 _WITHOUT_EFFECT_ON_MOCK_DATA = ("datasets", "validation", "split", "document_window", "mask_tokens_except")
-"""What made-up data take the place of."""
+"""Settings that `mock_data` replaces."""
 _ORDER = re.compile(r"window|document-window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class DataSection(Section):
-    """Which tokens are read, and in which order. Relative paths start at the folder that holds `launchers/`."""
+    """The tokens to read, and their order. Relative paths start at the folder that holds `launchers/`."""
 
     tokenizer: str
-    """Folder or file of the tokenizer the shards were made with (for its size and its end of document)."""
+    """Folder or file of the tokenizer of the shards (for its size and its end of document)."""
     allow_other_tokenizer: bool = False
-    """Take shards that another tokenizer than `tokenizer` made; ids beyond its vocabulary still end the run."""
+    """Accept shards of another tokenizer than `tokenizer`; ids beyond its vocabulary still end the run."""
     datasets: list[str] = []
     """Folders of .bin/.idx shards; links are followed. Short for a mixture of one data set, `train`."""
     mixture: dict[Annotated[str, Field(pattern=NAME_PATTERN)], DataSource] = {}
-    """Data sets by name. May be given as the name of a YAML or JSON file that holds this, or as `path*,0.3;path*,0.7`.
-    A mixture that is changed on a resume goes on in every data set where it was."""
+    """Data sets by name. May be the name of a YAML or JSON file with this content, or `path*,0.3;path*,0.7`. After a
+    change on a resume, every data set continues at its position."""
     validation: dict[Annotated[str, Field(pattern=NAME_PATTERN)], list[str]] = {}
     """Held-out sets by name, each a list of folders; never part of training. With `order: document-window` their
-    documents are cut and packed as `document_window` says, with every other order they are read as with `window`."""
+    documents are cut and packed by `document_window`, with every other order they are read as with `window`."""
     split: Fraction = 0.0
-    """Share of each data set's windows, at its end, that is held out: a validation set of the data set's name."""
+    """Held-out share of each data set's windows, at its end: a validation set of the data set's name."""
     order: str = "window"
-    """How a data set's windows are cut and shuffled: `window`, without an index; `document-window`, windows that never
-    cross a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""
+    """Cut and shuffle of a data set's windows: `window`, without an index; `document-window`, windows that never cross
+    a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""
     document_window: DocumentWindowSection | None = None
-    """How data sets of `order: document-window` are cut and packed, where they do not say it themselves."""
+    """Default cut and packing for data sets of `order: document-window`."""
     data_cache_dir: OutputPath | None = None
-    """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the number
-    of rows of `order: document-window`, which is otherwise kept in the run directory."""
+    """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the row
+    counts of `order: document-window`, which are otherwise kept in the run directory."""
     shard_cache_dir: OutputPath | None = None
-    """Folder of each node's own disk through which token shards below URLs are read, block by block; they need one."""
+    """Folder on each node's own disk that caches blocks of token shards below URLs; required for such shards."""
     shard_cache_gb: Annotated[float, Field(ge=0.01)] = 20.0
-    """10^9 bytes of that folder, at most, for all ranks of a node together; what was used longest ago leaves it."""
+    """Maximum size of that folder in 10^9 bytes, for all ranks of a node together; the least recently used blocks are
+    removed."""
     lanes: Positive = DEFAULT_LANES
     """Lanes of the data sets that are streams: the number of data-parallel replicas must divide it at every resume. Set
     a number with many divisors: 48 replicas take 192, 512 take 512."""
     num_workers: Annotated[int, Field(ge=0, le=1)] = 1
-    """Processes beside each rank that read and tokenize its streams; 0: the rank does it itself, in a thread. Changes
-    speed and memory alone."""
+    """Processes beside each rank that read and tokenize its streams; 0: a thread of the rank. Changes speed and memory
+    alone."""
     max_epochs: Annotated[float, Field(gt=0)] = 100.0
-    """How often a data set may be read until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
+    """Maximum epochs of a data set until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
     reset_position_ids: bool = False
-    """Positions start at 0 after each end of document. Rotary positions are relative: with reset_attention_mask this
+    """Positions restart at 0 after each end of document. Rotary positions are relative: with reset_attention_mask this
     changes rounding alone."""
     reset_attention_mask: bool = False
-    """A token sees only its own document. No mask is made: time and memory fall with the documents' lengths."""
+    """A token attends to its own document alone. No mask is built: time and memory fall with the documents' lengths."""
     eod_mask_loss: bool = False
-    """What follows an end of document is not predicted: its loss does not count."""
+    """Exclude the prediction after an end of document from the loss."""
     mask_tokens_except: Annotated[str, Field(min_length=1)] | None = None
-    """Characters, such as `ACGTacgt`: a token that is none of them is not predicted, its loss does not count. Each must
-    be one token of the tokenizer. Default: all tokens count."""
+    """Characters, such as `ACGTacgt`: predictions of other tokens are excluded from the loss. Each must be a single
+    token of the tokenizer. Default: all tokens count."""
     mock_data: bool = False
-    """Made-up tokens in place of tokenizer, data sets and validation sets, whatever these are: nothing is read."""
+    """Made-up tokens replace tokenizer, data sets and validation sets; nothing is read."""
     mock_vocabulary_size: Positive = 128_256
     """Size of the vocabulary of the made-up tokens; the default is Llama 3's."""
-
-    _named_as_today = field_validator("order")(_current_order_name)
 
     @model_validator(mode="before")
     @classmethod
@@ -285,13 +271,13 @@ class DataSection(Section):
 
     @property
     def depends_on_ends(self) -> bool:
-        """Whether something depends on which token ends a document."""
+        """True if a setting depends on the token that ends a document."""
         dropped = any(cut.drop_eod for cut in self._cuts)
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss or dropped
 
     @property
     def cut_by_document(self) -> dict[str, DocumentWindowSection]:
-        """How the data sets of `order: document-window` are cut and packed, by name; none of another order."""
+        """Cut and packing of the data sets with `order: document-window`, by name."""
         return {
             name: source.document_window or self.document_window or DocumentWindowSection()
             for name, source in self.sources.items()
@@ -299,12 +285,12 @@ class DataSection(Section):
         }
 
     def order_of(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Order and options of the data set called `name`: what decides its samples, beside its files."""
+        """Return order and options of a data set, which determine its samples together with its files."""
         source, cut = self.sources[name], self.cut_by_document.get(name)
         return source.order or self.order, source.options if cut is None else cut.model_dump(mode="json")
 
     def stream_of(self, name: str) -> dict[str, Any]:
-        """What decides the samples of the data set called `name` beside order, options and files; of a stream alone."""
+        """Return the stream settings that determine the samples of a data set; empty for token shards."""
         source = self.sources[name]
         if not source.is_stream:
             return {}
@@ -312,28 +298,28 @@ class DataSection(Section):
 
     @property
     def streams(self) -> dict[str, StreamSection]:
-        """How the data sets are read that are text, by name."""
+        """Stream settings of the text data sets, by name."""
         return {name: source.stream or StreamSection() for name, source in self.sources.items() if source.is_stream}
 
     @property
     def attends_documents(self) -> bool:
-        """Whether there are rows in which a token sees less than all before it."""
+        """True if rows exist in which a token attends to less than all tokens before it."""
         return self.reset_attention_mask or self._packs
 
     @property
     def restarts_positions(self) -> bool:
-        """Whether there are rows in which positions start at 0 again."""
+        """True if rows exist in which positions restart at 0."""
         return self.reset_position_ids or self._packs
 
     @property
     def masks_loss(self) -> bool:
-        """Whether there are tokens whose loss does not count."""
+        """True if tokens exist whose loss does not count."""
         masked = any(source.is_stream or source.loss_mask for source in self.sources.values())
         return self.eod_mask_loss or self.mask_tokens_except is not None or masked or bool(self._cuts)
 
     @property
     def validation_cut(self) -> DocumentWindowSection | None:
-        """How the sets of `validation` are cut and packed; None: as with `order: window`."""
+        """Cut and packing of the sets in `validation`; None: as with `order: window`."""
         return (self.document_window or DocumentWindowSection()) if self.order == DOCUMENT_WINDOW else None
 
     @property
@@ -347,7 +333,7 @@ class DataSection(Section):
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        """The data sets of the mixture by name, also where `datasets` is given."""
+        """The data sets of the mixture by name, also if `datasets` is given."""
         return self.mixture or {"train": DataSource(path=self.datasets, weight=1.0)}
 
     @model_validator(mode="after")
@@ -393,7 +379,7 @@ class DataSection(Section):
         return self
 
     def _check_urls(self, name: str, order: str) -> None:
-        """Raise ValueError for token shards below URLs that would not be found or read there."""
+        """Raise ValueError for token shards below URLs with settings that do not support URLs."""
         source = self.sources[name]
         urls = [path for path in source.paths if "://" in path]
         if urls and not source.is_stream:
@@ -405,7 +391,7 @@ class DataSection(Section):
                 )
 
     def _check_stream(self, name: str, order: str) -> None:
-        """Raise ValueError where source, stream, order and split do not go together."""
+        """Raise ValueError if source, stream, order and split contradict each other."""
         source = self.sources[name]
         if not source.is_stream:
             if source.stream is not None:

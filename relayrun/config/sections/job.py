@@ -1,7 +1,4 @@
-"""Where a run's jobs run and what accompanies them: `chain`, `tracking`, `debug`, `job`, `evaluation`, `cluster`.
-
-`chain.node_health_limits` stands here, too.
-"""
+"""Jobs of a run and their company: `chain`, `tracking`, `debug`, `job`, `evaluation`, `cluster`."""
 
 from __future__ import annotations
 
@@ -24,56 +21,56 @@ from relayrun.config.sections.job_script import ContainerSection, SbatchOptions
 
 
 class NodeHealthLimits(Section):
-    """Limits of `chain.node_health`. What is beyond one is on record with both figures."""
+    """Limits of `chain.node_health`. A violation is recorded with both figures."""
 
     memory_gb: Literal["auto"] | NonNegativeFloat = "auto"
-    """Free memory of a node, in 10^9 bytes; with less it is left out. `auto`: what the ranks of a node took in this run
-    so far; with less than half of it a node is left out."""
+    """Minimum free memory of a node, in 10^9 bytes; nodes with less are excluded. `auto`: half of the maximum that a
+    node's ranks have used in this run."""
     shm_gb: NonNegativeFloat = 0.05
-    """Free room in /dev/shm, in 10^9 bytes."""
+    """Minimum free room in /dev/shm, in 10^9 bytes."""
     tmp_gb: NonNegativeFloat = 0.5
-    """Free room in the folder for temporary files (TMPDIR), in 10^9 bytes."""
+    """Minimum free room in the folder for temporary files (TMPDIR), in 10^9 bytes."""
     clock_seconds: Annotated[float, Field(gt=0)] = 1.0
-    """Seconds by which a node's clock may differ from the median of all."""
+    """Maximum difference of a node's clock from the median of all, in seconds."""
     open_files: NonNegative = 1024
-    """Files that a process may open at least: the hard limit."""
+    """Minimum number of files that a process may open: the hard limit."""
     slower: Annotated[float, Field(gt=1)] = 1.5
-    """How many times the run's median a matrix product, or an exchange with the neighbours, may take."""
+    """Maximum time of a matrix product, or of an exchange with the neighbours, as a multiple of the run's median."""
     command_seconds: Annotated[float, Field(gt=0, le=40)] = 20.0
-    """Seconds in which node_health_command must answer."""
+    """Time limit of node_health_command, in seconds."""
 
 
 class ChainSection(Section):
-    """How one job follows the other."""
+    """Sequence of the run's jobs."""
 
     auto_requeue: bool = False
     """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
     mode: Literal["singleton", "requeue"] = "singleton"
     """`singleton`: a successor is queued behind every job. `requeue`: a job queues itself again, under the same id."""
     fallback_job: bool = True
-    """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only where a job
-    of the chain fails, and then queues the next one or says why not. It needs one CPU for seconds."""
+    """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only after a job
+    of the chain fails, and then queues the next one or records why not. It needs one CPU for seconds."""
     max_failed_attempts: Positive = 3
-    """Attempts in a row without a new durable iteration, after which the chain stops."""
+    """Consecutive attempts without a new durable iteration, after which the chain stops."""
     recovery: Literal["job", "node"] = "job"
-    """What starts again when a rank dies. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
-    an agent on each node. What that cannot cure ends the attempt as with `job`."""
+    """Restart after the death of a rank. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
+    an agent on each node. A failure that agents cannot repair ends the attempt as with `job`."""
     max_failed_rounds: Positive = 5
-    """With `recovery: node`, starts of the ranks in a row that brought no later state to start from, after which the
+    """With `recovery: node`, consecutive restarts of the ranks without a later state to resume from, after which the
     attempt ends."""
     node_health: Literal["off", "warn", "exclude"] = "warn"
-    """With `recovery: node`, look at each node before its ranks begin and between rounds. `warn`: a node on which ranks
-    cannot train is left out, what is less is told. `exclude`: so is one that is slow or short of something, where
-    another takes its place."""
+    """With `recovery: node`, check each node before its ranks start and between restarts. `warn`: exclude a node on
+    which ranks cannot train, report lesser defects. `exclude`: also exclude a node that is slow or short of a resource,
+    if another node can replace it."""
     node_health_limits: NodeHealthLimits = NodeHealthLimits()
     node_health_command: list[SingleLine] = []
     """A site's own check of a node (program and arguments, no shell), before the first ranks on each node. Exit status
-    0: it is well."""
+    0: the node is healthy."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Seconds before the job's end at which rank 0 saves and leaves. `auto`: min(600, a quarter of the limit) for the
-    first attempt, later what steps and saves took, measured while it runs."""
+    """Grace period: seconds before the job's end at which rank 0 saves and the ranks exit. `auto`: min(600, a quarter
+    of the limit) for the first attempt, later the measured time of steps and saves."""
     lead_floor: Positive = 30
-    """The measured lead is never below this many seconds (nor above half the time limit)."""
+    """Minimum of the measured grace period in seconds (at most half the time limit)."""
     signal_lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Seconds before the end at which Slurm sends SIGUSR2, the backstop; `auto`: 60 less than the lead, or half."""
     hang_timeout: Positive = 300
@@ -86,45 +83,45 @@ class ChainSection(Section):
 
 
 class TrackingSection(Section):
-    """Where the metrics go besides the run directory. W&B is on where WANDB_API_KEY or WANDB_MODE=offline is in the
-    environment, under `project` and `name`."""
+    """Destinations of metrics besides the run directory. W&B is on if the environment has WANDB_API_KEY or
+    WANDB_MODE=offline, under `project` and `name`."""
 
     tensorboard: bool = False
     """Write event files into the run directory's `tensorboard` folder."""
     log_interval: Positive = 10
-    """Iterations between two measurements of what the next four settings ask for. What every line of metrics.jsonl has
-    (loss, norm of the gradient, speed, memory) is measured at each."""
+    """Iterations between two measurements for the next four settings. The fields of every line of metrics.jsonl (loss,
+    norm of the gradient, speed, memory) are measured at each iteration."""
     log_params_norm: bool = False
-    """Measure the norm of all weights, those of the optimizer where it keeps its own."""
+    """Measure the norm of all weights, of the optimizer's own weights if it has them."""
     log_params_norm_per_param: bool = False
-    """Measure the norm of each weight by itself; names are those of the model's modules, layers counted from 0 over the
-    whole model."""
+    """Measure the norm of each weight; names are those of the model's modules, layers counted from 0 over the whole
+    model."""
     log_num_zeros_in_grad: bool = False
     """Count the elements of the gradient that are 0."""
     timing_log_level: Annotated[int, Field(ge=0, le=2)] = 0
-    """Megatron's timers. 0: none. 1: what an iteration does once. 2: also what each micro-batch does, as every send and
-    receive of the pipeline. Times are taken on the device, and no rank waits for another."""
+    """Megatron's timers. 0: none. 1: parts of an iteration that run once. 2: also parts of each micro-batch, such as
+    every send and receive of the pipeline. Times are taken on the device, and no rank waits for another."""
 
 
 RESERVED_NSYS_OPTIONS = ("--output", "--capture-range", "--capture-range-end")
-"""Options of nsys that say where the files go and what is recorded, which other settings decide."""
+"""Options of nsys for files and recording, which other settings decide."""
 
 
 class DebugSection(Section):
-    """What helps to find out what is wrong; files go to debug/<attempt>/ of the run directory."""
+    """Debugging aids; files go to debug/<attempt>/ of the run directory."""
 
     log_nccl: bool = False
-    """NCCL_DEBUG=INFO (where the environment says nothing else), into a file per rank and node."""
+    """Set NCCL_DEBUG=INFO (unless the environment sets it), into a file per rank and node."""
     profile: Literal["nsys", "torch"] | None = None
     """`nsys`: NVIDIA's Nsight Systems around the ranks. `torch`: torch.profiler, a Chrome trace per rank."""
     profile_step_start: Positive = 10
-    """The first iteration that is profiled."""
+    """First iteration to profile."""
     profile_step_end: Positive = 12
-    """The last iteration that is profiled."""
+    """Last iteration to profile."""
     profile_ranks: list[NonNegative] = [0]
-    """Ranks that are profiled."""
+    """Ranks to profile."""
     nsys_options: list[Annotated[SingleLine, Field(pattern=r"^--[a-z0-9-]+(=.*)?$")]] = []
-    """Further options of `nsys profile`, each `--NAME=VALUE`; one that relayrun gives itself takes the place of its:
+    """Further options of `nsys profile`, each `--NAME=VALUE`; they replace equal options of relayrun:
     --trace=nvtx,cudnn,cublas,cuda and --sample=none."""
     backup_codebase: bool = False
     """Every attempt runs the code as it was at the submit, uncommitted changes included."""
@@ -151,7 +148,7 @@ class DebugSection(Section):
 
 
 class JobPlacement(Section):
-    """Where a job may run, and what else it asks of sbatch; names are Slurm's."""
+    """Placement of a job, and its other options of sbatch; names are Slurm's."""
 
     account: SingleLine | None = None
     """Account that the job is charged to."""
@@ -162,9 +159,9 @@ class JobPlacement(Section):
     reservation: SingleLine | None = None
     """Reservation in which the job runs."""
     constraint: SingleLine | None = None
-    """Features that its nodes must have."""
+    """Required features of the nodes."""
     exclude: SingleLine | None = None
-    """Nodes that are left out, as in n[1-3],n7. Bad nodes are left out besides."""
+    """Nodes to exclude, as in n[1-3],n7. Bad nodes are excluded in addition."""
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
     """Memory of each node, as in 64G."""
     sbatch: SbatchOptions = {}
@@ -172,13 +169,14 @@ class JobPlacement(Section):
 
     @property
     def placement(self) -> dict[str, str]:
-        """The settings that have a value, as options of sbatch, without those of `sbatch`."""
+        """The settings with a value, as options of sbatch, without those in `sbatch`."""
         names = ("account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def mem_bytes(self) -> int | None:
-        """`mem` in bytes; without a unit it is MiB, as in Slurm. None: not set, or 0, which is all that a node has."""
+        """`mem` in bytes; without a unit it is MiB, as in Slurm. None: not set, or 0, which is the whole memory of a
+        node."""
         if self.mem is None:
             return None
         unit = 10 * (1 + "KMGT".index(self.mem[-1])) if self.mem[-1].isalpha() else 20
@@ -186,72 +184,72 @@ class JobPlacement(Section):
 
 
 class JobSection(JobPlacement):
-    """What one job asks of the scheduler; names are Slurm's."""
+    """Resources of a job; names are Slurm's."""
 
     time: SlurmTime
-    """Time limit of one job of the chain: MM, HH:MM:SS or D-HH:MM:SS."""
+    """Time limit of a job of the chain: MM, HH:MM:SS or D-HH:MM:SS."""
     nodes: Positive = 1
-    """Nodes of one job whose ranks train."""
+    """Nodes of a job whose ranks train."""
     spare_nodes: NonNegative = 0
-    """Further nodes of one job, with `chain.recovery: node` on Slurm: one takes the place of a node that is lost,
-    inside the same job. Until then they do nothing, and cost as much."""
+    """Further nodes of a job, with `chain.recovery: node` on Slurm: a spare node replaces a lost node inside the same
+    job. Until then spare nodes are idle, and cost as much."""
     ntasks_per_node: Positive = 1
-    """Ranks per node, one per GPU where there are GPUs."""
+    """Ranks per node, one per GPU if there are GPUs."""
     cpus_per_task: Positive = 1
     """Processors of each rank."""
     gpus_per_node: NonNegative = 0
     """GPUs of each node; 0: training on CPUs."""
     exclusive: bool = False
-    """No other job runs on the nodes."""
+    """Allocate whole nodes to the job."""
     setup: list[SingleLine] = []
-    """Lines of Bash that run on the job's first node before its programs, behind `cluster.modules`. They see the job's
-    environment, and change it for the programs. A line that fails ends the chain: it would fail again."""
+    """Lines of Bash that run on the job's first node before its programs, after `cluster.modules`. They see the job's
+    environment, and change it for the programs. A failing line ends the chain: it would fail again."""
 
 
 class EvaluationJob(JobPlacement):
-    """What the job of an evaluation asks of the scheduler: one node, one task. What is left out is as in `job`."""
+    """Resources of the job of an evaluation: one node, one task. Settings that are left out are as in `job`."""
 
     time: SlurmTime = "01:00:00"
-    """Time limit of one evaluation."""
+    """Time limit of an evaluation."""
     cpus_per_task: Positive | None = None
-    """Processors of the evaluation; default: as many as one rank has."""
+    """Processors of the evaluation; default: as many as a rank."""
     gpus_per_node: NonNegative | None = None
-    """GPUs of the evaluation's job; default: one where the run's jobs have GPUs."""
+    """GPUs of the evaluation's job; default: one if the run's jobs have GPUs."""
 
 
 EVALUATION_PLACEHOLDERS = ("model", "results", "checkpoint", "iteration", "checkpoints", "run_dir", "python")
-"""What an evaluation job fills in where it stands in braces in its commands."""
+"""Placeholders in braces in the commands of an evaluation job."""
 _PLACEHOLDER_PATTERN = re.compile(r"\{(\w+)\}")
 _PLACEHOLDER_MEANING = {"model": "folder that it makes", "results": "file that it writes"}
 
 
 class EvaluationSection(Section):
-    """Checkpoints that are exported to Hugging Face's form and evaluated, each in a job of its own beside the chain."""
+    """Evaluation of checkpoints: exported to Hugging Face's format and scored, each in its own job beside the chain."""
 
     interval: Positive
     """Iterations between evaluations, a multiple of checkpoint.interval. The last iteration is always evaluated."""
     tasks: list[str] = []
     """Tasks of lm-evaluation-harness (extra `evaluation`); none: `command`, or the mean loss on the validation sets,
-    which trainer native alone has."""
+    with trainer native alone."""
     command: list[SingleLine] = []
-    """A program of your own in the place of `tasks`, word by word, without a shell: it scores the folder `{model}`, one
-    of transformers, and writes a JSON object of numbers by task and metric to `{results}`. Filled in, too:
+    """A program of your own in place of `tasks`, word by word, without a shell: it scores the folder `{model}`, in
+    transformers' format, and writes a JSON object of numbers by task and metric to `{results}`. Further placeholders:
     `{checkpoint}`, `{iteration}`, `{checkpoints}`, `{run_dir}`, `{python}`."""
     convert: list[SingleLine] = []
-    """Where the trainer is not native: a program that makes the folder `{model}` of the checkpoint `{checkpoint}`, with
-    the same names filled in. Without it the checkpoint is such a folder itself."""
+    """For trainers other than native: a program that makes the folder `{model}` from the checkpoint `{checkpoint}`,
+    with the same placeholders. Without it the checkpoint itself is such a folder."""
     include_path: str | None = None
-    """Folder of task files (YAML) of your own."""
+    """Folder of your own task files (YAML)."""
     num_fewshot: NonNegative | None = None
     """Examples in front of each question; default: the task's own."""
     limit: Positive | None = None
-    """Documents of each task, or windows of each validation set; default: all, or as training evaluates."""
+    """Documents of each task, or windows of each validation set; default: all, or as in training."""
     batch_size: Positive = 8
     """Sequences that are scored at a time."""
     keep_exported: bool = False
     """Keep the exported folders, in evaluations/ of the run directory."""
     hold: NonNegative = 3
-    """Checkpoints that may wait for their export although checkpoint.keep_last would remove them."""
+    """Maximum checkpoints that wait for their export although checkpoint.keep_last would remove them."""
     job: EvaluationJob = EvaluationJob()
 
     @model_validator(mode="after")
@@ -270,12 +268,12 @@ class EvaluationSection(Section):
 
 
 class ClusterSection(Section):
-    """What a site needs; a file of configs/clusters/."""
+    """Settings of a site; a file of configs/clusters/."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Name of the site."""
     not_checked: list[SingleLine] = []
-    """What of its site file could not be read in the site's documentation. `relayrun check` names it."""
+    """Facts of the site file that the site's documentation does not confirm. `relayrun check` names them."""
     scheduler: Literal["slurm", "local"]
     """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}
@@ -285,38 +283,38 @@ class ClusterSection(Section):
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], SingleLine] = {}
     """Variables of every rank. They override relayrun's own defaults. Never put secrets here."""
     modules: list[SingleLine] = []
-    """`module load` names, loaded in the batch script."""
+    """Names for `module load` in the batch script."""
     srun_options: list[SingleLine] = []
     """Options of srun alone, for example `--mpi=none`."""
     container: ContainerSection = ContainerSection()
-    """What ranks, evaluations and tokenization run in."""
+    """Container of ranks, evaluations and tokenization."""
     command_prefix: list[SingleLine] = []
-    """Put before the program of every rank, in the container, for example `numactl --membind=0-3`."""
+    """Words before the program of every rank, in the container, for example `numactl --membind=0-3`."""
     python: SingleLine | None = None
     """Python of the ranks, in the container; default without a container: the one that submits."""
     transformer_engine: bool = False
-    """TransformerEngine is installed where the ranks run (in the container)."""
+    """TransformerEngine is installed for the ranks (in the container)."""
     host_python: SingleLine = "python3"
     """Python of the batch script, 3.11 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
-    """Nothing may be written below these."""
+    """Folders that relayrun never writes to."""
     purge_days: dict[SingleLine, Annotated[float, Field(gt=0)]] = {}
-    """Folders whose files the site removes, each with the days without use after which it does, for example
-    `{/scratch: 30}`. `relayrun check`, `status` and `sentinel` tell before the newest checkpoint or data go."""
+    """Folders whose unused files the site removes, with the days without use, for example `{/scratch: 30}`. `relayrun
+    check`, `status` and `sentinel` warn before the newest checkpoint or data are removed."""
     quota_command: list[SingleLine] = []
-    """Program and arguments that say the quota where `lfs quota` and `quota` do not; `{path}` becomes the run's folder
+    """Program and arguments that report the quota if `lfs quota` and `quota` do not; `{path}` becomes the run's folder
     of checkpoints, `{user}` the user's number. It prints `{"used": BYTES, "limit": BYTES}` (and `used_files`,
-    `limit_files`), or a table as `quota` does. `status`, `sentinel` and notices tell before it is full."""
+    `limit_files`), or a table like `quota`. `status`, `sentinel` and notices warn before it is full."""
     gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one GPU in 10^9 bytes, for `relayrun check`; None: not known."""
+    """Memory of a GPU in 10^9 bytes, for `relayrun check`; None: unknown."""
     tflops_per_gpu: Annotated[float, Field(gt=0)] | None = None
-    """Model TFLOP/s that a GPU is taken to reach until a run of the same shape has been measured; None: not known."""
+    """Assumed model TFLOP/s of a GPU until a run of the same shape has been measured; None: unknown."""
     cost_per_node_hour: Annotated[float, Field(gt=0)] | None = None
-    """What an hour of one node costs, for `relayrun check`."""
+    """Cost of an hour of a node, for `relayrun check`."""
     currency: SingleLine = ""
     """Unit of cost_per_node_hour, for example CHF."""
     node_mtbf_hours: Annotated[float, Field(gt=0)] | None = None
-    """Mean hours between failures of one node; a run's own failures count instead, where it has had any."""
+    """Mean hours between failures of a node; replaced by the run's own failures once it has had any."""
 
     @model_validator(mode="after")
     def _fitting_container(self) -> Self:

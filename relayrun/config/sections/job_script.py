@@ -17,7 +17,7 @@ Mount = Annotated[SingleLine, Field(pattern=r"^/[^,:]*(:/[^,:]*(:(ro|rw))?)?$")]
 
 
 class ContainerSection(Section):
-    """The container of the ranks, and of every other program of a job but the batch script and its supervisor."""
+    """The container of the ranks, and of every other program of a job except the batch script and its supervisor."""
 
     runtime: Literal["none", "pyxis", "edf", "apptainer"] = "none"
     """`pyxis`: srun's plugin for enroot. `edf`: srun's `--environment` (CSCS), a file or its name. `apptainer`: a
@@ -35,7 +35,7 @@ class ContainerSection(Section):
     mount_home: bool = False
     """The home directory is the host's. With `edf`: in its file."""
     gpus: Literal["nvidia", "rocm", "none"] = "nvidia"
-    """For `apptainer`: whose libraries of the host it brings in (`--nv`, `--rocm`)."""
+    """For `apptainer`: vendor of the GPUs, whose host libraries it binds (`--nv`, `--rocm`)."""
     options: list[SingleLine] = []
     """Further options: of srun for `pyxis` and `edf`, of `apptainer exec` for `apptainer`."""
 
@@ -57,7 +57,7 @@ class ContainerSection(Section):
 
     @property
     def srun_options(self) -> list[str]:
-        """What the container adds to srun."""
+        """Return the container's options of srun."""
         if self.runtime == "edf":
             return [f"--environment={self.image}", *self.options]
         if self.runtime != "pyxis":
@@ -73,7 +73,7 @@ class ContainerSection(Section):
 
     @property
     def command(self) -> list[str]:
-        """What the container puts before a program."""
+        """Return the container's words before a program."""
         if self.runtime != "apptainer":
             return []
         assert self.image is not None
@@ -87,7 +87,7 @@ class ContainerSection(Section):
         return ["apptainer", "exec", *flags, *binds, *workdir, *self.options, self.image]
 
     def with_mounts(self, paths: Iterable[str]) -> ContainerSection:
-        """This container with these folders of the host, but for those that lie in one of its mounts already."""
+        """Return this container with further folders of the host, except those in its mounts."""
         if self.runtime not in ("pyxis", "apptainer"):
             return self
         mounts = list(self.mounts)
@@ -98,7 +98,7 @@ class ContainerSection(Section):
 
 
 def _mount_shows(mount: str, path: str) -> bool:
-    """Whether the container has `path` by its own name because of `mount`."""
+    """True if `mount` shows `path` in the container under the same name."""
     source, _, rest = mount.partition(":")
     same = source.rstrip("/") == (rest.partition(":")[0] or source).rstrip("/")
     return same and PurePath(path).is_relative_to(source)
@@ -111,12 +111,12 @@ def _checked_mount(path: str) -> str:
 
 
 def _mount_sides(mount: str) -> str:
-    """As pyxis takes a mount: SOURCE:DESTINATION[:FLAGS]."""
+    """Split a mount as pyxis does: SOURCE:DESTINATION[:FLAGS]."""
     return mount if ":" in mount else f"{mount}:{mount}"
 
 
 SbatchValue = bool | int | str
-"""`true`: the option without a value; `false`: not this option, although the site's file gives it."""
+"""`true`: the option without a value; `false`: cancel this option of the site's file."""
 
 SETTINGS_INSTEAD = {
     "job-name": "it follows from project and name",
@@ -160,7 +160,7 @@ SETTINGS_INSTEAD = {
     "usage": "it is no option of a job",
     "version": "it is no option of a job",
 }
-"""Options that relayrun sets itself, or cannot hand on, and what to do instead."""
+"""Options that relayrun sets itself, or cannot pass on, and the alternative."""
 
 
 def _checked_sbatch_options(options: dict[str, SbatchValue]) -> dict[str, SbatchValue]:
@@ -182,12 +182,12 @@ SbatchOptions = Annotated[dict[str, SbatchValue], AfterValidator(_checked_sbatch
 
 
 def sbatch_script_options(given: Mapping[str, SbatchValue]) -> dict[str, str | None]:
-    """What stands in the job's script: each option with its value, None where it has none."""
+    """Return the options in the job's script with their values; None: without a value."""
     return {name: None if value is True else str(value) for name, value in given.items() if value is not False}
 
 
 def check_setup_lines(lines: Sequence[str], *, where: str) -> None:
-    """Raise ConfigError, with Bash's own words, for lines that are no Bash. Nothing of them runs."""
+    """Raise ConfigError, with Bash's message, for lines that are not valid Bash. The lines are not executed."""
     if not lines:
         return
     text = "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """The section `model`, with `model.transformer`: fields of megatron-core's TransformerConfig.
 
-The fields of experts (MoE), of FP8 and of multi-latent attention (MLA) are mixed into `TransformerSection`.
+`TransformerSection` inherits the fields of experts (MoE), of FP8 and of multi-latent attention (MLA).
 """
 
 from __future__ import annotations
@@ -33,55 +33,55 @@ class ExpertFields(Section):
     moe_ffn_hidden_size: Positive | None = None
     """Width of an expert; None: model.ffn_hidden_size."""
     moe_shared_expert_intermediate_size: Positive | None = None
-    """Width of the experts that every token goes through, all of them together; None: there are none."""
+    """Total width of the shared experts, which process every token; None: no shared experts."""
     moe_shared_expert_gate: bool = False
-    """Weigh the output of the shared experts by a gate with weights of its own."""
+    """Weigh the output of the shared experts by a gate with its own weights."""
     moe_shared_expert_overlap: bool = False
     """Compute the shared experts while tokens travel; with moe_token_dispatcher_type alltoall, on GPUs."""
     moe_router_load_balancing_type: Balancing | NonEmptyList[Balancing] = "aux_loss"
-    """How the router is led to use all experts alike: by a loss over micro-batch, sequence or global batch, by
+    """Balancing of experts by the router: a loss over micro-batch, sequence or global batch, by
     assignment (sinkhorn), or not at all. A list: several losses, with as many moe_aux_loss_coeff."""
     moe_router_topk: Positive = 2
-    """Experts that a token goes to."""
+    """Number of experts for each token."""
     moe_router_num_groups: Positive | None = None
     """Groups of experts, of which the router picks moe_router_group_topk first; None: one."""
     moe_router_group_topk: Positive | None = None
-    """Groups that a token's experts come from."""
+    """Number of groups from which a token's experts come."""
     moe_router_pre_softmax: bool = False
-    """Make probabilities of all experts before the best are picked, not of the picked ones."""
+    """Compute probabilities of all experts before picking the best, not of the picked ones."""
     moe_router_topk_scaling_factor: float | None = None
     """Factor of the picked experts' probabilities, with moe_router_pre_softmax; None: 1."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes a probability of a score."""
+    """Function from scores to probabilities."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    """Type in which the router computes and experts are weighed; None: that of the weights."""
+    """Type in which the router computes and experts are weighed; None: the type of the weights."""
     moe_router_enable_expert_bias: bool = False
     """Balance by a bias of each expert that is moved after every step (arXiv 2408.15664); with sigmoid."""
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
-    """How far an expert's bias moves in a step."""
+    """Step of an expert's bias in an iteration."""
     moe_aux_loss_coeff: NonNegativeFloat | NonEmptyList[NonNegativeFloat] = 0.0
-    """Factor of the balancing loss in the loss that is trained on; 0.01 is usual. A list: one for each loss."""
+    """Factor of the balancing loss in the training loss; 0.01 is usual. A list: one for each loss."""
     moe_z_loss_coeff: NonNegativeFloat | None = None
     """Factor of the loss that keeps the router's scores small; 0.001 is usual, None: no such loss."""
     moe_input_jitter_eps: NonNegativeFloat | None = None
     """Noise on the router's input: factors between 1 - eps and 1 + eps; None: none."""
     moe_expert_capacity_factor: NonNegativeFloat | None = None
-    """Tokens that an expert takes at most, as a multiple of an equal share; None: all that come."""
+    """Maximum tokens of an expert, as a multiple of an equal share; None: unlimited."""
     moe_pad_expert_input_to_capacity: bool = False
-    """Fill every expert's input up to its capacity, so that all shapes stay the same."""
+    """Pad every expert's input to its capacity, so that all shapes stay the same."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens an expert leaves out beyond its capacity: the least probable, or the last ones."""
+    """Tokens that an expert drops beyond its capacity: the least probable, or the last ones."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
-    """How tokens travel to their experts: every rank gets all and takes its own, or each token is sent where it goes.
-    Megatron's flex needs DeepEP, which relayrun does not know."""
+    """Transport of tokens to their experts: every rank receives all and takes its own, or each token is sent to its
+    expert. Megatron's flex needs DeepEP, which relayrun does not support."""
     moe_grouped_gemm: bool = False
     """Compute a rank's experts in one product of many matrices; needs TransformerEngine."""
     moe_permute_fusion: bool = False
     """Sort tokens by their experts in one kernel; needs TransformerEngine."""
     moe_router_fusion: bool = False
-    """The router's choice in one kernel; needs TransformerEngine."""
+    """Compute the router's choice in one kernel; needs TransformerEngine."""
     moe_apply_probs_on_input: bool = False
-    """Weigh what goes into an expert, not what comes out; with moe_router_topk 1."""
+    """Weigh the input of an expert instead of its output; with moe_router_topk 1."""
 
 
 FP8_RECIPES_OF_FIELD: dict[str, tuple[str, ...]] = {
@@ -94,23 +94,23 @@ FP8_RECIPES_OF_FIELD: dict[str, tuple[str, ...]] = {
     "fp8_dot_product_attention": ("delayed", "tensorwise"),
     "first_last_layers_bf16": ("tensorwise", "mxfp8", "blockwise"),
 }
-"""The recipes that read a field, where not all do: with another one megatron-core would take no notice of it."""
+"""Recipes that read a field, if not all do: megatron-core ignores the field with another recipe."""
 
 
 class Fp8Fields(Section):
-    """Matrix products in 8 bits, by TransformerEngine, which alone has them: training.transformer_impl says so."""
+    """Matrix products in 8 bits, with training.transformer_impl transformer_engine alone."""
 
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Format of the numbers: e4m3 everywhere, or e5m2 for gradients (hybrid). None: products in training.precision."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = "delayed"
-    """What numbers share a scale, and when it is found. delayed: a tensor, from the steps before. tensorwise: a tensor,
-    from its own numbers. blockwise: a block of a tensor. mxfp8: 32 numbers, on Blackwell GPUs."""
+    """Numbers that share a scale, and the time of its computation. delayed: a tensor, from the steps before.
+    tensorwise: a tensor, from its own numbers. blockwise: a block of a tensor. mxfp8: 32 numbers, on Blackwell GPUs."""
     fp8_margin: NonNegative = 0
     """Powers of two left free above the largest number."""
     fp8_amax_history_len: Positive = 1
-    """Steps that a delayed scale looks back on."""
+    """Number of past steps for a delayed scale."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
-    """Which of those steps' largest numbers makes the scale."""
+    """Selection of the scale from the largest numbers of these steps."""
     fp8_wgrad: bool = True
     """Compute the weights' gradients in 8 bits too; false needs fp8_recipe delayed."""
     fp8_dot_product_attention: bool = False
@@ -122,12 +122,12 @@ class Fp8Fields(Section):
     first_last_layers_bf16: bool = False
     """Leave the first and the last layers in bf16; with any recipe but delayed."""
     num_layers_at_start_in_bf16: NonNegative = 1
-    """How many of the first, with first_last_layers_bf16; as many as a pipeline stage has at most."""
+    """Number of first layers in bf16, with first_last_layers_bf16; at most the layers of a pipeline stage."""
     num_layers_at_end_in_bf16: NonNegative = 1
-    """How many of the last, with first_last_layers_bf16; as many as a pipeline stage has at most."""
+    """Number of last layers in bf16, with first_last_layers_bf16; at most the layers of a pipeline stage."""
 
     def check_recipe(self) -> None:
-        """Raise ValueError for a field that the chosen recipe would not read, or that needs another one."""
+        """Raise ValueError for a field that the recipe does not read, or that needs another one."""
         changed = {name for name, field in Fp8Fields.model_fields.items() if getattr(self, name) != field.default}
         for name, recipes in FP8_RECIPES_OF_FIELD.items():
             if name in changed and self.fp8_recipe not in recipes:
@@ -146,9 +146,9 @@ class LatentAttentionFields(Section):
     """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come from one narrow vector a token."""
 
     multi_latent_attention: bool = False
-    """Use it; the settings of `model.transformer` from q_lora_rank to mscale_all_dim belong to it."""
+    """Use multi-latent attention; it reads the settings of `model.transformer` from q_lora_rank to mscale_all_dim."""
     q_lora_rank: Positive | None = 512
-    """Width of the vector that queries come from; None: they come from the residual stream."""
+    """Width of the vector that queries come from; None: the residual stream."""
     kv_lora_rank: Positive = 512
     """Width of the vector that keys and values come from."""
     qk_head_dim: Positive = 128
@@ -158,23 +158,23 @@ class LatentAttentionFields(Section):
     v_head_dim: Positive = 128
     """Channels of a value's head."""
     rope_type: Literal["rope", "yarn"] = "yarn"
-    """Rotary positions as they are, or stretched to a longer context (YaRN, arXiv 2309.00071)."""
+    """Rotary positions, unchanged or stretched to a longer context (YaRN, arXiv 2309.00071)."""
     rotary_scaling_factor: float = 40
-    """YaRN: how many times the original context is stretched."""
+    """YaRN: factor by which the original context is stretched."""
     original_max_position_embeddings: Positive = 4096
     """YaRN: the original context, in tokens."""
     beta_fast: float = 32
-    """YaRN: frequencies that turn more often than this in the original context stay as they are."""
+    """YaRN: frequencies with more rotations than this in the original context stay unchanged."""
     beta_slow: float = 1
-    """YaRN: frequencies that turn less often than this are stretched fully."""
+    """YaRN: frequencies with fewer rotations than this are stretched fully."""
     mscale: float = 1.0
     """YaRN: factor in the scale of attention."""
     mscale_all_dim: float = 0.0
-    """YaRN: the same, for all channels."""
+    """YaRN: factor in the scale of attention, for all channels."""
 
 
 LLAMA_DEFAULTS = frozenset({"normalization", "gated_linear_unit", "activation_func", "add_bias_linear"})
-"""Fields whose defaults are those of a Llama, where Megatron's are those of a GPT-2."""
+"""Fields with a Llama's defaults in place of Megatron's, which are those of a GPT-2."""
 NEEDS_TRANSFORMER_ENGINE = frozenset({"fp8", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"})
 """Fields that only layers of TransformerEngine have."""
 NOT_SAVED_WITH_WEIGHTS = frozenset(
@@ -194,12 +194,12 @@ NOT_SAVED_WITH_WEIGHTS = frozenset(
         *Fp8Fields.model_fields,
     }
 )
-"""Fields that may differ between a run and the checkpoint that it begins with: neither the shapes of weights nor what a
-model with these weights computes depend on them, but how it is trained, or how exactly."""
+"""Fields that may differ between a run and its first checkpoint: they change training or precision, not the shapes of
+weights or the function that the model computes."""
 
 
 class TransformerSection(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
-    """Any other setting of megatron-core's TransformerConfig, by its name there. What is not named is as in a Llama."""
+    """Any other setting of megatron-core's TransformerConfig, by its name there. The defaults are a Llama's."""
 
     kv_channels: Positive | None = None
     """Channels of a head; None: hidden_size / num_attention_heads."""
@@ -216,37 +216,37 @@ class TransformerSection(ExpertFields, LatentAttentionFields, Fp8Fields, Section
     softmax_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor of attention's scores; None: 1 / root of a head's channels."""
     window_size: Annotated[list[NonNegative], Field(min_length=2, max_length=2)] | None = None
-    """Sliding window: [N, 0] lets a token see the N tokens before it, and itself; None: all before it. Mistral's and
-    Qwen's sliding_window W counts the token itself: [W - 1, 0]."""
+    """Sliding window: [N, 0] lets a token attend to the N tokens before it, and itself; None: all before it. Mistral's
+    and Qwen's sliding_window W counts the token itself: [W - 1, 0]."""
     window_attn_skip_freq: Positive | NonEmptyList[Literal[0, 1]] | None = None
-    """N: every N-th layer sees all tokens, the others those in window_size. A list of 0 and 1, one for each layer:
-    1 has the window. None: all have."""
+    """N: every N-th layer attends to all tokens, the others to those in window_size. A list of 0 and 1, one for each
+    layer: 1 has the window. None: all have."""
     no_rope_freq: Positive | NonEmptyList[Literal[0, 1]] | None = None
-    """N: every N-th layer goes without rotary positions. A list of 0 and 1, one for each layer: 1 goes without."""
+    """N: every N-th layer has no rotary positions. A list of 0 and 1, one for each layer: 1 has none."""
     rotary_interleaved: bool = False
     """Rotate neighbouring channels with each other (RoFormer), not the halves of a head (Llama)."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    """The norms of layers; LayerNorm has biases, and the mean is taken off."""
+    """Norms of the layers; LayerNorm has biases and subtracts the mean."""
     layernorm_zero_centered_gamma: bool = False
-    """Keep a norm's weights as their distance from 1, so that weight decay and fresh weights are 0."""
+    """Store a norm's weights as their distance from 1, so that weight decay pulls to 1 and initial weights are 0."""
     activation_func: Literal["silu", "gelu", "relu", "squared_relu", "quick_gelu", "xielu"] = "silu"
-    """What feed-forward layers bend their values with. xielu (arXiv 2411.13010, Apertus) is a layer of relayrun's own,
+    """Activation function of the feed-forward layers. xielu (arXiv 2411.13010, Apertus) is a layer of relayrun's own,
     with two weights, for gated_linear_unit false."""
     gated_linear_unit: bool = True
     """Three matrices in a feed-forward layer, of which one weighs another's output (SwiGLU with silu); false: two."""
     glu_linear_offset: float = 0.0
     """Added to the output that is weighed, with gated_linear_unit."""
     activation_func_clamp_value: Annotated[float, Field(gt=0)] | None = None
-    """Bound of what goes into the gate and what it weighs, with gated_linear_unit; None: none."""
+    """Bound of the gate's input and of the values that it weighs, with gated_linear_unit; None: none."""
     embedding_init_method_std: NonNegativeFloat | None = None
-    """Standard deviation of the embedding's fresh weights; None: model.init_method_std."""
+    """Standard deviation of the embedding's initial weights; None: model.init_method_std."""
     clone_scatter_output_in_embedding: bool = True
     """With sequence parallelism, copy this rank's part of the embedding's output, so that the whole can be freed."""
     disable_bf16_reduced_precision_matmul: bool = False
-    """On GPUs: let no product of bf16 matrices be summed in bf16."""
+    """On GPUs: never sum products of bf16 matrices in bf16."""
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens before itself that a token sees in a layer, counted from 0; None: all of them."""
+        """Return how many earlier tokens a token attends to in a layer (counted from 0); None: all."""
         if self.window_size is None:
             return None
         pattern = self.window_attn_skip_freq
@@ -255,12 +255,12 @@ class TransformerSection(ExpertFields, LatentAttentionFields, Fp8Fields, Section
 
     @property
     def of_the_weights(self) -> dict[str, Any]:
-        """What the shapes of weights or what is computed with them depends on, where it is not at its default."""
+        """Return the fields off their defaults that affect the shapes of weights or the computation with them."""
         return {name: value for name, value in self.model_dump().items() if name not in NOT_SAVED_WITH_WEIGHTS}
 
     @model_serializer(mode="wrap")
     def _not_at_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A revision holds what somebody set: most of megatron-core is of no concern to most runs."""
+        """Keep only values off their defaults in a revision: most of megatron-core does not concern most runs."""
         fields = type(self).model_fields
         return {name: value for name, value in handler(self).items() if value != fields[name].default}
 
@@ -310,7 +310,7 @@ class TransformerSection(ExpertFields, LatentAttentionFields, Fp8Fields, Section
                 raise ValueError(f"{name} does not go with multi_latent_attention, which has heads of its own")
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ValueError if a pattern of layers does not fit so many layers."""
+        """Raise ValueError if a pattern of layers does not fit the number of layers."""
         for name in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
             pattern = getattr(self, name)
             if isinstance(pattern, list) and len(pattern) != num_layers:
@@ -320,8 +320,7 @@ class TransformerSection(ExpertFields, LatentAttentionFields, Fp8Fields, Section
 
 
 class ModelSection(Section):
-    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783); and what `transformer`
-    makes of it."""
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783); see `transformer`."""
 
     num_layers: Positive
     """Transformer layers."""
@@ -342,22 +341,22 @@ class ModelSection(Section):
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
-    """Standard deviation of fresh weights."""
+    """Standard deviation of initial weights."""
     hidden_dropout: Fraction = 0.0
-    """Probability of dropout behind attention and feed-forward layers."""
+    """Dropout probability after attention and feed-forward layers."""
     attention_dropout: Fraction = 0.0
-    """Probability of dropout of attention's weights."""
+    """Dropout probability of attention weights."""
     untie_embeddings_and_output_weights: bool = True
-    """The output layer has weights of its own, not those of the embedding."""
+    """The output layer has its own weights instead of the embedding's."""
     make_vocab_size_divisible_by: Positive = 128
-    """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
+    """The vocabulary is padded to a multiple of this for every split of the model: a checkpoint fits every layout."""
     mapping: ImportPath | None = None
-    """Import path of a mapping of your own, `package.module:name`: which class of transformers the model is, and what
-    its weights are called there, for exports and evaluations (docs/export.md). None: the built-in one that fits."""
+    """Import path of your own mapping, `package.module:name`: the class of transformers for the model, and the names of
+    its weights there, for exports and evaluations (docs/export.md). None: the built-in one that fits."""
     transformer: TransformerSection = TransformerSection()
     spec: ImportPath | None = None
-    """`module:function`, a function of your own that gets megatron-core's TransformerConfig and returns the layers
-    (ModuleSpec), the block (TransformerBlockSubmodules) or the whole model (a module), see docs/own-code.md."""
+    """`module:function`, your own function from megatron-core's TransformerConfig to the layers (ModuleSpec), the block
+    (TransformerBlockSubmodules) or the whole model (a module), see docs/own-code.md."""
 
     @property
     def head_channels(self) -> int:

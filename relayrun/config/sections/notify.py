@@ -1,4 +1,4 @@
-"""Who is told what of a run, and the care that nothing secret stands in a config."""
+"""Recipients of a run's notices, and checks that no secret stands in a config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET_HINT = (
 )
 
 VARIABLE_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-"""What stands in a URL for a variable of the environment; its group is the name."""
+"""Reference to a variable of the environment in a URL; the group is the name."""
 _PUBLIC = ("mailto", "mailtos", "json", "jsons", "http", "https", "ntfy", "ntfys")
 """Schemes of URLs that may have no secret part."""
 _SECRET_NAME = re.compile(
@@ -26,22 +26,22 @@ _SECRET_NAME = re.compile(
 _SECRET_OPTION = re.compile(rf"--?[\w-]*({_SECRET_NAME.pattern})[\w-]*[=:](.+)", re.I)
 _WEBHOOK = re.compile(r"(hooks\.slack\.com|(\w+\.)?discord(app)?\.com|[\w.-]*webhook\.office\.com)(:\d+)?/", re.I)
 _KNOWN = re.compile(r"xox[abposr]-|gh[pousr]_|glpat-|hf_|tk_[A-Za-z0-9]{20}|AKIA|syt_|sk-")
-"""What tokens of well-known services begin with."""
+"""Prefixes of tokens of well-known services."""
 
 
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
 class NotifyTarget(Section):
-    """Somebody who is told: a URL, or a command of your own."""
+    """A recipient: a URL, or a command of your own."""
 
     url: SingleLine | None = None
-    """Where to: mailto://SERVER?to=NAME@DOMAIN, json://HOST/PATH, https://... (webhooks), or any that apprise knows.
-    ${VARIABLE} stands for what the environment says; nothing secret may stand here."""
+    """Recipient as a URL: mailto://SERVER?to=NAME@DOMAIN, json://HOST/PATH, https://... (webhooks), or any that apprise
+    knows. ${VARIABLE} is read from the environment; no secret may stand here."""
     command: list[SingleLine] = []
-    """Your own program and its arguments; it reads subject, an empty line and body. Nothing secret may stand here."""
+    """Your own program and its arguments; it reads subject, an empty line and body. No secret may stand here."""
     events: list[Event] | None = None
-    """What this target is told of; default: notify.events."""
+    """Events for this target; default: notify.events."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -57,23 +57,23 @@ class NotifyTarget(Section):
 
 
 class NotifySection(Section):
-    """Who is told when something happens to the run: one message of a cause an hour."""
+    """Notices of events of the run: one message of a cause an hour."""
 
     targets: dict[Annotated[str, Field(pattern=NAME_PATTERN)], NotifyTarget] = {}
-    """Who is told, by a name of your choice. None: nobody."""
+    """Recipients, by a name of your choice. None: nobody."""
     events: list[Event] = list(EVENTS)
-    """What the targets are told of: chain stopped, attempts failed, hang, stalled (no durable progress), anomaly of the
-    loss, disk nearly full, node sick, done, evaluation finished."""
+    """Events for the targets: chain stopped, attempts failed, hang, stalled (no durable progress), anomaly of the loss,
+    disk nearly full, node sick, done, evaluation finished."""
     failed_attempts: Positive = 2
-    """Attempts in a row without a new durable iteration from which on `failed` is told."""
+    """Consecutive attempts without a new durable iteration before `failed` is sent."""
     no_progress: Annotated[float, Field(gt=0)] = 21600.0
-    """Seconds of jobs without a new durable iteration after which `stalled` is told, and again after as many."""
+    """Seconds of jobs without a new durable iteration before `stalled` is sent, and again after as many."""
     disk_checkpoints: NonNegative = 2
-    """`disk` is told when there is room for fewer checkpoints than this; 0: only where a save met a full disk."""
+    """`disk` is sent when there is room for fewer checkpoints than this; 0: only after a save met a full disk."""
 
 
 def secret_in(url: str) -> str | None:
-    """What in a URL looks like a secret, in words that do not repeat it; None where nothing does."""
+    """Describe the part of a URL that looks like a secret, without repeating it; None if there is none."""
     scheme, _, rest = url.partition("://")
     if _WEBHOOK.match(rest) and "$" not in rest:
         return "the address of a chat's webhook, which is its key"
@@ -104,7 +104,7 @@ def _secret_argument(argument: str) -> str | None:
 
 
 def _looks_random(part: str) -> bool:
-    """Whether a part of a URL is a key, by its form: long words that mix letters and digits as no name does."""
+    """True if a part of a URL looks like a key: a long word that mixes letters and digits unlike a name."""
     return _UUID.search(part) is not None or any(_is_random(word) for word in re.split(r"[-_.,]", part))
 
 
@@ -120,5 +120,5 @@ def _is_random(word: str) -> bool:
 
 
 def may_be_shown(location: tuple[str, ...]) -> bool:
-    """Whether an error may repeat the value of the setting at `location`, which may be a secret in the wrong place."""
+    """True if an error may show the value of the setting at `location`, which may be a misplaced secret."""
     return "notify" not in location[:2]

@@ -12,15 +12,15 @@ StateType = Literal["fp32", "fp16", "bf16", "fp8"]
 
 
 class OptimizerGroup(Section):
-    """Parameters with a learning rate or a weight decay of their own."""
+    """Parameters with their own learning rate or weight decay."""
 
     match: Annotated[str, Field(min_length=1)]
     """Pattern, with `*` and `?`, of the names of parameters: `decoder.layers.3.mlp.linear_fc1.weight`. Layers are
     counted over the whole model, whatever its layout."""
     lr_mult: Annotated[float, Field(ge=0)] | None = None
-    """Their learning rate over that of the others, at every step."""
+    """Factor of the learning rate, at every step."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Their weight decay; also where they are norms or biases, which have none of themselves."""
+    """Weight decay of the group, including norms and biases, which have none by default."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:
@@ -30,18 +30,18 @@ class OptimizerGroup(Section):
 
 
 class OptimizerSection(Section):
-    """Adam with decoupled weight decay, or another optimizer, and the learning rate's way. Names as in Megatron's
+    """Adam with decoupled weight decay, or another optimizer, and the learning rate schedule. Names as in Megatron's
     arguments."""
 
     name: Literal["adam", "muon"] = "adam"
-    """What updates the weights. adam: Adam with decoupled weight decay. muon: Muon for the matrices, and this Adam for
-    embeddings, output layer, norms and biases. Megatron's `--optimizer`."""
+    """Optimizer. adam: Adam with decoupled weight decay. muon: Muon for the matrices, and this Adam for embeddings,
+    output layer, norms and biases. Megatron's `--optimizer`."""
     lr: Annotated[float, Field(gt=0)]
-    """The highest learning rate."""
+    """Maximum learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """The learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """Shape of the way down. `WSD`: constant after the warm-up, then down over lr_wsd_decay_steps."""
+    """Shape of the decay. `WSD`: constant after the warm-up, then down over lr_wsd_decay_steps."""
     lr_warmup_steps: NonNegative = 0
     """Iterations in which the learning rate rises from 0 to lr."""
     lr_warmup_tokens: Positive | None = None
@@ -51,10 +51,9 @@ class OptimizerSection(Section):
     lr_decay_tokens: Positive | None = None
     """Tokens until min_lr is reached, instead of lr_decay_steps; rounded up to whole iterations."""
     lr_wsd_decay_steps: Positive | None = None
-    """Iterations of the way down of WSD, which end at lr_decay_steps."""
+    """Iterations of WSD's decay, which end at lr_decay_steps."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt", "1-sqrt"] = "linear"
-    """Shape of the way down of WSD. `1-sqrt` and `minus_sqrt` are two names of one: 1 minus the root of the share of
-    the way."""
+    """Shape of WSD's decay. `1-sqrt` and `minus_sqrt` are equal: 1 minus the root of the decay's progress."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices; norms and biases have none."""
     adam_beta1: Fraction = 0.9
@@ -64,13 +63,13 @@ class OptimizerSection(Section):
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root in Adam's denominator."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this norm; 0: never."""
+    """Maximum norm of the gradients, which are scaled down to it; 0: no limit."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which the gradients of micro-batches are summed, and reduced over ranks. bf16 takes half the memory and
-    half the traffic, and loses what small gradients add to large ones; with precision bf16 alone. Without
+    half the traffic, and loses small gradients in sums with large ones; with precision bf16 alone. Without
     use_precision_aware_optimizer each rank widens its part before the update."""
     use_precision_aware_optimizer: bool = False
-    """TransformerEngine's Adam, which reads gradients as they are and keeps each part of its state in a type of choice:
+    """TransformerEngine's Adam, which reads gradients unconverted and keeps each part of its state in a chosen type:
     the four settings around this one. On GPUs with TransformerEngine, precision bf16 and
     parallel.use_distributed_optimizer."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
@@ -87,40 +86,40 @@ class OptimizerSection(Section):
             description="`module:Class`, a torch.optim.Optimizer of your own or of a library in the place of Adam, "
             "see docs/own-code.md. It is called with the parameters, lr, weight_decay and `arguments`.",
         ),
-    ]  # a word of Python's, which can stand no other way
+    ]  # a Python keyword, which needs an alias
     arguments: dict[str, Any] = {}
     """Keyword arguments of `class`, such as betas."""
     groups: list[OptimizerGroup] = []
-    """Parameters with a learning rate or a weight decay of their own, by pattern of their names. Where several match,
-    the last one that sets a value counts."""
+    """Parameters with their own learning rate or weight decay, by pattern of their names. The last matching group that
+    sets a value counts."""
     muon_momentum: Fraction = 0.95
     """Muon's decay of the mean of the gradient."""
     muon_use_nesterov: bool = False
-    """Muon looks one step ahead along its momentum."""
+    """Look one step ahead along Muon's momentum."""
     muon_num_ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
     """Steps of the Newton-Schulz iteration that makes Muon's update orthogonal."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """What Muon's update of a matrix of [rows, columns] is multiplied by. spectral: the root of the larger of the two.
-    unit_rms_norm: the root of rows / columns. shape_scaling: the same, not below 1; it is torch.optim.Muon's."""
+    """Factor of Muon's update of a matrix of [rows, columns]. spectral: the root of the larger of the two.
+    unit_rms_norm: the root of rows / columns. shape_scaling: as unit_rms_norm, not below 1, like torch.optim.Muon."""
     muon_extra_scale_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Muon's update is multiplied by this too; 0.2 with spectral gives it the size of Adam's (arXiv 2502.16982)."""
+    """Further factor of Muon's update; 0.2 with spectral gives it the size of Adam's (arXiv 2502.16982)."""
     muon_split_qkv: bool = True
-    """Muon takes the matrices of queries, keys and values apart; without it they are one."""
+    """Update the matrices of queries, keys and values separately in Muon; otherwise as one matrix."""
     muon_fp32_matmul_prec: Literal["highest", "high", "medium"] = "medium"
-    """How torch multiplies fp32 matrices in Muon's iteration: medium in bf16 where the device can, highest in fp32."""
+    """Precision of fp32 products in Muon's iteration (torch): medium in bf16 if the device can, highest in fp32."""
     muon_tp_mode: Literal["duplicated"] = "duplicated"
-    """What Muon does with a matrix that tensor parallelism splits: every rank gathers the whole one, so that the
-    mathematics does not depend on the layout. Megatron's blockwise, which does, is left out."""
+    """Muon's update of a matrix split by tensor parallelism: every rank gathers the whole matrix, so that the
+    mathematics does not depend on the layout. Megatron's blockwise depends on it and is not available."""
 
     @property
     def class_path(self) -> str | None:
-        """The import path of an optimizer of the user's own; None: it is that of `name`."""
+        """Import path of a user's optimizer; None: `name` applies."""
         found: str | None = getattr(self, "class")
         return found
 
     @property
     def kind(self) -> str:
-        """What updates the weights, in one word; one kind cannot read the state of another."""
+        """The optimizer in one word; a kind cannot read the state of another kind."""
         return self.class_path or self.name
 
     @model_validator(mode="after")

@@ -10,47 +10,47 @@ from relayrun.config.sections.base import NonNegative, Positive, Section
 
 
 class ParallelSection(Section):
-    """How the model is split over ranks; what is left of the ranks is data-parallel."""
+    """Split of the model over ranks; the remaining factor is data-parallel."""
 
     tensor_model_parallel_size: Positive = 1
     """Ranks over which every layer is split."""
     pipeline_model_parallel_size: Positive = 1
-    """Stages into which the layers are split, one behind the other."""
+    """Stages into which the layers are split, one after the other."""
     num_layers_per_virtual_pipeline_stage: Positive | None = None
-    """Layers of one of several parts that a pipeline stage holds, for a smaller pipeline bubble; None: one part."""
+    """Layers of one of several parts of a pipeline stage, for a smaller pipeline bubble; None: one part."""
     sequence_parallel: bool = False
     """Split norms and dropout over the tensor-parallel ranks by sequence."""
     context_parallel_size: Positive = 1
     """Split every sequence over this many ranks. Without TransformerEngine, and with data.reset_attention_mask,
-    attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
+    attention splits heads instead: their number is a multiple of tensor x context parallel size."""
     expert_model_parallel_size: Positive = 1
     """Split the experts of every layer (model.transformer.num_moe_experts) over this many of the ranks that are data-
-    or context-parallel for all else; or tensor-parallel, with a smaller expert_tensor_parallel_size."""
+    or context-parallel otherwise; or tensor-parallel, with a smaller expert_tensor_parallel_size."""
     expert_tensor_parallel_size: Positive | None = None
     """Ranks over which every expert is split; None: tensor_model_parallel_size. With 1 every expert is whole, and
     tensor-parallel ranks hold different ones, or replicas of them."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     num_distributed_optimizer_instances: Positive = 1
-    """Groups of data-parallel replicas, each of which has the whole of the optimizer's state, divided among its own.
-    Gradients are reduced within a group and then between groups, weights are gathered within a group: less goes over
-    the slow links between many nodes, for more memory."""
+    """Groups of data-parallel replicas that each hold the whole optimizer state, divided among the group. Gradients are
+    reduced within a group and then between groups, weights are gathered within a group: less traffic on the slow links
+    between many nodes, for more memory."""
     tp_comm_overlap: bool = False
-    """Send between tensor-parallel ranks while matrices are multiplied. Needs TransformerEngine's layers and
+    """Overlap tensor-parallel communication with matrix products. Needs TransformerEngine's layers and
     sequence_parallel."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass goes on."""
+    """Overlap the reduction of gradients with the backward pass."""
     overlap_param_gather: bool = False
-    """Gather the updated weights while the forward pass goes on."""
+    """Overlap the gathering of updated weights with the forward pass."""
     defer_embedding_wgrad_compute: bool = False
     """The last pipeline stage computes the gradients of the output layer's weights while it would wait for the others
     at the end of an iteration."""
     wgrad_deferral_limit: NonNegative = 0
-    """So many micro-batches are deferred by defer_embedding_wgrad_compute, whose logits' gradients are kept until then;
-    0: all."""
+    """Maximum micro-batches deferred by defer_embedding_wgrad_compute, whose logits' gradients are kept until then; 0:
+    all."""
     overlap_p2p_communication_warmup_flush: bool = False
-    """With virtual stages: pipeline stages send and receive while they compute also in the first and the last
-    micro-batches of an iteration."""
+    """With virtual stages: overlap sends and receives of pipeline stages with computation also in the first and the
+    last micro-batches of an iteration."""
 
     @property
     def virtual_stages(self) -> bool:
@@ -63,7 +63,7 @@ class ParallelSection(Section):
 
     @property
     def separates_experts(self) -> bool:
-        """Whether the ranks that hold the same experts are others than those that hold the same of all else."""
+        """True if the ranks that share experts differ from those that share the other weights."""
         return self.expert_model_parallel_size > 1 or self.expert_tensor_size != self.tensor_model_parallel_size
 
     @model_validator(mode="after")

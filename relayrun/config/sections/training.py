@@ -33,19 +33,19 @@ class BatchSizeStage:
 
 @dataclass(frozen=True, kw_only=True)
 class SameSizeIterations:
-    """Iterations of one size, one after the other."""
+    """Consecutive iterations of one size."""
 
     iteration: int
-    """Iterations of other sizes that are done before the first one of these."""
+    """Iterations before the first of these."""
     consumed_samples: int
-    """Samples that are consumed before the first of these iterations."""
+    """Samples consumed before the first of these iterations."""
     size: int
 
 
 class BatchSizes:
     """The batch sizes of a config: those of its ramp, then `global_batch_size`.
 
-    Raises ValueError for a ramp that has neither of the two forms, or does not rise.
+    Raises ValueError for a ramp that has neither form or does not rise.
     """
 
     def __init__(self, global_batch_size: int, rampup: Sequence[Any] | None = None) -> None:
@@ -61,19 +61,19 @@ class BatchSizes:
         return hash(self.stages)
 
     def at(self, consumed_samples: int) -> int:
-        """Samples of the iteration that begins with `consumed_samples` consumed."""
+        """Return the samples of the iteration that begins with `consumed_samples` consumed."""
         return self.stages[bisect_right(self._firsts, consumed_samples) - 1].size
 
     def stages_from(self, consumed_samples: int) -> tuple[BatchSizeStage, ...]:
-        """The stages that an iteration at or after this sample can have."""
+        """Return the stages of iterations at or after this sample."""
         return self.stages[bisect_right(self._firsts, consumed_samples) - 1 :]
 
     def indivisible(self, by: int, consumed_samples: int = 0) -> BatchSizeStage | None:
-        """The first stage still to come whose size is no multiple of `by`."""
+        """Return the first stage at or after the sample whose size is not divisible by `by`."""
         return next((stage for stage in self.stages_from(consumed_samples) if stage.size % by), None)
 
     def runs(self, iteration: int, consumed_samples: int) -> list[SameSizeIterations]:
-        """All iterations from this one on, by size; the last run has no end. Short stages may be missing."""
+        """Yield the iterations from this one on, by size; the last run has no end. Short stages may be missing."""
         found = []
         for stage, after in pairwise(self.stages):
             if consumed_samples < after.first:
@@ -89,11 +89,11 @@ class BatchSizes:
         return found
 
     def reaches(self, samples: int) -> int:
-        """Iterations done when a run that has these sizes from its beginning has consumed this many samples."""
+        """Return the iterations in which a run with these sizes from its beginning consumes this many samples."""
         return IterationRange(0, 0, self).reaches(samples)
 
     def consumed_by(self, iteration: int) -> int:
-        """Samples that a run which has these sizes from its beginning has consumed after so many iterations."""
+        """Return the samples that a run with these sizes from its beginning has consumed after these iterations."""
         return IterationRange(0, 0, self).consumed(iteration)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,10 +106,10 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class IterationRange:
-    """Iterations of one config, without a gap between their samples."""
+    """Iterations of one config, without a gap between their samples (a leg)."""
 
     iteration: int
-    """Iterations done before the leg."""
+    """Iterations before the leg."""
     consumed_samples: int
     """Number of the leg's first sample."""
     sizes: BatchSizes
@@ -119,12 +119,12 @@ class IterationRange:
         return self.sizes.runs(self.iteration, self.consumed_samples)
 
     def consumed(self, iteration: int) -> int:
-        """Consumed samples when `iteration` iterations are done; not for one before the leg."""
+        """Return the consumed samples after `iteration` iterations, which must not lie before the leg."""
         run = self._runs[bisect_right(self._runs, iteration, key=lambda run: run.iteration) - 1]
         return run.consumed_samples + (iteration - run.iteration) * run.size
 
     def reaches(self, samples: int) -> int:
-        """Iterations done when the leg has consumed this many samples, counted from the run's beginning."""
+        """Return the iterations, counted from the run's beginning, until the leg has consumed this many samples."""
         at = max(0, bisect_left(self._runs, samples, key=lambda run: run.consumed_samples) - 1)
         run = self._runs[at]
         return run.iteration + max(0, -((run.consumed_samples - samples) // run.size))
@@ -165,17 +165,14 @@ def _are_positive_integers(value: object) -> bool:
 
 LossMean = Literal["micro_batch", "sample", "token"]
 
-FORMER_LOSS_MEAN: LossMean = "sample"
-"""The mean of runs that began before `training.loss_mean` was there: their revisions do not name one."""
-
 
 class HookEntry(Section):
-    """A hook of a user's own (see relayrun/train/hooks.py); `module:Class` alone is one without options."""
+    """A user's hook (see relayrun/train/hooks.py); `module:Class` alone has no options."""
 
     hook: ImportPath
-    """`module:Class`. Imported by the ranks only, where their Python finds the module."""
+    """`module:Class`. Only ranks import it, because their Python finds the module."""
     options: dict[str, Any] = {}
-    """Given to the class as keyword arguments."""
+    """Keyword arguments of the class."""
 
     @model_validator(mode="before")
     @classmethod
@@ -184,23 +181,23 @@ class HookEntry(Section):
 
 
 class TrainingSection(Section):
-    """How long and in which batches."""
+    """Length and batches of the training."""
 
     steps: Positive
     """Iterations (optimizer steps) until the run is done."""
     stop_after: Positive | None = None
-    """Iteration after which the run saves and its chain ends; the learning rate, and all else that `steps` decides,
-    goes its way as if nothing had happened. To go on, raise it or set it to null, and resume. Megatron's exit_interval
-    stops at every multiple instead."""
+    """Iteration after which the run saves and its chain ends; the learning rate schedule and everything else that
+    depends on `steps` is unchanged. To continue, raise it or set it to null, and resume. Megatron's exit_interval stops
+    at every multiple instead."""
     micro_batch_size: Positive
-    """Samples that one data-parallel rank runs at a time."""
+    """Samples that a data-parallel rank processes at a time."""
     global_batch_size: Positive
-    """Samples of one iteration over all ranks; the rest is gradient accumulation. With a ramp: at its end."""
+    """Samples of an iteration over all ranks; the rest is gradient accumulation. With a ramp: at its end."""
     rampup_batch_size: list[Any] | None = None
     """Smaller batches at the beginning. As in Megatron [start, increment, samples]: from start to global_batch_size in
     steps of increment, over that many samples; or [[size, samples], ...]: size until samples are consumed."""
     seq_length: Positive
-    """Tokens of one sample."""
+    """Tokens of a sample."""
     seed: NonNegative = 28
     """Seed of the weights, of dropout and of the data order."""
     eval_interval: NonNegative = 0
@@ -208,75 +205,73 @@ class TrainingSection(Section):
     eval_steps: Positive = 8
     """Global batches per validation set and evaluation."""
     threads: NonNegative = 0
-    """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
+    """CPU threads of a rank (torch.set_num_threads); 0 keeps torch's default."""
     precision: Literal["fp32", "bf16"] | None = None
-    """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32.
-    None: fp32, on CPUs only; on GPUs, where bf16 is many times faster, it must be said."""
+    """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32. None:
+    fp32, on CPUs only; required on GPUs, where bf16 is many times faster."""
     elastic: bool = False
-    """With chain.recovery `node` on Slurm: where a node is lost and no spare one is left, train on inside the same job
-    with fewer replicas on the nodes that are left. Same samples and global batches; rounding differs from that of all
-    nodes, so losses are no longer equal to the last bit. The next job has all nodes again."""
+    """With chain.recovery `node` on Slurm: if a node is lost and no spare node is left, continue inside the same job
+    with fewer replicas on the remaining nodes. Samples and global batches stay the same; rounding differs from that of
+    all nodes, so losses are no longer equal to the last bit. The next job has all nodes again."""
     deterministic: bool = False
     """On GPUs: kernels and reductions that give the same bits at every run, so that a resume on the same layout, with
-    the same versions, is exact; slower. On CPUs a resume is exact without. See docs/exactness.md."""
+    the same versions, is exact; slower. On CPUs a resume is always exact. See docs/exactness.md."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
-    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
-    attends to in one call of a kernel for sequences of any length."""
+    auto: TransformerEngine on a GPU if it is installed, except with data.reset_attention_mask, for which torch attends
+    to all documents in one call of a kernel for sequences of any length."""
     apply_rope_fusion: bool | None = None
-    """Rotate queries and keys in one kernel, TransformerEngine's, for either kind of layers. None: where it is there,
-    as in Megatron; a line of the log says where it is not, and why. true: an attempt without it is refused."""
+    """Rotate queries and keys in one kernel of TransformerEngine, for either kind of layers. None: if available, as in
+    Megatron; otherwise a line of the log says why. true: refuse an attempt without it."""
     gradient_accumulation_fusion: bool | None = None
     """Add the gradients of weights to their sum where they are computed, by Apex's fused_weight_gradient_mlp_cuda.
-    None: where it is there, as in Megatron; a line of the log says where it is not. true: an attempt without it is
-    refused."""
+    None: if available, as in Megatron; otherwise a line of the log says so. true: refuse an attempt without it."""
     cross_entropy_loss_fusion: bool = False
-    """The loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits leaves
-    them in bf16. On CPUs the same kernels run uncompiled."""
+    """Compute the loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits
+    leaves them in bf16. On CPUs the same kernels run uncompiled."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Whose kernels cross_entropy_loss_fusion takes: megatron-core's, or TransformerEngine's."""
+    """Kernels for cross_entropy_loss_fusion: megatron-core's, or TransformerEngine's."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
-    selective: `recompute_modules` of every layer."""
+    """Parts that the backward pass recomputes instead of keeping them. full: everything except the inputs of the
+    layers. selective: `recompute_modules` of every layer."""
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
-    """What `selective` computes again; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores
-    again by themselves, so that it saves nothing with them. mlp is of layers without experts, moe of those with.
-    Megatron's layernorm is left out: without TransformerEngine it fails (megatron-core 0.16.1), and TransformerEngine's
-    norms are parts of its linear layers."""
+    """Modules for `selective`; by default core_attn, as in Megatron. Flash kernels recompute core_attn's scores
+    themselves, so that it saves nothing with them. mlp applies to layers without experts, moe to those with. Megatron's
+    layernorm is not available: without TransformerEngine it fails (megatron-core 0.16.1), and TransformerEngine's norms
+    are parts of its linear layers."""
     recompute_num_layers: Positive | None = None
-    """So many layers, the first ones, of each pipeline stage (of each part, with virtual stages) are computed again;
-    Megatron's recompute_method block. None: all of them."""
+    """Number of first layers of each pipeline stage (of each part, with virtual stages) to recompute; Megatron's
+    recompute_method block. None: all of them."""
     manual_gc_interval: NonNegative = 0
-    """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
+    """Iterations between Python's garbage collections, at the same time on all ranks; 0: Python decides."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
-    """Where loss or gradient norm are no finite number. stop: end the chain. skip: leave out this update.
-    rewind: go back to the newest checkpoint and pass over the samples from there up to these."""
+    """Action for a loss or gradient norm that is not a finite number. stop: end the chain. skip: leave out this update.
+    rewind: roll back to the newest checkpoint and pass over the samples from there up to these."""
     on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
-    """What happens where the loss is a spike: above the median of the last losses by spike_threshold median
-    deviations."""
+    """Action for a spike of the loss: above the median of the last losses by spike_threshold median deviations."""
     spike_window: Annotated[int, Field(ge=8)] = 128
-    """Iterations whose losses a spike is measured against."""
+    """Number of last losses for the median."""
     spike_threshold: Annotated[float, Field(gt=0)] = 10.0
-    """Distance of a spike from the median, in median absolute deviations; 10 are 6.7 standard deviations of normal
-    noise."""
+    """Minimum distance of a spike from the median, in median absolute deviations; 10 are 6.7 standard deviations of
+    normal noise."""
     max_skips: Positive = 10
-    """Updates left out in a row, after which one more stops the chain."""
+    """Maximum consecutive updates left out; one more stops the chain."""
     max_rewinds: NonNegative = 3
-    """Rewinds of the whole run, after which one more stops the chain."""
+    """Maximum rollbacks of the whole run; one more stops the chain."""
     loss_mean: LossMean | None = None
-    """What a masked loss (data.eod_mask_loss) is the mean over. micro_batch: the tokens that count in a micro-batch,
-    then the micro-batches, as in Megatron. sample: the tokens that count in a sample, then the samples. token: the
-    tokens that count in the global batch, whatever the layout; Megatron's calculate_per_token_loss. Without a mask they
-    are one. None: micro_batch in a run that begins, what it was in one that goes on."""
+    """Mean of a masked loss (data.eod_mask_loss). micro_batch: over the tokens that count in a micro-batch, then over
+    the micro-batches, as in Megatron. sample: over the tokens that count in a sample, then over the samples. token:
+    over the tokens that count in the global batch, whatever the layout; Megatron's calculate_per_token_loss. Without a
+    mask all are equal. None: micro_batch in a new run, unchanged in a resumed one."""
     loss: ImportPath | None = None
-    """`module:function`, a function of your own that gives each token its loss, from logits and labels or from the
-    cross-entropy losses, see docs/own-code.md; `loss_mean` takes the mean of them. None: the cross-entropy."""
+    """`module:function`, your own function that gives each token its loss, from logits and labels or from the
+    cross-entropy losses, see docs/own-code.md; `loss_mean` takes their mean. None: the cross-entropy."""
     hooks: list[HookEntry] = []
-    """Hooks of your own in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
+    """Your own hooks in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
 
     @property
     def end_iteration(self) -> int:
-        """The iteration at which the chain ends."""
+        """Iteration at which the chain ends."""
         return self.stop_after or self.steps
 
     @property
@@ -285,16 +280,16 @@ class TrainingSection(Section):
 
     @property
     def resolved_precision(self) -> Literal["fp32", "bf16"]:
-        """What `precision` comes to; whoever computes or reports with it reads this."""
+        """The precision in use, for computation and reports."""
         return self.precision or "fp32"
 
     @property
     def resolved_loss_mean(self) -> LossMean:
-        """What `loss_mean` comes to in a run that begins."""
+        """The mean in use; default micro_batch."""
         return self.loss_mean or "micro_batch"
 
     def require_precision(self) -> None:
-        """Raise ConfigError if a run on GPUs leaves out its precision."""
+        """Raise ConfigError for a run on GPUs without `precision`."""
         if self.precision is None:
             raise ConfigError(
                 "this run has GPUs, and its precision is not set",

@@ -98,7 +98,7 @@ def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
     samples = min(config.training.eval_steps * config.training.global_batch_size, order.windows_per_epoch)
     counts = np.zeros(manifest.vocabulary_size, dtype=np.int64)
     for number in range(samples):
-        counts += np.bincount(order.sample(number)[1:], minlength=manifest.vocabulary_size)
+        counts += np.bincount(order.read(0, number)[1:], minlength=manifest.vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

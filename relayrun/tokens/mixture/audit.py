@@ -1,13 +1,13 @@
-"""The samples that a run has read and will read, computed from its directory alone for any sample number.
+"""The samples that a run has read and will read, for any sample number, from the run directory alone.
 
-The data order is a pure function, so training logs nothing: the newest attempt's `data.json` holds the phases, and
-the rest follows. Samples beyond the trained ones are what the run will read if its mixture stays. A sample of a
-stream has no number in its files: its lane is read from the nearest record of lane positions before it, at a
-checkpoint or where an attempt began.
+The data order is a pure function, so training logs no samples: the newest attempt's `data.json` holds the phases.
+Samples beyond the trained ones assume an unchanged mixture. A sample of a stream has no number in its files: its lane
+is read from the nearest earlier record of lane positions, at a checkpoint or at the start of an attempt.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,33 +31,33 @@ from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams.lane_cursor import LaneCursor, skipped_rows
 
 _DAMAGED_RECORD_ERRORS = (FatalTrainingError, ValueError, KeyError, TypeError, AttributeError, OSError)
-"""What a record raises that cannot be read; an older one may do."""
+"""Errors of a damaged record, whose place an older record takes."""
 
 
 def lane_positions_before(
     run: Run, schedule: Schedule, name: str, record: Mapping[str, Any], k: int
 ) -> LanePositions | None:
-    """Where the lanes of the stream `name` stood, from the record that is nearest before sample k; None: there is none.
+    """Return the lane positions of the stream `name` from the nearest record before sample k; None: no record.
 
-    `schedule`, `record`: the run's phases, and what decides the samples of the stream. A record of a past that is none
-    any more, because the run went back and took another mixture, is passed over. So is a damaged one.
+    `schedule` and `record` are the run's phases and the stream's record. Damaged records, and records of phases that a
+    rollback has replaced, are skipped.
     """
     for path in _lane_record_paths(run, k):
         try:
             state = read_json(path)
-            standing = read_lane_positions(state.get("streams", {}), state["consumed_samples"]).get(name)
+            positions = read_lane_positions(state.get("streams", {}), state["consumed_samples"]).get(name)
             known, phases = state["datasets"].get(name, {}), Schedule.from_json(state["phases"])
         except _DAMAGED_RECORD_ERRORS:
             continue
-        if standing is None or standing.at > k or known != dict(record):
+        if positions is None or positions.at > k or known != dict(record):
             continue
-        if _phases_until(phases, standing.at) == _phases_until(schedule, standing.at):
-            return standing
+        if _phases_until(phases, positions.at) == _phases_until(schedule, positions.at):
+            return positions
     return None
 
 
 def newest_lane_positions(run: Run, consumed: int) -> dict[str, LanePositions]:
-    """Where the lanes of all streams stood at the newest record up to sample `consumed`; nothing if there is none."""
+    """Return the lane positions of all streams at the newest record up to sample `consumed`; empty if there is none."""
     for path in _lane_record_paths(run, consumed):
         try:
             state = read_json(path)
@@ -68,7 +68,7 @@ def newest_lane_positions(run: Run, consumed: int) -> dict[str, LanePositions]:
 
 
 def lane_samples(schedule: Schedule, name: str, lane: int, lanes: int, first: int, end: int) -> Iterator[int]:
-    """The samples of one lane of a stream, of those from `first` to below `end`, which may be of several phases."""
+    """Yield the samples of one lane of a stream in first .. end - 1, which may span phases."""
     borders = [phase.start for phase in schedule.phases if first < phase.start < end]
     for begin, stop in zip([first, *borders], [*borders, end], strict=True):
         for k in range(begin + (lane - schedule.in_phase(begin)) % lanes, stop, lanes):
@@ -77,7 +77,7 @@ def lane_samples(schedule: Schedule, name: str, lane: int, lanes: int, first: in
 
 
 def _lane_record_paths(run: Run, k: int) -> list[Path]:
-    """The records that were made up to sample k, the newest first; of one sample, that of the checkpoint."""
+    """Return the records up to sample k, newest first; for equal samples the checkpoint's before the attempt's."""
     commits = lineage_commits(run)
     consumed = {0: 0} | {commit.iteration: commit.consumed_samples for commit in commits}
     found = [(commit.consumed_samples, 1, stream_positions_path(Path(commit.path))) for commit in commits]
@@ -93,7 +93,7 @@ def _phases_until(schedule: Schedule, at: int) -> list[dict[str, Any]]:
 
 
 MAX_COMPARED_SAMPLES = 100_000
-"""Samples that `data_differences` looks at, at most."""
+"""Maximum samples that `data_differences` compares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,9 @@ class AuditedRun:
     config: RunConfig
     order: MixtureSampler
     datasets: dict[str, Dataset | Stream]
-    """Data sets by identity, also those that have left the mixture."""
+    """Data sets by identity, including data sets that left the mixture."""
     progress: TrainingProgress
-    """Which iteration trained on which samples, from the beginning on."""
+    """Maps samples to iterations, from the start of the run."""
     iteration: int
     consumed_samples: int
     """Samples consumed at the newest durable checkpoint."""
@@ -114,55 +114,55 @@ class AuditedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedSample:
-    """One global sample: where it comes from, and its tokens."""
+    """The origin and tokens of a global sample."""
 
     number: int
     dataset: str
     epoch: int
     i: int
-    """The sample's place in the epoch of its data set; of a stream, its number among all samples of the data set."""
+    """Position in the epoch of the data set; for a stream, number among all samples of the data set."""
     step: int | None
-    """The iteration that trained on it, or will with the batch sizes of now; None: it was passed over."""
+    """Iteration that trains on the sample, with the present batch sizes; None: the sample was passed over."""
     origins: list[DocumentOrigin]
-    """Documents that the sample is made of; empty for a data set that does not say."""
-    tokens: npt.NDArray[np.int64]
+    """Documents in the sample; empty if the data set does not implement `origins`."""
+    tokens: npt.NDArray[np.signedinteger[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneProgress:
-    """How far the lanes of a stream were at the newest record: a checkpoint, or where an attempt began."""
+    """Progress of a stream's lanes at the newest record: a checkpoint, or the start of an attempt."""
 
     sample: int
-    """The global sample that was next."""
+    """The next global sample."""
     epochs: tuple[int, int]
-    """Epoch of the lane that is furthest behind, and of the one furthest ahead; from 0."""
+    """Lowest and highest epoch of the lanes, from 0."""
     rows: int
-    """Rows in the blocks that lanes have left behind."""
+    """Rows in completed blocks."""
     left_out: dict[str, int]
-    """Rows among them that gave no sample, by reason."""
+    """Rows in completed blocks that gave no sample, by reason."""
     files: int
-    """Files that were left out whole, once an epoch."""
+    """Files that were left out whole, counted once an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetLedger:
-    """One data set's account."""
+    """The account of a data set."""
 
     dataset: str
     weight: float
-    """Share of the samples in the newest phase; 0: the data set has left the mixture."""
+    """Share of the samples in the newest phase; 0: the data set left the mixture."""
     samples: int
-    """Samples of the data set that are consumed."""
+    """Consumed samples of the data set."""
     untrained: int
-    """Consumed samples that no update came from: passed over by a rewind, or of an iteration that was skipped."""
+    """Consumed samples without an update: passed over by a rollback, or of a skipped iteration."""
     windows: int | None
-    """Windows of the data set in one epoch; None: it is a stream, which knows when it has read them."""
+    """Windows of the data set in an epoch; None: a stream."""
     exhausted_sample: int | None
-    """The sample that ends its first epoch; None if that never comes, or is not known."""
+    """Last sample of the first epoch; None if it never comes or is unknown."""
     exhausted_step: int | None
-    """The iteration that trains on that sample, with the batch sizes of now; None if it was passed over."""
+    """Iteration that trains on that sample, with the present batch sizes; None if it was passed over."""
     lanes: LaneProgress | None = None
-    """How far the lanes of a stream are."""
+    """Progress of a stream's lanes."""
 
     @property
     def epochs(self) -> float | None:
@@ -170,7 +170,7 @@ class DatasetLedger:
 
 
 def audit_run(run: Run) -> AuditedRun:
-    """Read a run's records. Raises InputError if it has none."""
+    """Read a run's records. Raises InputError for a run without a config."""
     revisions = run.revisions()
     if not revisions:
         raise InputError("this run has no config", where=run.config)
@@ -181,9 +181,7 @@ def audit_run(run: Run) -> AuditedRun:
         if begin is not None and attempt.data.is_file():
             revision, state = begin.config_revision, read_json(attempt.data)
             break
-    config = resolve.require_native(
-        resolve.read_resolved_config(run.config_revision(revision))
-    )  # another trainer's has no manifest
+    config = _native_config(run, revision)
     manifest = Manifest.read(run.manifest)
     order = training_order(config, manifest)
     progress = TrainingProgress(config.training.batch_sizes)
@@ -192,11 +190,7 @@ def audit_run(run: Run) -> AuditedRun:
         progress = TrainingProgress.resume(state["progress"], config.training.batch_sizes)
     datasets: dict[str, Dataset | Stream] = {name: part.dataset for name, part in order.parts.items()}
     for number in reversed(revisions):
-        past = (
-            config
-            if number == revision
-            else resolve.require_native(resolve.read_resolved_config(run.config_revision(number)))
-        )
+        past = config if number == revision else _native_config(run, number)
         for name, source in past.data.sources.items():
             if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
                 datasets[identity] = make_dataset(past, manifest, name)
@@ -212,63 +206,51 @@ def audit_run(run: Run) -> AuditedRun:
     )
 
 
+def _native_config(run: Run, revision: int) -> RunConfig:
+    return resolve.require_native(resolve.read_resolved_config(run.config_revision(revision)))
+
+
 def audited_samples(audited: AuditedRun, numbers: range) -> Iterator[AuditedSample]:
-    """Locate and read global samples."""
+    """Yield the given global samples with origins and tokens.
+
+    Raises InputError for a sample of a stream without an earlier record of lane positions.
+    """
     for k in numbers:
         name, epoch, i = audited.order.locate(k)
         dataset = audited.datasets[name]
         if isinstance(dataset, Stream):
-            yield _stream_sample(audited, k, name, i)
-            continue
-        origins = getattr(dataset, "origins", None)
-        yield AuditedSample(
-            number=k,
-            dataset=name,
-            epoch=epoch,
-            i=i,
-            step=audited.progress.iteration_of(k),
-            origins=origins(epoch, i) if origins else [],
-            tokens=dataset.read(epoch, i),
-        )
+            epoch, origins, tokens = _stream_sample(audited, k, name)
+        else:
+            find = getattr(dataset, "origins", None)
+            origins, tokens = find(epoch, i) if find else [], dataset.read(epoch, i)
+        step = audited.progress.iteration_of(k)
+        yield AuditedSample(number=k, dataset=name, epoch=epoch, i=i, step=step, origins=origins, tokens=tokens)
 
 
-def _stream_sample(audited: AuditedRun, k: int, name: str, position: int) -> AuditedSample:
-    """A sample of a stream, for which its lane is read from the nearest record before it.
-
-    Raises InputError if there is none.
-    """
-    from relayrun.tokens.streams.text_stream import TextStream  # pyarrow, which a look at token shards does without
+def _stream_sample(
+    audited: AuditedRun, k: int, name: str
+) -> tuple[int, list[DocumentOrigin], npt.NDArray[np.signedinteger[Any]]]:
+    """Return epoch, origins and tokens of a stream's sample. Reads its lane from the nearest earlier record."""
+    from relayrun.tokens.streams.text_stream import TextStream  # imports pyarrow, which token shards do not need
 
     stream, schedule = audited.datasets[name], audited.order.schedule
-    standing = lane_positions_before(audited.run, schedule, name, audited.order.records[name], k)
-    if not isinstance(stream, TextStream) or standing is None:
+    positions = lane_positions_before(audited.run, schedule, name, audited.order.records[name], k)
+    if not isinstance(stream, TextStream) or positions is None:
         raise InputError(
             f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it",
             where=audited.run.path,
             hint="attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample",
         )
     lane = schedule.in_phase(k) % stream.lanes
-    lanes = stream.open_lanes({lane: standing.cursors[lane]})
-    try:
-        for _ in lane_samples(schedule, name, lane, stream.lanes, standing.at, k):
+    with contextlib.closing(stream.open_lanes({lane: positions.cursors[lane]})) as lanes:
+        for _ in lane_samples(schedule, name, lane, stream.lanes, positions.at, k):
             lanes.take(lane)
         row = lanes.take(lane)
-        origins, epoch = lanes.origins(lane), LaneCursor(*lanes.cursor(lane)).epoch
-    finally:
-        lanes.close()
-    return AuditedSample(
-        number=k,
-        dataset=name,
-        epoch=epoch,
-        i=position,
-        step=audited.progress.iteration_of(k),
-        origins=origins,
-        tokens=row.tokens,
-    )
+        return LaneCursor(*lanes.cursor(lane)).epoch, lanes.origins(lane), row.tokens
 
 
 def dataset_ledgers(audited: AuditedRun) -> list[DatasetLedger]:
-    """The account of each data set at the newest durable checkpoint. Its samples sum to the consumed samples."""
+    """Return the account of each data set at the newest durable checkpoint. Samples sum to the consumed samples."""
     schedule = audited.order.schedule
     total = sum(schedule.phases[-1].weights.values())
     gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.untrained]
@@ -285,16 +267,18 @@ def dataset_ledgers(audited: AuditedRun) -> list[DatasetLedger]:
                 windows=windows,
                 exhausted_sample=last,
                 exhausted_step=None if last is None else audited.progress.iteration_of(last),
-                lanes=None if windows is not None else _lane_progress(newest.get(name, audited.order.standing[name])),
+                lanes=None
+                if windows is not None
+                else _lane_progress(newest.get(name, audited.order.lane_positions[name])),
             )
         )
     return rows
 
 
-def _lane_progress(standing: LanePositions) -> LaneProgress:
-    lanes = [LaneCursor(*cursor) for cursor in standing.cursors]
+def _lane_progress(positions: LanePositions) -> LaneProgress:
+    lanes = [LaneCursor(*cursor) for cursor in positions.cursors]
     return LaneProgress(
-        sample=standing.at,
+        sample=positions.at,
         epochs=(min(lane.epoch for lane in lanes), max(lane.epoch for lane in lanes)),
         rows=sum(lane.rows for lane in lanes),
         left_out=skipped_rows(lanes),
@@ -303,7 +287,7 @@ def _lane_progress(standing: LanePositions) -> LaneProgress:
 
 
 def data_differences(a: AuditedRun, b: AuditedRun) -> list[str]:
-    """What differs in the data of two runs, a line each, the first different sample last; none if nothing does."""
+    """Return the differences of the data of two runs, a line each, the first different sample last; empty if equal."""
     lines = [f"{name}: {was!r} | {now!r}" for name, was, now in _different_pairs(a.order.settings, b.order.settings)]
     lines += [f"phase {number}: {was} | {now}" for number, was, now in _different_pairs(_phases(a), _phases(b))]
     for name in sorted(a.order.records.keys() | b.order.records.keys()):
@@ -327,7 +311,7 @@ def data_differences(a: AuditedRun, b: AuditedRun) -> list[str]:
 
 
 def _durable_samples(run: Run) -> tuple[int, int]:
-    """Iteration and consumed samples of the newest durable checkpoint."""
+    """Return iteration and consumed samples of the newest durable checkpoint."""
     base = resume_point(run)
     consumed = [commit.consumed_samples for commit in lineage_commits(run) if commit.iteration == base.iteration]
     return base.iteration, max(0, consumed[-1]) if consumed else 0

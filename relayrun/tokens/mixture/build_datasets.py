@@ -1,8 +1,8 @@
-"""From a config and a manifest to the order in which a run reads: the one place where data sets are made.
+"""Makes the data sets of a run, and the order in which it reads them, from a config and a manifest.
 
-`order: window` is `WindowOrder`, `document-window` is `DocumentWindowOrder`; the others are callables that get one
-`DatasetSpec`, a user's own by import path. Text that is tokenized as it is read is a `TextStream`.
-They are imported by the ranks and by the audit only, never by a submit.
+`order: window` is a `WindowOrder`, `document-window` a `DocumentWindowOrder`; other orders are callables that get a
+`DatasetSpec`, a user's own by import path. Text that is tokenized while training is a `TextStream`. Only ranks and the
+audit make data sets; a submit does not.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from relayrun.tokens.order.sampler import MixturePart, MixtureSampler, Stream
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
 VALIDATION_SEED = 0
-"""Fixed, so that runs with other seeds are evaluated on the same windows."""
+"""Fixed, so runs with other seeds are evaluated on the same windows."""
 
 
 def training_order(
     config: RunConfig, manifest: Manifest, *, opening: str | None = None, cache: Path | None = None
 ) -> MixtureSampler:
-    """The samples of a run that begins. `opening`: see `DatasetSpec`. Raises ConfigError.
+    """Return the samples of a run from its beginning. `opening`: see `DatasetSpec`. Raises ConfigError.
 
-    `cache`: the folder in which rows are counted once, where the config's data.data_cache_dir names none.
+    `cache`: folder for counts of rows if data.data_cache_dir is not set.
     """
     data, training = config.data, config.training
     parts = {}
@@ -58,9 +58,9 @@ def training_order(
 def validation_sets(
     config: RunConfig, manifest: Manifest, *, opening: str | None = None, cache: Path | None = None
 ) -> dict[str, ValidationSet]:
-    """The held-out sets: those given by path, and the share of each data set that `data.split` holds out.
+    """Return the held-out sets: those given by path, and the share of each data set that `data.split` holds out.
 
-    `opening`, `cache`: as for `training_order`. Raises ConfigError.
+    `opening`, `cache`: see `training_order`. Raises ConfigError.
     """
     length, split = config.training.seq_length, config.data.split
     orders = {
@@ -84,7 +84,7 @@ def validation_sets(
 def validation_set(
     config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None, cache: Path | None = None
 ) -> ValidationSet:
-    """The validation set called `name`, which is given by path. Raises ConfigError."""
+    """Return the validation set `name`, given by path. Raises ConfigError."""
     shards, length = manifest.validation[name], config.training.seq_length
     cut = config.data.validation_cut
     dataset: Dataset
@@ -99,14 +99,14 @@ def validation_set(
 
 
 def mixture_datasets(config: RunConfig) -> list[str]:
-    """Identities of the data sets that a config's mixture reads."""
+    """Return the identities of the data sets in a config's mixture."""
     return [source.identity(name) for name, source in config.data.sources.items()]
 
 
 def make_dataset(
     config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None, cache: Path | None = None
 ) -> Dataset | Stream:
-    """The data set that the config calls `name`. `opening`, `cache`: see `training_order`."""
+    """Return the data set `name` of the config. `opening`, `cache`: see `training_order`. Raises ConfigError."""
     training, data = config.training, config.data
     source = data.sources[name]
     identity, order = source.identity(name), source.order or data.order
@@ -143,8 +143,8 @@ def make_dataset(
 
 
 def text_stream(config: RunConfig, manifest: Manifest, name: str, files: DatasetManifest) -> Stream:
-    """The data set that the config calls `name`, which is text, over `files`. Raises ConfigError."""
-    # pyarrow and tokenizers: ranks that read token shards may do without
+    """Return the text data set `name` of the config over `files`. Raises ConfigError."""
+    # imports pyarrow and tokenizers, which token shards do not need
     from relayrun.tokens.streams.samples import SampleShape, StreamEncoder
     from relayrun.tokens.streams.text_stream import TextStream
 
@@ -176,9 +176,9 @@ def document_order(
     cache: Path | None = None,
     opening: str | None = None,
 ) -> DocumentWindowOrder:
-    """The data set that the config calls `name`, of `order: document-window`, over `shards`. Raises ConfigError.
+    """Return the data set `name` of the config, with `order: document-window`, over `shards`. Raises ConfigError.
 
-    `cache`: the folder in which its rows are counted once; None: they are counted here.
+    `cache`: folder for the counts of rows; None: rows are counted here.
     """
     cut, identity = config.data.cut_by_document[name], config.data.sources[name].identity(name)
     seed = config.training.seed
@@ -216,7 +216,7 @@ def _index_folder(config: RunConfig, cache: Path | None) -> Path | None:
 
 
 def _dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
-    """What makes the data sets of an order that is imported. Each is imported where it is asked for."""
+    """Import the callable of an order when it is needed."""
     if order == "megatron":
         from relayrun.tokens.order.megatron import MegatronOrder
 

@@ -1,6 +1,6 @@
-"""Creates a mixture: a folder of links to token shards, so chosen that each data set has its weight in tokens.
+"""Creates a mixture: a folder of links to token shards in which each data set has its weight in tokens.
 
-The `refuse_...` functions refuse a mixture that cannot be made, with the numbers that would help.
+The `refuse_...` functions refuse impossible mixtures, with the numbers that would help.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
 log = logging.getLogger(__name__)
 
 MAX_REPEATS = 100
-"""How often a dataset may be read in a mixture unless somebody says otherwise."""
+"""Default limit of passes over a dataset."""
 
 
 def refuse_repeats(datasets: Sequence[MixtureDataset], targets: Sequence[int], *, most: int) -> None:
-    """Raise ConfigError if a dataset would be read more than `most` times to give its target of tokens."""
+    """Raise ConfigError if a dataset would be read more than `most` times to reach its target of tokens."""
     for dataset, target in zip(datasets, targets, strict=True):
         if target > most * dataset.available:
             times = math.ceil(target / dataset.available)
@@ -53,9 +53,9 @@ def refuse_repeats(datasets: Sequence[MixtureDataset], targets: Sequence[int], *
 def refuse_empty_datasets(
     datasets: Sequence[MixtureDataset], targets: Sequence[int], *, tokens: int | None, repeat: bool, most: int
 ) -> None:
-    """Raise ConfigError if one of `datasets`, which have been taken from, gives nothing.
+    """Raise ConfigError if one of the selected `datasets` contributes no token.
 
-    Its target is then less than half of its first document. Only what would help is advised.
+    Its target is then less than half of its first document. The hint lists only remedies that work.
     """
     found = next(((d, target) for d, target in zip(datasets, targets, strict=True) if not d.tokens), None)
     if found is None:
@@ -85,7 +85,7 @@ def refuse_empty_datasets(
 
 
 def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = False) -> None:
-    """Raise InputError if two shards were made with different tokenizers, as far as records tell; `allow`: warn."""
+    """Raise InputError for shards whose records name different tokenizers; `allow`: warn instead."""
     records = ShardRecords()
     first: tuple[str, TokenizerRecord] | None = None
     for dataset in datasets:
@@ -108,12 +108,12 @@ def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = F
 
 
 def _min_tokens(dataset: MixtureDataset) -> int:
-    """Tokens of which the first document is the nearest end."""
+    """Return the smallest target for which the first document is the nearest end."""
     return _first_document(dataset) // 2 + 1
 
 
 def _first_document(dataset: MixtureDataset) -> int:
-    """Tokens of the first document that is not empty, in the order in which the mixture takes them."""
+    """Return the tokens of the first non-empty document, in the order in which the mixture takes them."""
     for shard in dataset.shards:
         if shard.tokens:
             ends = np.zeros(shard.sequences + 1, np.int64)
@@ -124,14 +124,14 @@ def _first_document(dataset: MixtureDataset) -> int:
 
 
 def _percent(value: float, *, up: bool = False) -> str:
-    """A share in percent with two digits, rounded to the safe side: down, or `up`."""
+    """Return a share in percent with two digits, rounded to the safe side: down, or `up`."""
     digits = 1 - math.floor(math.log10(100 * value))
     scale = 10.0**digits
     rounded = (math.ceil if up else math.floor)(100 * value * scale) / scale
     return f"{rounded:.{max(digits, 0)}f} %"
 
 
-LINK_THREADS = 4  # more are slower on a local disk, where reading a header takes no longer than starting to
+LINK_THREADS = 4  # more are slower on a local disk: reading a header is as fast as starting a thread
 MAX_LINKS = 10_000_000
 
 
@@ -151,11 +151,11 @@ def create_mixture(
 ) -> str:
     """Write the mixture of `folders` into the folder `output` and return its summary, a table and a forecast.
 
-    The folder appears at once and replaces a former mixture; anything else that stands there is refused. `tokens`: how
-    many in all, by default until a dataset is used up, or, with `allow_repeats`, until all are. `most_repeats`: how
-    often a dataset may be read. `whole_shards`: cut none. `allow_other_tokenizer`: warn where shards were made with
-    different tokenizers. `dry_run`: write nothing. `report` gets a line of progress now and then.
-    Raises ConfigError for wrong weights or options, InputError for wrong folders, torn shards, or two tokenizers.
+    The folder appears atomically and replaces a former mixture; any other content is refused. `tokens`: total; default:
+    until the first dataset is used up, or, with `allow_repeats`, the last. `most_repeats`: maximum passes over a
+    dataset. `whole_shards`: cut no shard. `allow_other_tokenizer`: warn about different tokenizers. `dry_run`: write
+    nothing. `report` receives lines of progress. Raises ConfigError for wrong weights or options, InputError for wrong
+    folders, torn shards, or two tokenizers.
     """
     if len(folders) != len(weights):
         raise ConfigError(
@@ -209,7 +209,7 @@ def create_mixture(
 
 
 def distinct_names(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:
-    """File names, all different: a name that stands once is kept, the others get their fallback or a number."""
+    """Return distinct file names: a unique name is kept, the others get their fallback or a number."""
     counts = Counter(names)
     used = {name for name, count in counts.items() if count == 1} | set(reserved)
     numbers: Counter[str] = Counter()
@@ -229,10 +229,7 @@ def distinct_names(names: Sequence[str], fallbacks: Sequence[str], *, reserved: 
 
 
 def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
-    """Refuse an output that holds anything but a former mixture, or lies in an input, or holds one.
-
-    Raises InputError.
-    """
+    """Raise InputError for an output that overlaps an input or holds anything but a former mixture."""
     final = Path(os.path.realpath(output))
     for folder in folders:
         real = Path(os.path.realpath(folder))
@@ -266,7 +263,7 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
 def _read_datasets(
     folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
 ) -> list[MixtureDataset]:
-    """Open every shard, put each dataset's shards into their shuffled order, name the links."""
+    """Open every shard, shuffle the shards of each dataset, and name the links."""
     roots = [folder.absolute() for folder in folders]
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
     names = distinct_names(
@@ -312,7 +309,7 @@ def _read_datasets(
 
 
 def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
-    """The dataset with what it gives for `target` tokens, its last shard cut at the end of the nearest document."""
+    """Return the dataset with its selection for `target` tokens; the last shard ends at the nearest document."""
     take = shard_selection.select_shards([shard.tokens for shard in dataset.shards], target)
     taken, cut = take.shards, None
     if take.rest:
@@ -328,7 +325,7 @@ def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
 
 
 def _cut_shard(shard: Shard, tokens: int) -> CutShard:
-    """The first documents of `shard`, with about so many tokens."""
+    """Return the first documents of `shard`, with about `tokens` tokens."""
     lengths = np.asarray(shard.lengths())
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
@@ -344,7 +341,7 @@ def _cut_shard(shard: Shard, tokens: int) -> CutShard:
 
 
 def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
-    """Make the folder of one dataset's links."""
+    """Make the folder of a dataset's links."""
     real_path = RealPathCache()
     used = None if dataset.passes else dataset.taken + 1
     indices = [real_path(shard.prefix + ".idx") for shard in dataset.shards[:used]]

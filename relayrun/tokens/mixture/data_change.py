@@ -1,36 +1,39 @@
-"""What a submit may do to the data of a run that has begun: pure, from manifests and configs to an answer.
+"""Changes of a run's data at a submit: a pure function of manifests and configs.
 
 | change | |
 |---|---|
 | weights, data sets added or left out, batch size, number of ranks | taken: this is what a mixture is for |
 | folders moved, files the same | taken |
 | other files under the same name | refused; accepted, the data set begins anew as its next edition, in a new phase |
-| files of an earlier edition are back | refused; accepted, that edition goes on where it was |
+| files of an earlier edition are back | refused; accepted, that edition goes on at its position |
 | a new name for files that the run knows | refused; accepted, it begins at 0 and the windows come again |
 | a data set's own order or options, source, stream or lanes | refused; accepted, as other files |
 | other files in a validation set | refused; accepted, they replace it |
 | other files under the same name, with `data.split` | refused; cannot be accepted: held-out windows would move |
 | tokenizer, sequence length, seed, split, of a run with a checkpoint | refused; cannot be accepted |
 
-Nothing is refused silently and nothing taken silently: a refusal names each difference.
+A refusal names each difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from relayrun.config.compose.schema import DataSection, DataSource, RunConfig
 from relayrun.errors import InputError
+from relayrun.tokens.order.sampler import short_value
 from relayrun.tokens.order.schedule import integer_weights
-from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, ShardEntry
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
+T = TypeVar("T")
 ACCEPT_OPTION = "--accept-data-change"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedData:
-    """The data of a run as the submitted config wants them."""
+    """The result of a submit's data change."""
 
     config: RunConfig
     """The submitted config, with the editions in its mixture."""
@@ -42,11 +45,10 @@ class AcceptedData:
 def apply_data_change(
     *, frozen: Manifest, history: Sequence[RunConfig], found: Manifest, config: RunConfig, accept: bool, trained: bool
 ) -> AcceptedData:
-    """Bring the manifest `frozen` of a run up to `found`, the data of the submitted `config`.
+    """Bring a run's manifest `frozen` up to `found`, the data of the submitted `config`.
 
-    `found` names data sets as the config does, without editions; `history` are the run's config revisions,
-    the newest first; `trained` says whether it has a checkpoint. Raises InputError that names every
-    difference that is not accepted.
+    `found` names data sets like the config, without editions; `history` are the run's config revisions, newest first;
+    `trained`: the run has a checkpoint. Raises InputError that names every difference that is not accepted.
     """
     fixed = _fixed_differences(frozen, history[0], found, config)
     if fixed and trained:
@@ -90,7 +92,7 @@ def apply_data_change(
 
 
 def _refuse_leak(frozen: Manifest, sources: Mapping[str, DataSource], found: Manifest, split: float) -> None:
-    """With a split the end of other files would be held out, and the run may have trained on it."""
+    """Refuse other files with a split: their end would be held out, and the run may have trained on it."""
     known = {dataset.fingerprint for dataset in frozen.datasets.values()}
     for name, source in sources.items():
         if split and source.edition > 1 and found.datasets[name].fingerprint not in known:
@@ -102,7 +104,7 @@ def _refuse_leak(frozen: Manifest, sources: Mapping[str, DataSource], found: Man
 
 
 def integer_mixture_weights(config: RunConfig) -> dict[str, int]:
-    """The integer weights of a config's mixture, by identity: what makes a phase."""
+    """Return the integer weights of a config's mixture by identity; a change begins a phase."""
     return integer_weights({source.identity(name): source.weight for name, source in config.data.sources.items()})
 
 
@@ -114,7 +116,7 @@ def _edition(
     history: Sequence[RunConfig],
     data: DataSection,
 ) -> tuple[int, list[str]]:
-    """Which edition of a data set is meant, and what must be accepted for it. `data`: the config's."""
+    """Return the edition of a data set, and the changes that must be accepted for it. `data` belongs to the config."""
     editions: dict[int, DatasetManifest] = {}
     while (identity := source.model_copy(update={"edition": len(editions) + 1}).identity(name)) in frozen.datasets:
         editions[len(editions) + 1] = frozen.datasets[identity]
@@ -145,7 +147,7 @@ def _edition(
 
 
 def _stream_setting_differences(was: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """What differs between the settings of a stream, by name."""
+    """Return the differences between the settings of a stream, by name."""
     if not was or not now:
         kinds = [side.get("source", "tokens") for side in (was, now)]
         return [] if was == now else [f"source was {kinds[0]}, is {kinds[1]}"]
@@ -154,7 +156,7 @@ def _stream_setting_differences(was: Mapping[str, object], now: Mapping[str, obj
 
 
 def _fixed_differences(frozen: Manifest, previous: RunConfig, found: Manifest, config: RunConfig) -> list[str]:
-    """Differences in what gives every sample number its meaning, each with the reason why it must stay."""
+    """Return differences that would change the meaning of sample numbers, each with its reason."""
     before, now = previous.training, config.training
     whole = frozen.tokenizer_fingerprint, found.tokenizer_fingerprint
     ids = frozen.tokenizer_ids, found.tokenizer_ids
@@ -168,15 +170,15 @@ def _fixed_differences(frozen: Manifest, previous: RunConfig, found: Manifest, c
         ("data.split", previous.data.split, config.data.split, "windows would move into or out of training"),
     ]
     return [
-        f"{name} was {_short_value(was)}, is {_short_value(value)}: {why}"
+        f"{name} was {short_value(was)}, is {short_value(value)}: {why}"
         for name, was, value, why in compared
         if was != value
     ]
 
 
 def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
-    """What differs between two lists of shards, by file name."""
-    old, new = _shards_by_name(before), _shards_by_name(now)
+    """Return the differences between two lists of shards, by file name."""
+    old, new = (_by_name({shard.prefix: shard for shard in part.shards}) for part in (before, now))
     lines = [f"shard {name} is gone" for name in old if name not in new]
     lines += [f"shard {name} was added" for name in new if name not in old]
     lines += _file_differences(before, now)
@@ -195,8 +197,8 @@ def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[st
 
 
 def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
-    """What differs between two lists of files of text, by file name."""
-    old, new = ({file.path[_common_path_length(part) :]: file for file in part.files} for part in (before, now))
+    """Return the differences between two lists of text files, by file name."""
+    old, new = (_by_name({file.path: file for file in part.files}) for part in (before, now))
     lines = [f"file {name} is gone" for name in old if name not in new]
     lines += [f"file {name} was added" for name in new if name not in old]
     for name in [name for name in old if name in new]:
@@ -213,27 +215,9 @@ def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str
     return lines
 
 
-def _common_path_length(dataset: DatasetManifest) -> int:
-    """How long the part of the paths is that all files of a data set have in common."""
-    return _common_prefix_length([file.path for file in dataset.files])
-
-
-def _shards_by_name(dataset: DatasetManifest) -> dict[str, ShardEntry]:
-    """By the part of the path that differs between the shards, so that a moved folder does not matter."""
-    common = _common_prefix_length([shard.prefix for shard in dataset.shards])
-    return {shard.prefix[common:]: shard for shard in dataset.shards}
-
-
-def _common_prefix_length(prefixes: list[str]) -> int:
-    common = 0
-    if len(prefixes) > 1:
-        first, last = min(prefixes), max(prefixes)
-        same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-        common = first.rfind("/", 0, same) + 1
-    elif prefixes:
-        common = prefixes[0].rfind("/") + 1
-    return common
-
-
-def _short_value(value: object) -> str:
-    return repr(value[:12] + "…") if isinstance(value, str) and len(value) == 64 else repr(value)
+def _by_name(entries: Mapping[str, T]) -> dict[str, T]:
+    """Return entries by the part of their path behind the common folder, which may have moved."""
+    first, last = min(entries, default=""), max(entries, default="")
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    start = first.rfind("/", 0, same) + 1
+    return {path[start:]: entry for path, entry in entries.items()}

@@ -1,10 +1,10 @@
-"""Selects the shards that a mixture takes of each data set, and summarises the mixture.
+"""Selects the shards of each data set for a mixture, and summarises the mixture.
 
 `select_shards`: every data set gives weight x total tokens, to the document: whole shards in a seeded order, and the
-last shard is cut. `select_whole_shards`: no shard is cut; the data set furthest behind its weight (weight x total -
-own tokens is largest) takes its next shard until a data set that should take has none left. A shard that would leave
-any data set more than one shard away from its weight waits, so the reached weights are within one shard. Several
-passes over a data set lie in folders of their own, because each file needs a name of its own.
+last shard is cut. `select_whole_shards`: no shard is cut; the data set furthest behind its weight (weight x total - own
+tokens is largest) takes its next shard until a data set that should take has none left. A shard that would leave any
+data set more than one shard away from its weight waits, so the reached weights are within one shard. Each pass over a
+data set has its own folder, because file names must be unique.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from relayrun.tokens.shards.prefixes import MIXTURE_FORMAT
 from relayrun.tokens.shards.shard import Shard, encode_index
 
 WEIGHT_TOLERANCE = 0.001
-"""How far from its weight a dataset may be, as a share of its weight."""
+"""Accepted deviation from a dataset's weight, as a share of the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSelection:
-    """What one dataset gives of its shards, in their shuffled order."""
+    """The share of a dataset's shards, in their shuffled order, in a mixture."""
 
     passes: int
-    """How often all of its shards are taken."""
+    """Complete passes over all shards."""
     shards: int
     """Whole shards of the last, partial pass, from the front."""
     rest: int
-    """Tokens that are missing after the whole shards, fewer than the next shard has."""
+    """Tokens still missing after the whole shards, fewer than the next shard has."""
 
 
 def parse_token_count(text: str) -> int:
-    """Return how many tokens `10B`, `1.5T`, `300M`, `20k` or `1_000` are. Raises ConfigError."""
+    """Return the number of tokens in `10B`, `1.5T`, `300M`, `20k` or `1_000`. Raises ConfigError."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kKmMbBgGtT]?)", text.strip())
     factor = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
     tokens = round(float(match[1].replace("_", "")) * factor[match[2].lower()]) if match else 0
@@ -53,7 +53,7 @@ def parse_token_count(text: str) -> int:
 
 
 def normalise_weights(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum. Raises ConfigError unless all are positive and finite."""
+    """Return the weights divided by their sum. Raises ConfigError unless all are positive and finite."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(
@@ -70,10 +70,10 @@ def normalise_weights(weights: Sequence[float]) -> list[float]:
 
 
 def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
-    """A shuffle of the shards called `names`: indices sorted by a keyed hash of the name.
+    """Return indices of the shards `names` in shuffled order, sorted by a keyed hash of the name.
 
-    It depends on nothing but seed, number of the dataset and names: not on the place of the folder,
-    and a shard that is added leaves the others in their order.
+    The order depends on seed, number of the dataset and names alone: a moved folder changes nothing, and an added shard
+    leaves the others in their order.
     """
     key = hashlib.sha256(f"{seed}/{dataset}".encode()).digest()
     digests = [hashlib.blake2b(os.fsencode(name), key=key, digest_size=16).digest() for name in names]
@@ -83,10 +83,10 @@ def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int
 def tokens_per_dataset(
     available: Sequence[int], weights: Sequence[float], *, tokens: int | None = None, repeat: bool = False
 ) -> list[int]:
-    """Tokens that each dataset is to give.
+    """Return the target tokens of each dataset.
 
-    With `tokens` they sum to it, within rounding, and a dataset that has fewer is repeated. Without, the mixture
-    ends where the first dataset is used up, or, with `repeat`, the last one.
+    With `tokens` they sum to it, within rounding, and smaller datasets are repeated. Without, the mixture ends with the
+    first dataset that is used up, or, with `repeat`, the last.
     """
     if tokens is not None:
         return [round(weight * tokens) for weight in weights]
@@ -98,7 +98,7 @@ def tokens_per_dataset(
 
 
 def select_shards(sizes: Sequence[int], target: int) -> ShardSelection:
-    """How the `target` tokens come from shards of these `sizes` (tokens, in their shuffled order)."""
+    """Return the selection of `target` tokens from shards of these `sizes` (tokens, in their shuffled order)."""
     ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
     passes, left = divmod(target, int(ends[-1]))
     whole = int(np.searchsorted(ends, left, side="right")) if left else 0
@@ -106,7 +106,7 @@ def select_shards(sizes: Sequence[int], target: int) -> ShardSelection:
 
 
 def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
-    """Which of the ascending `ends` comes nearest to `tokens`; of equal ones the last."""
+    """Return the index of the ascending `ends` nearest to `tokens`; the last of equal ones."""
     after = min(int(np.searchsorted(ends, tokens)), len(ends) - 1)
     before = max(after - 1, 0)
     found = before if tokens - int(ends[before]) <= int(ends[after]) - tokens else after
@@ -114,13 +114,12 @@ def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
 
 
 def select_whole_shards(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
-    """How many shards each dataset gives, from the front of its list, none cut. The rule is above.
+    """Return the number of shards that each dataset gives, from the front of its list, without cuts (rule: see above).
 
-    `sizes[d]` are the tokens of dataset d's shards in their shuffled order, `weights` sum to 1.
-    For the counts returned, |tokens of d - weights[d] x total| is at most the largest shard chosen,
-    for every d. With two or three datasets one is always used up; with four or more the selection can
-    (rarely) run into states where every step breaks the bound: it then goes on by the plain rule, and
-    the last state within the bound counts.
+    `sizes[d]` are the tokens of dataset d's shards in their shuffled order, `weights` sum to 1. For the result, |tokens
+    of d - weights[d] x total| is at most the largest shard chosen, for every d. With two or three datasets one is
+    always used up. With four or more the selection can rarely reach states where every step breaks the bound: it then
+    goes on by the plain rule, and returns the last state within the bound.
     """
     share = np.asarray(weights, dtype=np.float64)
     tokens = np.zeros(len(sizes), dtype=np.int64)
@@ -160,12 +159,12 @@ class CutShard:
     tokens: int
 
     def index(self) -> bytes:
-        """Return the bytes of an .idx that names these documents alone."""
+        """Return the bytes of an .idx with these documents alone."""
         bounds = np.asarray(self.of.bounds())[: self.documents + 1]
         return encode_index(np.asarray(self.of.lengths())[: bounds[-1]], bounds, self.of.dtype)
 
     def longest(self) -> int:
-        """Tokens of the longer of the two documents at the cut."""
+        """Return the tokens of the longer of the two documents at the cut."""
         bounds = np.asarray(self.of.bounds())
         lengths = self.of.lengths()
         around = [(bounds[at], bounds[at + 1]) for at in (self.documents - 1, self.documents) if at >= 0]
@@ -174,63 +173,63 @@ class CutShard:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureDataset:
-    """One dataset of a mixture. `shards` and `links` stand in their shuffled order."""
+    """A dataset of a mixture. `shards` and `links` are in their shuffled order."""
 
     name: str
-    """Sub-folder of the mixture that holds its links."""
+    """Sub-folder of the mixture for its links."""
     folder: str
-    """Absolute path of the dataset, as it was given."""
+    """Absolute path of the dataset, with links unresolved."""
     weight: float
     """Wanted share of the tokens; the weights of a mixture sum to 1."""
     shards: list[Shard] = field(repr=False)
-    """All shards that the dataset has."""
+    """All shards of the dataset."""
     links: list[str] = field(repr=False)
     """Link names without suffix, one a shard."""
     reals: list[str] = field(repr=False)
-    """Where the .bin of each shard really lies."""
+    """Real path of the .bin of each shard."""
     passes: int = 0
-    """How often the mixture takes all shards."""
+    """Complete passes over all shards."""
     taken: int = 0
-    """How many shards the mixture takes whole after the passes, from the front."""
+    """Whole shards after the passes, from the front."""
     cut: CutShard | None = None
-    """What the mixture takes of the shard after the whole ones."""
+    """The selected part of the shard after the whole ones."""
 
     @functools.cached_property
     def tokens(self) -> int:
-        """Tokens that the mixture takes."""
+        """Tokens in the mixture."""
         cut = self.cut.tokens if self.cut is not None else 0
         return self.passes * self.available + sum(shard.tokens for shard in self.shards[: self.taken]) + cut
 
     @functools.cached_property
     def available(self) -> int:
-        """Tokens that the dataset has."""
+        """Tokens of the dataset."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def epochs(self) -> float:
-        """How often the mixture takes an average token."""
+        """Average passes over a token."""
         return self.tokens / self.available
 
     @property
     def size(self) -> int:
-        """Bytes of the tokens that the mixture takes."""
+        """Bytes of the tokens in the mixture."""
         whole = self.passes * sum(shard.tokens * shard.dtype.itemsize for shard in self.shards)
         whole += sum(shard.tokens * shard.dtype.itemsize for shard in self.shards[: self.taken])
         return whole + (self.cut.tokens * self.cut.of.dtype.itemsize if self.cut is not None else 0)
 
     @property
     def counts(self) -> list[int]:
-        """Whole shards of every pass; to the last one belongs the cut shard, if there is one."""
+        """Whole shards of every pass; the cut shard belongs to the last pass."""
         last = [self.taken] if self.taken or self.cut is not None else []
         return [len(self.shards)] * self.passes + last
 
     @property
     def prefixes(self) -> int:
-        """How many shards the mixture links."""
+        """Number of linked shards."""
         return self.passes * len(self.shards) + self.taken + (self.cut is not None)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """A record of every shard that the mixture links."""
+        """Yield a record of every linked shard."""
         for number, count in enumerate(self.counts):
             place = os.path.join(self.name, pass_folder(number))
             found = [(shard, shard.tokens, shard.documents if shard.cut else None) for shard in self.shards[:count]]
@@ -242,14 +241,14 @@ class MixtureDataset:
 
 
 def pass_folder(number: int) -> str:
-    """Where the links of a pass lie below those of the first, which is number 0."""
+    """Return the folder of a pass relative to the first pass, which is number 0."""
     return f"epoch-{number + 1}" if number else ""
 
 
 def summarise_mixture(datasets: Sequence[MixtureDataset], seed: int) -> str:
-    """The table that is printed and written beside the links: one line a dataset, and the total.
+    """Return the printed table, which is also written beside the links: a line for each dataset, and the total.
 
-    `lasts` forecasts when a dataset has been read once, in tokens of the mixture.
+    `lasts` forecasts the tokens of the mixture after which a dataset has been read once.
     """
     total = sum(dataset.tokens for dataset in datasets)
     rows = [("dataset", "tokens", "of", "epochs", "lasts", "prefixes", "of", "GB", "wanted", "reached", "folder")]
@@ -316,7 +315,7 @@ def _remarks(d: MixtureDataset, total: int) -> Iterator[str]:
 
 
 def mixture_summary_json(datasets: Sequence[MixtureDataset], seed: int) -> str:
-    """The summary for programs; one line a shard. ASCII, because a file name need not be UTF-8."""
+    """Return the summary for programs, a line for each shard. ASCII, because a file name need not be UTF-8."""
     total = sum(dataset.tokens for dataset in datasets)
     head = {
         "format": MIXTURE_FORMAT,

@@ -1,15 +1,15 @@
-"""One process beside a rank that reads and tokenizes its streams, ahead of the rank and without its interpreter's lock.
+"""A process beside a rank that reads and tokenizes its streams ahead, without the rank's interpreter lock.
 
     rank                                          worker: python -m relayrun.tokens.mixture.stream_worker
-    LaneReader over received streams     ◄─pipe─  LaneReader over the streams themselves
+    LaneReader over `_ReceivedLanes`     ◄─pipe─  LaneReader over `_SentLanes`
 
-Which lanes are asked, and in which order, follows from schedule and position, so both sides ask alike, and nothing is
-asked over the pipe: the worker sends each sample with the cursor of its lane, and is held up where the pipe is full.
-The rank keeps the cursors of what it has taken; what was read ahead is in no checkpoint. So the samples, and the state,
-are those of a rank that reads by itself.
+Schedule and position determine the order of lanes, so both sides take the same order and the rank sends no requests:
+the worker sends each sample with the cursor of its lane, and blocks on a full pipe. The rank keeps the cursors of
+samples it has taken; checkpoints exclude samples read ahead. Samples and state equal those of a rank that reads by
+itself.
 
-The rank writes one line of JSON to the worker's standard input, and keeps it open: its end ends the worker, however the
-rank has died. Nothing is unpickled. A worker that dies is an error that names it.
+The rank writes a line of JSON to the worker's standard input and keeps it open: its end ends the worker, however the
+rank died. Nothing is unpickled. A dead worker raises an error with its name.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -41,10 +42,9 @@ from relayrun.tokens.mixture.build_datasets import text_stream
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import (
     Cursor,
-    LanePositions,
+    LaneOpener,
     LaneReader,
     MixtureSampler,
-    OpenLanes,
     Stream,
     read_lane_positions,
 )
@@ -54,43 +54,43 @@ from relayrun.tokens.shards.manifest import Manifest
 log = logging.getLogger(__name__)
 
 PIPE_BYTES = 1 << 20
-"""Room for samples between the two processes, where the kernel gives so much: at 4,096 tokens about 30 of them."""
+"""Wanted size of the pipe; 1 MiB holds about 30 samples of 4,096 tokens. The kernel may give less."""
 PIECE_BYTES = 1 << 17
 """Bytes of samples that are sent together, since each piece wakes the rank."""
 PIECE_SECONDS = 0.002
-"""Where the last piece went longer ago the next one goes at once: the rank may wait for it."""
+"""Seconds after which a piece is sent at once, because the rank may wait for it."""
 _FORGET_EVERY = 256
-"""Samples after which the worker forgets the cursors of those that it has sent."""
+"""Samples between two calls that drop the cursors of sent samples."""
 END_SECONDS = 10.0
 _HEAD = struct.Struct("<II")
-"""What a piece begins with: bytes of the numbers of its samples, and of their tokens and masks, which follow. In the
-place of samples an error may come: then the first is 0, and the second that of its JSON."""
+"""Head of a piece: bytes of the numbers of its samples, and of their tokens and masks, which follow. An error has 0 and
+the bytes of its JSON."""
 _RANK_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
-"""Signals that ask the rank for something. A job's go to all its processes; the worker lives as long as the rank."""
+"""Signals with a meaning for the rank. Slurm sends them to all processes of the job; the worker must ignore them."""
 
 
 class StreamWorkerDied(RelayrunError):
-    """The process that reads a rank's streams has ended. The next attempt may do better: it may have been killed."""
+    """The process that reads a rank's streams ended. It may have been killed, so the next attempt may succeed."""
 
 
 class StreamWorker:
-    """The process that reads what one rank takes of streams, as this rank sees it."""
+    """The rank's end: a process that reads this rank's share of streams."""
 
     def __init__(
         self, config: RunConfig, manifest: Path, order: MixtureSampler, *, consumed: int, replica: int, replicas: int
     ) -> None:
-        """Start it. `order`, as it stands when sample `consumed` is next."""
+        """Start the process; `order` stands at sample `consumed`."""
         job = {
             "config": config.model_dump(mode="json"),
             "manifest": str(manifest),
             "phases": order.schedule.to_json(),
-            "standing": {name: order.standing[name].to_json(consumed, {}) for name in order.streams},
+            "positions": {name: order.lane_positions[name].to_json(consumed, {}) for name in order.streams},
             "consumed": consumed,
             "replica": replica,
             "replicas": replicas,
         }
         receiving, sending = os.pipe()
-        with contextlib.suppress(OSError):  # the limit of a user; then the pipe is as large as it is
+        with contextlib.suppress(OSError):  # beyond a user's limit the default size stays
             fcntl.fcntl(sending, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)  # a child begins with its parent's mask
         try:
@@ -105,9 +105,9 @@ class StreamWorker:
             os.close(sending)
         self._pipe: BinaryIO = os.fdopen(receiving, "rb")
         self._samples: deque[tuple[int, int, SampleRow, Cursor]] = deque()
-        """What came with the last piece and was not asked for yet: stream, lane, sample, and the cursor behind it."""
+        """Samples of the latest piece that were not taken yet: stream, lane, sample, and the cursor behind it."""
         self._error: RelayrunError | None = None
-        """What came behind the last sample."""
+        """The error behind the last sample."""
         self._closing = False
         self._names = list(order.streams)
         try:
@@ -121,14 +121,14 @@ class StreamWorker:
     def pid(self) -> int:
         return self._process.pid
 
-    def streams(self, of: Mapping[str, Stream]) -> dict[str, Stream]:
-        """The streams, of which the worker opens the lanes."""
-        return {name: _Received(name, stream, self) for name, stream in of.items()}
+    def openers(self) -> dict[str, LaneOpener]:
+        """Return substitutes of `Stream.open_lanes` by stream; the worker opens the lanes."""
+        return {name: partial(_ReceivedLanes, self, name) for name in self._names}
 
     def take(self, name: str, lane: int) -> tuple[SampleRow, Cursor]:
-        """Return the next sample, which must be of this lane, and where the lane stands behind it.
+        """Return the next sample, which must be of this lane, and the cursor of the lane behind it.
 
-        Raises what the worker raised, and WorkerDied.
+        Raises errors of the worker, and StreamWorkerDied.
         """
         if not self._samples:
             self._samples.extend(self._next_piece())
@@ -164,7 +164,7 @@ class StreamWorker:
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # hangs in the file system: it goes when that lets it
+            self._process.kill()  # hangs in the file system and dies once that returns
             log.warning("the process %d that reads streams does not end; it was killed", self.pid)
             return
         self._pipe.close()
@@ -188,40 +188,11 @@ class StreamWorker:
         )
 
 
-class _Shared:
-    """A stream, of which each of the two processes opens the lanes in its way
-    (`relayrun.tokens.order.sampler.Stream`)."""
-
-    def __init__(self, name: str, stream: Stream) -> None:
-        self._name, self._stream = name, stream
-        self.lanes = stream.lanes
-
-    def first_cursors(self) -> list[Cursor]:
-        return self._stream.first_cursors()
-
-    def record(self) -> dict[str, Any]:
-        return self._stream.record()
-
-    def check_cursors(self, cursors: Sequence[Cursor]) -> None:
-        self._stream.check_cursors(cursors)
-
-
-class _Received(_Shared):
-    """A stream whose lanes another process opens."""
-
-    def __init__(self, name: str, stream: Stream, worker: StreamWorker) -> None:
-        super().__init__(name, stream)
-        self._worker = worker
-
-    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
-        return _ReceivedLanes(self._name, dict(cursors), self._worker)
-
-
 class _ReceivedLanes:
     """Lanes that another process reads."""
 
-    def __init__(self, name: str, cursors: dict[int, Cursor], worker: StreamWorker) -> None:
-        self._name, self._cursors, self._worker = name, cursors, worker
+    def __init__(self, worker: StreamWorker, name: str, cursors: Mapping[int, Cursor]) -> None:
+        self._worker, self._name, self._cursors = worker, name, dict(cursors)
 
     def take(self, lane: int) -> SampleRow:
         row, self._cursors[lane] = self._worker.take(self._name, lane)
@@ -244,7 +215,7 @@ class _Sender:
         self._size, self._sent = 0, 0.0
 
     def send(self, of: int, lane: int, row: SampleRow, cursor: Cursor) -> None:
-        """Send a sample; it may wait for some others. Raises BrokenPipeError when the rank is gone."""
+        """Send a sample, possibly together with later ones. Raises BrokenPipeError after the end of the rank."""
         masked, lengths = row.loss_mask is not None, row.lengths
         self._numbers += (of, lane, len(row.tokens), masked, row.padding, row.windows, len(cursor), *cursor)
         self._numbers += (-1,) if lengths is None else (len(lengths), *lengths)
@@ -257,7 +228,7 @@ class _Sender:
             self._send_samples()
 
     def send_error(self, error: RelayrunError) -> None:
-        """Send the samples that wait, and an error behind them."""
+        """Send the waiting samples, and an error behind them."""
         if self._data:
             self._send_samples()
         kinds = [kind.__name__ for kind in type(error).__mro__]
@@ -276,23 +247,12 @@ class _Sender:
         self._sent = time.monotonic()
 
 
-class _Sent(_Shared):
-    """A stream whose samples are sent as they are taken."""
-
-    def __init__(self, number: int, name: str, stream: Stream, sender: _Sender) -> None:
-        """`number`: its place among the streams of the job."""
-        super().__init__(name, stream)
-        self._number, self._sender = number, sender
-
-    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
-        return _SentLanes(self._number, self._stream.open_lanes(cursors), self._sender)
-
-
 class _SentLanes:
-    """Lanes whose samples are sent as they are taken."""
+    """Lanes that send their samples as they are taken."""
 
-    def __init__(self, number: int, lanes: OpenLanes, sender: _Sender) -> None:
-        self._number, self._lanes, self._sender = number, lanes, sender
+    def __init__(self, sender: _Sender, number: int, stream: Stream, cursors: Mapping[int, Cursor]) -> None:
+        """`number`: index among the streams of the job."""
+        self._sender, self._number, self._lanes = sender, number, stream.open_lanes(cursors)
 
     def take(self, lane: int) -> SampleRow:
         row = self._lanes.take(lane)
@@ -307,7 +267,7 @@ class _SentLanes:
 
 
 def _unpacked(numbers: bytes, data: bytes) -> Iterator[tuple[int, int, SampleRow, Cursor]]:
-    """The samples of a piece, each with its stream, its lane, and the cursor behind it; see `_Sender.send`."""
+    """Yield the samples of a piece, each with stream, lane, and the cursor behind it; see `_Sender.send`."""
     all_numbers = struct.unpack(f"<{len(numbers) // 8}q", numbers)
     at = place = 0
     while at < len(all_numbers):
@@ -326,39 +286,33 @@ def _unpacked(numbers: bytes, data: bytes) -> Iterator[tuple[int, int, SampleRow
 
 
 def send_samples(job: Mapping[str, Any], sender: _Sender) -> None:
-    """Send the samples that a rank takes of streams, in its order. Raises BrokenPipeError when the rank is gone."""
+    """Send the samples of a rank's streams, in its order. Raises BrokenPipeError after the end of the rank."""
     config = RunConfig.model_validate(job["config"])
     manifest = Manifest.read(job["manifest"])
     schedule = Schedule.from_json(job["phases"])
     names = {config.data.sources[name].identity(name): name for name in config.data.streams}
-    standing: dict[str, LanePositions] = read_lane_positions(job["standing"], job["consumed"])
-    streams: dict[str, Stream] = {
-        identity: _Sent(
-            number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), sender
+    openers = {
+        identity: partial(
+            _SentLanes, sender, number, text_stream(config, manifest, names[identity], manifest.datasets[identity])
         )
-        for number, identity in enumerate(job["standing"])
+        for number, identity in enumerate(job["positions"])
     }
     reading = LaneReader(
         schedule,
-        streams,
-        standing,
-        _sample_of_another_dataset,
+        openers,
+        read_lane_positions(job["positions"], job["consumed"]),
+        lambda _: SampleRow(tokens=np.zeros(0, np.int64)),  # the rank reads samples of other data sets itself
         name="train",
         lanes=config.data.lanes,
         consumed=job["consumed"],
         replica=job["replica"],
         replicas=job["replicas"],
     )
-    gc.freeze()  # what lives as long as the process is not looked through again and again
+    gc.freeze()  # excludes long-lived objects from garbage collection
     for turn, k in enumerate(reading.numbers(job["consumed"], 1 << 62)):
         reading.row(k)
         if not turn % _FORGET_EVERY:
             reading.cursors(k)
-
-
-def _sample_of_another_dataset(_: int) -> SampleRow:
-    """In the place of a sample that the rank reads itself."""
-    return SampleRow(tokens=np.zeros(0, np.int64))
 
 
 def run_worker() -> None:
@@ -376,7 +330,7 @@ def run_worker() -> None:
 
 
 def _end_with_the_rank() -> None:
-    os.read(0, 1)  # not through sys.stdin, whose lock the interpreter wants at its end
+    os.read(0, 1)  # not through sys.stdin, whose lock the interpreter takes at exit
     os._exit(0)
 
 

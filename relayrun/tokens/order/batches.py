@@ -1,13 +1,13 @@
-"""Global batches: how samples are dealt to data-parallel ranks, and which iteration trains on which samples.
+"""Global batches: samples dealt to data-parallel ranks, and the iterations that train on them.
 
 The iteration that begins with `c` consumed samples trains on the samples c .. c + size - 1, with the size of
 `BatchSizes`. Accumulation step s, rank r, row m of its micro-batch is
 
     sample c + (s * data_parallel_size + r) * micro_batch_size + m
 
-so every accumulation step, over all ranks, is one contiguous range of sample numbers. If ranks have lanes of their own
-(`relayrun.tokens.order.sampler.LaneReader`), each rank takes its own numbers. A thread prepares the next two
-iterations. `TrainingProgress` maps iterations to samples over the whole past of a run.
+so every accumulation step, over all ranks, is a contiguous range of sample numbers. With streams, each rank takes the
+numbers of its lanes (`relayrun.tokens.order.sampler.LaneReader`). `TrainingProgress` maps iterations to samples over
+the whole past of a run.
 """
 
 from __future__ import annotations
@@ -19,44 +19,32 @@ from queue import Empty, Queue
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import numpy as np
-import numpy.typing as npt
-
 from relayrun.config.sections.training import BatchSizes, IterationRange
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order.sample_rows import RowBatch, SampleRow
 
 PREFETCHED_ITERATIONS = 2
-"""Iterations read ahead."""
+"""Iterations that a thread prepares in advance."""
 CLOSE_SECONDS = 10.0
 
 Batch = list[RowBatch]
-"""One rank's share of an iteration: per accumulation step micro_batch_size samples."""
+"""The share of a rank in an iteration: a micro-batch for each accumulation step."""
 
 
 class SampleSource(Protocol):
-    """What is read: numbered samples, each int64 [seq_length + 1].
-
-    It may have a method `row(k)` as well, and `numbers(first, end)`, the samples of this rank between the two.
-    """
+    """Numbered samples. Optional methods: `numbers(first, end)`, this rank's samples in the range, and `close()`."""
 
     name: str
 
-    def sample(self, k: int) -> npt.NDArray[np.int64]: ...
-
-
-def check_token_ids(order: SampleSource, k: int, vocabulary_size: int | None) -> npt.NDArray[np.int64]:
-    """Token ids of sample k. Raises FatalTrainingError if one of them is none of a vocabulary of this size.
-
-    The padding of an embedding would take some without a word, and a GPU says of the others only that it failed.
-    """
-    ids = order.sample(k)
-    check_row(SampleRow(tokens=ids), order, k, vocabulary_size)
-    return ids
+    def row(self, k: int) -> SampleRow: ...
 
 
 def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int | None) -> SampleRow:
-    """Return the row, which is sample k. Raises FatalTrainingError as `check_token_ids`."""
+    """Return `row`, which is sample k. Raises FatalTrainingError for an id outside of the vocabulary.
+
+    Without the check the padding of an embedding would accept some ids, and a GPU would report the others only as a
+    failure.
+    """
     tokens = row.tokens
     if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
         wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
@@ -69,11 +57,11 @@ def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int 
 
 
 class BatchReader(Iterator[Batch]):
-    """Endless iterator over the share of one data-parallel rank, beginning at `consumed_samples`.
+    """Endless iterator over the batches of a data-parallel rank, starting at `consumed_samples`. A thread reads ahead.
 
-    Raises ConfigError if a batch size still to come is no multiple of micro_batch_size x data_parallel_size.
-    An error of the reading thread is raised by `next`, after the iterations that were read whole before it.
-    Call `close` (or use it as a context manager) to end the thread.
+    Raises ConfigError if a later batch size is not divisible by micro_batch_size x data_parallel_size. `next` raises an
+    error of the thread behind the iterations that were read before it. `close`, or the context manager, ends the
+    thread.
     """
 
     def __init__(
@@ -87,7 +75,7 @@ class BatchReader(Iterator[Batch]):
         consumed_samples: int,
         vocabulary_size: int | None = None,
     ) -> None:
-        """`vocabulary_size`: what every token id must be below; None where nothing is known of it."""
+        """`vocabulary_size`: exclusive upper bound of token ids; None: unknown."""
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         if micro_batch_size < 1 or consumed_samples < 0:
@@ -101,7 +89,7 @@ class BatchReader(Iterator[Batch]):
                 f"{micro_batch_size} x {data_parallel_size}"
             )
         self.consumed_samples = consumed_samples
-        """Number of the first sample that `next` has not returned yet, over all ranks."""
+        """Number of the first sample, over all ranks, that `next` has not returned."""
         self._order = order
         self._rank = data_parallel_rank
         self._size = data_parallel_size
@@ -128,10 +116,10 @@ class BatchReader(Iterator[Batch]):
         raise self._error
 
     def close(self) -> None:
-        """End the thread. A read that hangs in the file system is left alone after 10 s: the thread is a daemon."""
+        """End the thread. After 10 s a read that hangs in the file system is abandoned: the thread is a daemon."""
         self._closing.set()
         try:
-            while True:  # room for what the thread is about to put; it looks at `_closing` after that
+            while True:  # frees a slot for a blocked `put`; the thread checks `_closing` afterwards
                 self._queue.get_nowait()
         except Empty:
             self._thread.join(CLOSE_SECONDS)
@@ -154,17 +142,15 @@ class BatchReader(Iterator[Batch]):
         except BaseException as error:
             self._queue.put(error)
 
-    def _row(self, k: int) -> SampleRow:
-        row = getattr(self._order, "row", None)
-        found = SampleRow(tokens=self._order.sample(k)) if row is None else row(k)
-        return check_row(found, self._order, k, self._vocabulary_size)
-
     def _read(self, consumed: int) -> Batch:
         numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
-        return [RowBatch.of([self._row(k) for k in numbers[at : at + step]]) for at in range(0, len(numbers), step)]
+        return [RowBatch.of([*map(self._row, numbers[at : at + step])]) for at in range(0, len(numbers), step)]
+
+    def _row(self, k: int) -> SampleRow:
+        return check_row(self._order.row(k), self._order, k, self._vocabulary_size)
 
     def _numbers(self, first: int, end: int) -> Sequence[int]:
-        """The samples of this rank, of those from `first` to below `end`."""
+        """Return this rank's samples of the range."""
         if (own := getattr(self._order, "numbers", None)) is not None:
             numbers: Sequence[int] = own(first, end)
             return numbers
@@ -174,7 +160,7 @@ class BatchReader(Iterator[Batch]):
 
 
 class TrainingProgress:
-    """Iterations done, samples consumed, and the legs in which that came about."""
+    """Iterations done, samples consumed, and the ranges of iterations (`legs`) with their batch sizes."""
 
     def __init__(
         self,
@@ -185,12 +171,12 @@ class TrainingProgress:
         legs: Sequence[IterationRange] = (),
         skipped: Sequence[int] = (),
     ) -> None:
-        """Make the progress of a run that stands at `iteration` and goes on with `sizes`; `legs` are its past."""
+        """Continue at `iteration` with `sizes`; `legs` are the past of the run."""
         self.iteration = iteration
         self.consumed_samples = consumed_samples
         self.legs = [*legs] or [IterationRange(0, 0, sizes)]
         self.skipped = [*skipped]
-        """Iterations whose update was left out, rising; their samples are consumed."""
+        """Iterations without an update, ascending; their samples are consumed."""
         if self.legs[-1].sizes != sizes or self.legs[-1].consumed(iteration) != consumed_samples:
             self._begin_leg(sizes)
 
@@ -200,7 +186,7 @@ class TrainingProgress:
         return self.legs[-1].sizes.at(self.consumed_samples)
 
     def advance(self, *, skipped: bool = False) -> None:
-        """One iteration more, with its update or without."""
+        """Count an iteration; `skipped` if it has no update."""
         self.consumed_samples += self.batch_size
         self.iteration += 1
         if skipped:
@@ -214,21 +200,22 @@ class TrainingProgress:
         self._begin_leg(self.legs[-1].sizes)
 
     def reaches(self, samples: int) -> int:
-        """Iterations done when this many samples were consumed: as it was, and as it will be with the present sizes."""
+        """Return the iterations done once `samples` were consumed: recorded ones in the past, expected ones in the
+        future."""
         for leg, after in pairwise(self.legs):
             if samples <= after.consumed_samples:
                 return min(leg.reaches(samples), after.iteration)
         return self.legs[-1].reaches(samples)
 
     def iteration_of(self, sample: int) -> int | None:
-        """The iteration (counted from 1) that trains on a sample; None if it was passed over."""
+        """Return the iteration (counted from 1) that trains on a sample; None if the sample was passed over."""
         if any(first <= sample < end for first, end in self.passed_over):
             return None
         return self.reaches(sample + 1)
 
     @property
     def passed_over(self) -> list[tuple[int, int]]:
-        """Samples that were consumed and not trained on, as (first, end)."""
+        """Ranges (first, end) of samples that were consumed without training on them."""
         ends = [0] + [leg.consumed(after.iteration) for leg, after in pairwise(self.legs)]
         return [
             (end, leg.consumed_samples) for end, leg in zip(ends, self.legs, strict=True) if end < leg.consumed_samples
@@ -236,7 +223,7 @@ class TrainingProgress:
 
     @property
     def untrained(self) -> list[tuple[int, int]]:
-        """Samples that were consumed and changed no weight, as (first, end): passed over, or of a skipped iteration."""
+        """Ranges (first, end) of samples that changed no weight: passed over, or of a skipped iteration."""
         found = self.passed_over
         for iteration in self.skipped:
             leg = next(leg for leg in reversed(self.legs) if leg.iteration < iteration)
@@ -244,7 +231,7 @@ class TrainingProgress:
         return sorted(found)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, plain JSON."""
+        """Return the state for a checkpoint, plain JSON."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -257,7 +244,7 @@ class TrainingProgress:
 
     @classmethod
     def resume(cls, state: Mapping[str, Any], sizes: BatchSizes) -> Self:
-        """Go on from a state with these batch sizes. Raises FatalTrainingError if the state is damaged."""
+        """Resume from a state with these batch sizes. Raises FatalTrainingError if the state is damaged."""
         try:
             legs = [
                 IterationRange(entry["iteration"], entry["consumed_samples"], BatchSizes.from_json(entry))
@@ -276,7 +263,7 @@ class TrainingProgress:
             ) from None
 
     def _begin_leg(self, sizes: BatchSizes) -> None:
-        """From here on; a leg that would begin at this iteration or later never trained, and is dropped."""
+        """Begin a leg here. Legs that begin at this iteration or later never trained and are dropped."""
         self.legs = [leg for leg in self.legs if leg.iteration < self.iteration]
         last = self.legs[-1] if self.legs else None
         if last is None or last.sizes != sizes or last.consumed(self.iteration) != self.consumed_samples:

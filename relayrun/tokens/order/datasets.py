@@ -5,10 +5,10 @@
 
 `order: window` is `WindowOrder` over `WindowDataset`: all shards in manifest order are one sequence of tokens, and
 window i is the tokens [i * seq_length, (i + 1) * seq_length], both ends included. Neighbours share one token, as in
-Megatron's GPTDataset. Windows cross the borders of documents and shards. Files are read with `pread`: a truncated
-shard is an error that names it, where a memory map would end the process with SIGBUS.
+Megatron's GPTDataset. Windows cross the borders of documents and shards. Files are read with `pread`: a truncated shard
+raises an error with its name, where a memory map would end the process with SIGBUS.
 
-A callable of a user's own gets a `DatasetSpec` and returns a `Dataset`. Nothing depends on ranks, workers or batch
+A user's own callable gets a `DatasetSpec` and returns a `Dataset`. Samples do not depend on ranks, workers or batch
 sizes.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.permutation import epoch_permutations
 from relayrun.tokens.order.remote_shards import BlockCache, open_shard_file
 from relayrun.tokens.order.sample_rows import SampleRow, read_row
 from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
@@ -35,25 +35,25 @@ from relayrun.tokens.stores.urls import is_url
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec:
-    """What a callable that makes a data set is given."""
+    """Arguments of a callable that makes a data set."""
 
     name: str
     """Identity of the data set."""
     seed: int
     seq_length: int
     manifest: DatasetManifest
-    """Shards of the data set; none if the mixture gives it no path."""
+    """Shards of the data set; empty if the mixture gives no path."""
     split: float = 0.0
-    """Share of the data set's windows, at its end, that is held out."""
+    """Held-out share of the windows, at the end of the data set."""
     cache_dir: str | None = None
     opening: str | None = None
-    """Shared by the ranks of an attempt, which open the data set together; None for who opens it alone."""
+    """Identifies an attempt, whose ranks open the data set together; None: no other process opens it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the data set's entry in the mixture."""
 
 
 MAX_OPEN_FILES = 128
-"""Shards of one data set that are held open; many systems allow a process 1,024 files in all."""
+"""Open shards of a data set; many systems allow 1,024 open files for a process."""
 
 
 class WindowDataset:
@@ -67,31 +67,30 @@ class WindowDataset:
         open_files: int = MAX_OPEN_FILES,
         blocks: BlockCache | None = None,
     ) -> None:
-        """`blocks`: the cache for shards below URLs; without any there may be none of these."""
+        """`blocks` is the cache for shards below URLs; without it all shards must be local."""
         if seq_length < 1:
             raise ValueError(f"seq_length must be positive, not {seq_length}")
         self.manifest = manifest
         self.seq_length = seq_length
         self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open_bin_file, manifest.shards, blocks))
+        self._file = lru_cache(open_files)(lambda number: _BinFile(manifest.shards[number], blocks))
         self._blocks = blocks
 
     def __len__(self) -> int:
-        """Windows in one epoch."""
+        """Windows in an epoch."""
         return max(0, self._starts[-1] - 1) // self.seq_length
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Token ids of window i, int64 [seq_length + 1].
+        """Return the token ids of window i, int64 [seq_length + 1].
 
-        Raises IndexError outside of 0..len-1, InputError if a shard has become shorter, OSError if it
-        cannot be read.
+        Raises IndexError outside of 0..len-1, InputError if a shard was truncated, OSError if it cannot be read.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
         return self.tokens(i * self.seq_length, self.seq_length + 1)
 
     def tokens(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` tokens of the stream from token `start` on, int64. Errors as `read`; the range must exist."""
+        """Return `count` tokens from token `start` on, int64. Raises like `read`; the range must exist."""
         result = np.empty(count, dtype=np.int64)
         shard = bisect_right(self._starts, start) - 1
         filled = 0
@@ -105,7 +104,7 @@ class WindowDataset:
         return result
 
     def origins(self, i: int) -> list[DocumentOrigin]:
-        """Where the tokens of window i come from, in order. Reads a few pages of an .idx for each shard."""
+        """Return the origins of the tokens of window i, in order. Reads a few pages of an .idx for each shard."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
         found = []
@@ -133,7 +132,7 @@ class WindowDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentOrigin:
-    """A piece of a sample: `tokens` tokens of one document of one shard, from token `offset` of it on."""
+    """A part of a sample: `tokens` tokens of a document of a shard, starting at token `offset`."""
 
     prefix: str
     document: int
@@ -142,8 +141,6 @@ class DocumentOrigin:
 
 
 class _BinFile:
-    """An open .bin."""
-
     def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
         self._path = shard.prefix + ".bin"
         self._dtype = np.dtype(shard.dtype).newbyteorder("<")
@@ -161,12 +158,8 @@ class _BinFile:
         return np.frombuffer(data, dtype=self._dtype)
 
 
-def _open_bin_file(shards: tuple[ShardEntry, ...], blocks: BlockCache | None, number: int) -> _BinFile:
-    return _BinFile(shards[number], blocks)
-
-
 def _sequence_offsets(shard: ShardEntry, blocks: BlockCache | None) -> npt.NDArray[np.int64]:
-    """Byte offset of each sequence of a shard in its .bin."""
+    """Return the byte offset of each sequence of a shard in its .bin."""
     if not is_url(shard.prefix):
         return Shard.open(shard.prefix).offsets()
     index = open_shard_file(shard.prefix + ".idx", shard.idx_bytes, shard.fingerprint, blocks)
@@ -190,33 +183,31 @@ class MockDataset:
         return MOCK_WINDOWS
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
-        """Token ids, int64 [seq_length + 1]."""
+        """Return token ids, int64 [seq_length + 1]."""
         first = int(np.random.SeedSequence((self._seed, epoch, i)).generate_state(1, np.uint64)[0])
         return (first % self._vocabulary_size + np.arange(self._tokens, dtype=np.int64)) % self._vocabulary_size
 
 
 class Dataset(Protocol):
-    """A data set of a mixture. The order inside an epoch is its own; epochs follow each other for ever.
+    """A data set of a mixture. The data set determines the order inside an epoch; epochs continue without end.
 
-    A method `row(epoch, i)` may stand beside `read`, see `relayrun.tokens.order.sample_rows`.
-
-    It must give the same sample for the same (epoch, i) in every process and at every start, and may be
-    read by several threads.
+    The same (epoch, i) must give the same sample in every process and after every start. Several threads may read at
+    once. An optional method `row(epoch, i)` returns a `relayrun.tokens.order.sample_rows.SampleRow`.
     """
 
     def __len__(self) -> int:
-        """Windows in one epoch, the same in every epoch."""
+        """Windows in an epoch, equal in all epochs."""
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
-        """Token ids, int64 [seq_length + 1], of window i, 0 <= i < len, of epoch 0, 1, ..."""
+        """Return the token ids, int64 [seq_length + 1], of window i, 0 <= i < len, of epoch 0, 1, ..."""
 
 
 class WindowOrder:
-    """The samples of one data set in order; sample k is any k >= 0, epoch follows epoch.
+    """The samples of a data set in order; sample k is any k >= 0, epoch follows epoch.
 
-    `name` separates the shuffles of data sets that share a seed. `shuffle=False` reads every epoch in
-    the order of the stream. `split` is the share of windows, at the end of the stream, that is held out; the
-    order is over the rest, or with `held_out` over that share. Raises ConfigError if there is not one whole window.
+    `name` separates the shuffles of data sets that share a seed. `shuffle=False` keeps the order of the shards. `split`
+    is the held-out share of windows, at the end; the order covers the rest, or with `held_out` that share. Raises
+    ConfigError for less than one window.
     """
 
     def __init__(
@@ -247,45 +238,29 @@ class WindowOrder:
                 f"seq_length {seq_length} needs {seq_length + 1}",
                 hint="give more data or a smaller seq_length",
             )
-        # two epochs, since readers of one order may stand on both sides of an epoch's end
-        self._permutation = lru_cache(2)(partial(_window_permutation, self.windows_per_epoch, seed, name))
+        self._permutation = epoch_permutations(self.windows_per_epoch, seed, name)
 
     def __len__(self) -> int:
         return self.windows_per_epoch
 
     def window(self, epoch: int, i: int) -> int:
-        """Which window of the stream (`WindowDataset`) is number i of an epoch."""
+        """Return the window of `WindowDataset` that is number i of an epoch."""
         if epoch < 0 or not 0 <= i < self.windows_per_epoch:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self.windows_per_epoch})")
         return self._first + (self._permutation(epoch)(i) if self.shuffle else i)
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
-        """Token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
+        """Return token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
         return self.windows.read(self.window(epoch, i))
 
     def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
-        """Where the tokens of a sample come from: documents, and offsets in them."""
+        """Return the origins of the tokens of a sample: documents and offsets."""
         return self.windows.origins(self.window(epoch, i))
-
-    def locate(self, k: int) -> tuple[int, int, int]:
-        """(epoch, position in the epoch, window) of sample k. Raises IndexError if k < 0."""
-        if k < 0:
-            raise IndexError(f"sample {k}: samples are numbered from 0")
-        epoch, i = divmod(k, self.windows_per_epoch)
-        return epoch, i, self.window(epoch, i)
-
-    def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Token ids of sample k, int64 [seq_length + 1]."""
-        return self.windows.read(self.locate(k)[2])
 
 
 def held_out_window_count(windows: int, split: float) -> int:
-    """How many windows a share holds out: at least one, and never all."""
+    """Return the number of held-out windows: at least one, and never all."""
     return min(max(1, round(windows * split)), windows - 1) if split and windows else 0
-
-
-def _window_permutation(windows: int, seed: int, name: str, epoch: int) -> Permutation:
-    return Permutation(windows, permutation_key(seed, name, epoch))
 
 
 @dataclass(kw_only=True)
@@ -296,14 +271,10 @@ class ValidationSet:
     dataset: Dataset
 
     def __len__(self) -> int:
-        """Samples in one epoch."""
+        """Samples in an epoch."""
         return len(self.dataset)
 
     def row(self, k: int) -> SampleRow:
-        """Sample k, with what the data set knows of its tokens."""
+        """Return sample k with lengths and mask."""
         epoch, i = divmod(k, len(self))
         return read_row(self.dataset, epoch, i)
-
-    def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Token ids of sample k, int64 [seq_length + 1]."""
-        return self.row(k).tokens

@@ -1,7 +1,7 @@
-"""`relayrun data lengths`: how long documents are, how their lengths are ordered in the files, and a picture of both.
+"""`relayrun data lengths`: statistics of document lengths, their order in the files, and a picture of both.
 
-`summarize_lengths` estimates windows and padding for each packing. `measure_length_order` tells sorted files from
-shuffled ones. `draw_length_picture` draws a panel for each folder and a line for each file.
+`summarize_lengths` estimates windows and padding for each packing. `measure_length_order` distinguishes sorted files
+from shuffled files. `draw_length_picture` draws a panel for each folder and a line for each file.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 CURVE_POINTS = 50
-"""Stretches of a file whose means make its curve, at most."""
+"""Maximum points of a file's curve."""
 
 LengthArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthCurve:
-    """The lengths of one file's documents against their position."""
+    """Mean document length against position in a file."""
 
     file: str
     documents: int
@@ -50,25 +50,24 @@ class LengthCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthOrder:
-    """How lengths lie in the files of a folder."""
+    """The order of lengths in the files of a folder."""
 
     batch: int
     """Documents of a batch."""
     lag_1_correlation: float | None
-    """None where no file has two documents, or all are of one length."""
+    """None if no file has two documents, or if all lengths are equal."""
     lag_1_noise: float | None
     """Two standard deviations of the correlation of independent draws."""
     batch_mean_variance_ratio: float | None
-    """None where there are fewer than two whole batches."""
+    """None for fewer than two whole batches."""
     curves: list[LengthCurve]
 
     def record(self) -> dict[str, Any]:
-        """As plain JSON."""
         return asdict(self)
 
 
 def measure_length_order(files: Sequence[tuple[str, LengthArray]], *, batch: int) -> LengthOrder:
-    """Look at the lengths of the documents of each file, by its name. Files without documents have no curve."""
+    """Measure the order of lengths, given for each file with its name. Files without documents have no curve."""
     own = [lengths for _, lengths in files if len(lengths)]
     everything = np.concatenate([np.zeros(0, np.int64), *own]).astype(np.float64)
     mean = float(everything.mean()) if len(everything) else 0.0
@@ -96,7 +95,7 @@ def _length_curve(name: str, lengths: LengthArray) -> LengthCurve:
 
 COMPARED_PACKINGS: tuple[Packing, ...] = ("pad", "split", "greedy", "first_fit", "best_fit")
 SAMPLED_BLOCKS = 512
-"""Blocks of windows that are packed for an estimate, spread evenly over the data, where there are more."""
+"""Maximum blocks of windows that are packed for an estimate, spread evenly over the data."""
 _BATCH_BYTES = 8 << 20
 
 
@@ -113,23 +112,23 @@ class LengthSummary:
     p99: float
     longest: int
     over: float
-    """Share of the documents that need more than one window."""
+    """Share of documents that need more than one window."""
     in_long: float
-    """Share of the total that lies in these."""
+    """Share of the total in these documents."""
     windows: int
     padding: dict[Packing, float]
-    """Share of the rows that would be no text, by packing."""
+    """Share of the rows that is padding, by packing."""
     packed_windows: int
-    """Windows from which the shares of padding come: all, or those of blocks spread over the data."""
+    """Windows on which the shares of padding are based: all, or those of the sampled blocks."""
 
 
 def lengths_by_file(
     folder: str | os.PathLike[str], *, column: str, tokenizer: str | None
 ) -> tuple[list[tuple[str, npt.NDArray[np.int64]]], str]:
-    """Lengths of all documents of each file below a folder in their order, and the unit: `tokens` or `bytes`.
+    """Return the lengths of all documents of each file below a folder, in order, and the unit: `tokens` or `bytes`.
 
-    Files are named by their paths below the folder; a shard is one. Texts that are missing (null) are no documents.
-    Raises InputError for a folder with neither shards nor text, and for what cannot be read in it.
+    Files are named by their paths below the folder; a shard is one file. Null texts are not documents. Raises
+    InputError for a folder with neither shards nor text, and for unreadable files.
     """
     place = urls.absolute_path(folder)
     if not urls.is_url(place) and any(Path(place).rglob("*.idx")):
@@ -158,14 +157,14 @@ def _text_lengths(path: str, column: str, engine: Tokenizer | None) -> Iterator[
 
 
 def join_lengths(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Lengths one behind the other."""
+    """Concatenate lengths."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def summarize_lengths(lengths: npt.NDArray[np.int64], cut: DocumentCut, room: int) -> LengthSummary:
-    """What lengths look like, cut as `cut` says and packed into rows of `room`. Documents of length 0 give no window.
+    """Summarize lengths for documents cut by `cut` into rows of `room` tokens. Documents of length 0 give no window.
 
-    Raises InputError if there is no document with a token.
+    Raises InputError if no document has a token.
     """
     if not lengths.any():
         raise InputError("there is no document with any text")
@@ -191,7 +190,7 @@ def summarize_lengths(lengths: npt.NDArray[np.int64], cut: DocumentCut, room: in
 def _padding(
     lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], cut: DocumentCut, room: int
 ) -> tuple[dict[Packing, float], int]:
-    """Shares of padding, and the number of windows that were packed for them."""
+    """Return the shares of padding, and the number of windows that were packed."""
     ends = np.cumsum(counts)
     blocks = -(-int(ends[-1]) // WINDOWS_PER_BLOCK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, SAMPLED_BLOCKS)).round().astype(np.int64))
@@ -212,11 +211,11 @@ def _padding(
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
 MAX_CURVES = 100
-"""Files of a folder that are drawn, spread over all of them."""
+"""Maximum files of a folder in the picture, spread over all files."""
 
 
 def check_picture_name(picture: Path) -> None:
-    """Raise ConfigError for a name that tells no kind of picture."""
+    """Raise ConfigError for a file name without a suffix of `PICTURE_SUFFIXES`."""
     if picture.suffix not in PICTURE_SUFFIXES:
         raise ConfigError(
             f"{picture.name!r} names no kind of picture",
@@ -226,12 +225,12 @@ def check_picture_name(picture: Path) -> None:
 
 
 def draw_length_picture(orders: Mapping[str, LengthOrder], picture: Path, *, unit: str) -> None:
-    """Write the panels of some folders, by their titles. `unit`: of the lengths. All panels have the same scales."""
+    """Write the panels of some folders, by title. `unit` is the unit of the lengths. All panels share their scales."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": "relayrun", "svg.fonttype": "none"}):  # the same picture has the same bytes
+    with rc_context({"svg.hashsalt": "relayrun", "svg.fonttype": "none"}):  # equal pictures have equal bytes
         figure = Figure(figsize=(1 + 4.5 * len(orders), 4), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(1, len(orders), sharex=True, sharey=True, squeeze=False)[0]

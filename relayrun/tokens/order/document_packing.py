@@ -4,9 +4,9 @@
     row      = Permutation(rows, key(seed, name, epoch))(i)
     row      → pieces of windows → tokens, lengths, loss mask
 
-Windows are taken `WINDOWS_PER_BLOCK` at a time, and each block is packed by itself: the rows before each block are
-kept (8 bytes), and a block is packed again when one of its rows is read. Rows are shuffled anew in every epoch; their
-content is the same in every epoch and does not depend on the seed. The last token of a window has no target.
+Blocks of `WINDOWS_PER_BLOCK` windows are packed separately. The number of rows before each block is kept (8 bytes), and
+a block is packed again when one of its rows is read. Rows are shuffled anew in every epoch; their content is equal in
+all epochs and does not depend on the seed. The last token of a window has no target.
 
 | packing | row of a window | cost of a window |
 |---|---|---|
@@ -27,7 +27,7 @@ import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from relayrun.errors import ConfigError
 from relayrun.tokens.order.datasets import DocumentOrigin
 from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
 from relayrun.tokens.order.index_cache import IndexCache
-from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.permutation import epoch_permutations
 from relayrun.tokens.order.remote_shards import BlockCache
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.shards.manifest import DatasetManifest
@@ -47,18 +47,18 @@ from relayrun.tokens.shards.manifest import DatasetManifest
 log = logging.getLogger(__name__)
 
 WINDOWS_PER_BLOCK = 512
-"""Windows that are packed together. Part of the order: another number is another order."""
+"""Windows of a block. Part of the order: another number is another order."""
 PACKING_VERSION = 1
-"""The way in which windows are packed: what another version of it has counted is not taken."""
+"""Version of the packing: counts of another version are not reused."""
 CACHED_BLOCKS = 256
-"""Blocks whose rows are kept in memory, the newest."""
+"""Packed blocks that are kept in memory, most recent first."""
 
 RowPieces = list[tuple[int, int, int]]
 """Windows of a row in order: number, first token, and the token behind the last one."""
 
 
 def assign_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> npt.NDArray[np.int64]:
-    """The row of each window, int64 [windows], numbered from 0 without a gap; no window is longer than `room`.
+    """Return the row of each window, int64 [windows], numbered from 0 without gaps. Sizes are at most `room`.
 
     Not for `split`, which may put a window into several rows.
     """
@@ -94,7 +94,7 @@ def _pack_best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.in
     order = np.argsort(-sizes, kind="stable")
     full = int(np.count_nonzero(sizes == room))  # each fills a row
     found, count = [*range(full)], full
-    open_rows: list[tuple[int, int]] = []  # (room that is left, row), rising
+    open_rows: list[tuple[int, int]] = []  # (room left, row), ascending
     for size in sizes[order[full:]].tolist():
         at = bisect_left(open_rows, (size, -1))
         if at < len(open_rows):
@@ -111,7 +111,7 @@ def _pack_best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.in
 
 
 def pack_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> list[RowPieces]:
-    """The rows that windows of these sizes give, int64 [windows], packed as one block."""
+    """Return the rows of windows with these sizes (int64 [windows]), packed as one block."""
     if packing != "split":
         rows = assign_rows(sizes, room, packing)
         found: list[RowPieces] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
@@ -144,7 +144,7 @@ class PackedRows:
         cache: Path | None = None,
         opening: str | None = None,
     ) -> None:
-        """Pack every block once, for the number of its rows; or take them from `cache`, where they are kept.
+        """Pack every block once to count its rows, or take the counts from `cache`.
 
         `room`: tokens of a row. `opening`: see `DatasetSpec`.
         """
@@ -159,7 +159,7 @@ class PackedRows:
         return len(self.windows) if self._alone else int(self._starts[-1])
 
     def pieces(self, i: int) -> RowPieces:
-        """What row i holds. Raises IndexError outside of 0..len-1, and as `DocumentWindows.read`."""
+        """Return the pieces of row i. Raises IndexError outside of 0..len-1, and like `DocumentWindows.read`."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} is outside of range({len(self)})")
         if self._alone:
@@ -180,7 +180,8 @@ class PackedRows:
         return found
 
     def _kept(self, cache: Path | None, opening: str | None) -> npt.NDArray[np.int64]:
-        """The rows before each block, and in all; int64 [blocks + 1]. What cannot be kept is counted."""
+        """Return the number of rows before each block, and in all; int64 [blocks + 1]. An unusable cache is only
+        logged."""
         if cache is None:
             return self._counted()
         try:
@@ -194,7 +195,7 @@ class PackedRows:
         return np.cumsum([0, *map(self._count, self.windows.all_sizes(WINDOWS_PER_BLOCK))], dtype=np.int64)
 
     def _identity(self) -> str:
-        """The hash of all that the rows depend on."""
+        """Return the hash of everything that the rows depend on."""
         cut = self.windows.cut
         sizes = [cut.window, cut.overlap, cut.specials, cut.drop_end is not None]
         identity = [
@@ -213,9 +214,9 @@ class PackedRows:
         return int(assign_rows(sizes, self._room, self.packing).max()) + 1
 
     def _packed(self, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Sizes of the block's windows; windows by row; where the windows of each row begin in that.
+        """Return the sizes of the block's windows, the windows sorted by row, and the first of each row among these.
 
-        With `split` the last is where each window begins in the block, and the second is nothing.
+        With `split` the second is empty, and the third is the first token of each window in the block.
         """
         first = block * WINDOWS_PER_BLOCK
         sizes = self.windows.sizes(first, min(first + WINDOWS_PER_BLOCK, len(self.windows)))
@@ -228,9 +229,9 @@ class PackedRows:
 def document_cut(
     settings: DocumentWindowSection, *, seq_length: int, eod: int | None, vocabulary_size: int | None, where: str
 ) -> DocumentCut:
-    """How documents are cut, with the ids of `eod`, the tokenizer's end of document.
+    """Return the cut of `settings`; `eod` is the tokenizer's end of document.
 
-    Raises ConfigError if that is needed and missing, or if bos or eos is not below `vocabulary_size`.
+    Raises ConfigError if `eod` is needed and missing, or if bos or eos is not below `vocabulary_size`.
     """
     if eod is None and (settings.eos is True or settings.drop_eod):
         raise ConfigError(
@@ -256,7 +257,7 @@ def document_cut(
 
 
 class DocumentWindowOrder:
-    """A data set (see `relayrun.tokens.order.datasets.Dataset`) whose samples are rows of windows."""
+    """A `relayrun.tokens.order.datasets.Dataset` whose samples are rows of windows."""
 
     def __init__(
         self,
@@ -273,9 +274,9 @@ class DocumentWindowOrder:
         opening: str | None = None,
         blocks: BlockCache | None = None,
     ) -> None:
-        """`padding`: id of the token that fills rows. `cache`, `opening`: see `PackedRows`; `blocks`: `WindowDataset`.
+        """`padding`: id that fills rows. `cache`, `opening`: see `PackedRows`; `blocks`: see `WindowDataset`.
 
-        Raises ConfigError as `document_cut`, and if there is no window.
+        Raises ConfigError like `document_cut`, and if there is no window.
         """
         where = f"data set {name!r}"
         self.cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
@@ -287,24 +288,24 @@ class DocumentWindowOrder:
         self._lengths = settings.packs
         self._mask_end = settings.mask_special and self.cut.eos is not None
         self._padding = padding
-        self._permutation = lru_cache(2)(partial(_row_permutation, len(self.rows), seed, name))
+        self._permutation = epoch_permutations(len(self.rows), seed, name)
 
     def __len__(self) -> int:
-        """Rows in one epoch."""
+        """Rows in an epoch."""
         return len(self.rows)
 
     def number(self, epoch: int, i: int) -> int:
-        """Which row (`PackedRows`) is number i of an epoch."""
+        """Return the row of `PackedRows` that is number i of an epoch."""
         if epoch < 0 or not 0 <= i < len(self):
             raise IndexError(f"epoch {epoch}, row {i}: outside of range({len(self)})")
         return self._permutation(epoch)(i)
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
-        """Token ids, int64 [seq_length + 1], of number i of an epoch."""
+        """Return the token ids, int64 [seq_length + 1], of number i of an epoch."""
         return self.row(epoch, i).tokens
 
     def row(self, epoch: int, i: int) -> SampleRow:
-        """Number i of an epoch. Errors as in `DocumentWindows.read`."""
+        """Return number i of an epoch. Raises like `DocumentWindows.read`."""
         pieces = self.rows.pieces(self.number(epoch, i))
         return fill_row(
             ((self.rows.windows.read(window), start, stop) for window, start, stop in pieces),
@@ -315,7 +316,7 @@ class DocumentWindowOrder:
         )
 
     def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
-        """Where the text of a row comes from: a piece of a document for each window, specials left out."""
+        """Return the origins of the text of a row: a piece of a document for each window, without BOS and EOS."""
         found, before = [], int(self.cut.bos is not None)
         for window, start, stop in self.rows.pieces(self.number(epoch, i)):
             whole = self.rows.windows.origin(window)
@@ -340,11 +341,11 @@ def fill_row(
     with_lengths: bool,
     mask_end: bool,
 ) -> SampleRow:
-    """A row of pieces of windows.
+    """Return a row made of pieces of windows.
 
-    `pieces`: the tokens of each window, the first that the row takes, and the one behind the last. `padding`:
-    id of the token that fills the row. `with_lengths`: a token sees its own piece alone. `mask_end`: the loss of a
-    window's last token does not count.
+    `pieces`: the tokens of each window, the first token that the row takes, and the one behind the last. `padding`: id
+    that fills the row. `with_lengths`: a token sees its own piece alone. `mask_end`: the loss of a window's last token
+    does not count.
     """
     tokens = np.full(seq_length + 1, padding, np.int64)
     mask = np.zeros(seq_length, np.float32)
@@ -352,7 +353,7 @@ def fill_row(
     for text, start, stop in pieces:
         end = at + stop - start
         tokens[at:end] = text[start:stop]
-        # the target of a piece's last token: in the window's next piece, which begins the next row, or nowhere
+        # the target of a piece's last token is in the window's next piece, which begins the next row, or does not exist
         targets = min(stop, len(text) - 1) - start
         if stop < len(text) and end <= seq_length:
             tokens[end] = text[stop]
@@ -371,7 +372,3 @@ def fill_row(
         padding=seq_length - at,
         windows=windows,
     )
-
-
-def _row_permutation(rows: int, seed: int, name: str, epoch: int) -> Permutation:
-    return Permutation(rows, permutation_key(seed, name, epoch))

@@ -1,16 +1,16 @@
 """Windows that never cross a document, addressed by number: `order: document-window`.
 
-A document of n tokens is cut into pieces of at most c tokens that overlap by v, where c is the window without the
-tokens that are put around every piece: one piece if n <= c, else ceil((n - v) / (c - v)), of which number j begins at
-token j (c - v). Windows are numbered through the documents and shards of a data set, in the manifest's order.
-(Hugging Face calls the overlap `stride`; elsewhere a stride is the step c - v.)
+A document of n tokens is cut into pieces of at most c tokens that overlap by v, where c is the window without BOS and
+EOS: one piece if n <= c, else ceil((n - v) / (c - v)), of which number j begins at token j (c - v). Windows are
+numbered through the documents and shards of a data set, in the manifest's order. (Hugging Face calls the overlap
+`stride`; elsewhere a stride is the step c - v.)
 
-Found by number: for every 128th document the windows before it are kept, 8 bytes, so 62 MB for 10^9 documents. The
-lengths of the documents between are read from the .idx when a window is asked for (512 bytes). Opening reads all
-lengths once, 4 bytes a document. A "document" is a sequence of the .idx; one without tokens has no window.
+A table keeps the number of windows before every 128th document: 8 bytes, so 62 MB for 10^9 documents. Lengths of the
+documents between are read from the .idx on demand (512 bytes). Opening reads all lengths once, 4 bytes a document. A
+"document" is a sequence of the .idx; an empty one has no window.
 
-Rejected: a list of windows (12 bytes for each, as Megatron keeps one of samples); bisecting the .idx, which knows
-tokens but not windows.
+Rejected: a list of windows (12 bytes for each, like Megatron's list of samples); bisecting the .idx, which knows tokens
+but not windows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -33,23 +33,23 @@ from relayrun.tokens.stores.urls import is_url
 
 DOCUMENTS_PER_BLOCK = 128
 """Documents between two entries of the table."""
-_DOCUMENTS_READ_AT_ONCE = DOCUMENTS_PER_BLOCK << 13  # documents whose lengths are read at once
+_DOCUMENTS_READ_AT_ONCE = DOCUMENTS_PER_BLOCK << 13  # number of lengths for one read
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentCut:
-    """How documents are cut into windows."""
+    """The cut of documents into windows."""
 
     window: int
-    """Tokens of a window, those around it included."""
+    """Tokens of a window, with BOS and EOS."""
     overlap: int = 0
-    """Tokens of a document that a window shares with the one before it."""
+    """Tokens of a document that a window shares with the window before it."""
     bos: int | None = None
-    """Id of the token before every window; None: there is none."""
+    """Id before every window; None: none."""
     eos: int | None = None
-    """Id of the token behind every window; None: there is none."""
+    """Id behind every window; None: none."""
     drop_end: int | None = None
-    """Id with which documents end in the shards and which no window takes; None: documents are taken as they are."""
+    """Id at the end of documents in the shards that windows leave out; None: documents are used unchanged."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < self.content:
@@ -57,32 +57,32 @@ class DocumentCut:
 
     @property
     def specials(self) -> int:
-        """Tokens that are put around a piece."""
+        """Number of tokens that are added to a piece: BOS and EOS."""
         return (self.bos is not None) + (self.eos is not None)
 
     @property
     def content(self) -> int:
-        """Tokens of a document in a window, at most."""
+        """Maximum tokens of a document in a window."""
         return self.window - self.specials
 
     @property
     def step(self) -> int:
-        """Tokens from the begin of a window to that of the next one of the same document."""
+        """Distance of the starts of adjacent windows of a document."""
         return self.content - self.overlap
 
     def tokens(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Tokens of documents that are cut, int64 [documents], from their lengths in the shard."""
+        """Return the tokens of documents that are used, int64 [documents], from their lengths in the shard."""
         tokens = lengths.astype(np.int64)
         return tokens if self.drop_end is None else np.maximum(tokens - 1, 0)
 
     def windows(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many windows documents of so many tokens give, int64 [documents]."""
+        """Return the number of windows of documents with `tokens` tokens, int64 [documents]."""
         rest = tokens - self.overlap
         found: npt.NDArray[np.int64] = np.where(tokens > 0, np.maximum(1, -(-rest // self.step)), 0)
         return found
 
     def sizes(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens of every window of these documents, those around it included; int64 [windows]."""
+        """Return the tokens of every window of these documents, with BOS and EOS; int64 [windows]."""
         counts = self.windows(tokens)
         ends = np.cumsum(counts)
         numbers = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
@@ -94,17 +94,17 @@ class DocumentCut:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowLocation:
-    """Where the text of a window comes from."""
+    """The origin of a window."""
 
     shard: int
     document: int
     """Number of the document in its shard."""
     offset: int
-    """First token of the document that the window takes."""
+    """First token of the window in the document."""
     tokens: int
-    """How many of the document's tokens it takes."""
+    """Tokens from the document."""
     ends: bool
-    """Whether it takes the last of them."""
+    """True for the last window of the document."""
 
 
 class DocumentWindows:
@@ -118,20 +118,20 @@ class DocumentWindows:
         open_files: int = MAX_OPEN_FILES,
         blocks: BlockCache | None = None,
     ) -> None:
-        """Read the lengths of all documents. `blocks`: as for `WindowDataset`.
+        """Read the lengths of all documents. `blocks`: see `WindowDataset`.
 
-        Raises InputError if a shard is not there or has become shorter.
+        Raises InputError if a shard is missing or was truncated.
         """
         self.manifest = manifest
         self.cut = cut
         self._stream = WindowDataset(manifest, 1, open_files=open_files, blocks=blocks)
         self._stream_starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open_index_file, manifest, blocks))
+        self._file = lru_cache(open_files)(lambda number: _IndexFile(manifest.shards[number], blocks))
         self._tables = [self._table(number) for number in range(len(manifest.shards))]
         self._starts = list(accumulate((int(table[-1]) for table in self._tables), initial=0))
 
     def _table(self, shard: int) -> npt.NDArray[np.int64]:
-        """Windows of the shard before each block of documents, and in all; int64 [blocks + 1]."""
+        """Return the windows of the shard before each block of documents, and in all; int64 [blocks + 1]."""
         index = self._file(shard)
         table = np.zeros(-(-index.documents // DOCUMENTS_PER_BLOCK) + 1, np.int64)
         for first in range(0, index.documents, _DOCUMENTS_READ_AT_ONCE):
@@ -148,11 +148,11 @@ class DocumentWindows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables that are kept."""
+        """Bytes of the tables in memory."""
         return sum(table.nbytes for table in self._tables)
 
     def locate(self, i: int) -> WindowLocation:
-        """Where window i comes from. Raises IndexError outside of 0..len-1, OSError and InputError as `read`."""
+        """Return the origin of window i. Raises IndexError outside of 0..len-1, OSError and InputError like `read`."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
         shard = bisect_right(self._starts, i) - 1
@@ -175,10 +175,10 @@ class DocumentWindows:
         )
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Token ids of window i, int64 [at most `cut.window`].
+        """Return the token ids of window i, int64 [at most `cut.window`].
 
-        Raises IndexError outside of 0..len-1, InputError if a shard has become shorter, OSError if it cannot be read,
-        FatalTrainingError if a document does not end with the token that no window should take.
+        Raises IndexError outside of 0..len-1, InputError if a shard was truncated, OSError if it cannot be read,
+        FatalTrainingError if a document does not end with `drop_end`.
         """
         place = self.locate(i)
         start = self._stream_starts[place.shard] + self._file(place.shard).start(place.document) + place.offset
@@ -201,13 +201,13 @@ class DocumentWindows:
         return result
 
     def origin(self, i: int) -> DocumentOrigin:
-        """The piece of a document that window i is made of."""
+        """Return the origin of window i as a part of a document."""
         place = self.locate(i)
         prefix = self.manifest.shards[place.shard].prefix
         return DocumentOrigin(prefix=prefix, document=place.document, offset=place.offset, tokens=place.tokens)
 
     def sizes(self, first: int, end: int) -> npt.NDArray[np.int64]:
-        """Tokens of the windows first .. end - 1, those around them included; int64 [end - first]."""
+        """Return the tokens of the windows first .. end - 1, with BOS and EOS; int64 [end - first]."""
         if not 0 <= first <= end <= len(self):
             raise IndexError(f"windows {first}:{end} are outside of range({len(self)})")
         found = []
@@ -227,7 +227,7 @@ class DocumentWindows:
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def all_sizes(self, each: int) -> Iterator[npt.NDArray[np.int64]]:
-        """The sizes of all windows in order, `each` at a time; the last time what is left."""
+        """Yield the sizes of all windows in order, `each` at a time; the last array may be shorter."""
         step = max(1, (1 << 20) // each) * each
         for first in range(0, len(self), step):
             sizes = self.sizes(first, min(first + step, len(self)))
@@ -236,22 +236,20 @@ class DocumentWindows:
 
 
 class _IndexFile:
-    """An open .idx."""
-
     def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
         if not is_url(shard.prefix):
-            Shard.open(shard.prefix)  # says what is wrong with it
+            Shard.open(shard.prefix)  # checks the index with clear errors
         self._path = shard.prefix + ".idx"
         self._bytes = open_shard_file(self._path, shard.idx_bytes, shard.fingerprint, blocks)
         self.documents: int = INDEX_HEADER.unpack(self._read(INDEX_HEADER.size, 0))[3]
         self._itemsize = np.dtype(shard.dtype).itemsize
 
     def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
-        """Tokens of the documents first .. end - 1."""
+        """Return the tokens of the documents first .. end - 1."""
         return np.frombuffer(self._read(4 * (end - first), INDEX_HEADER.size + 4 * first), "<i4")
 
     def start(self, document: int) -> int:
-        """The document's first token, counted from the begin of the shard."""
+        """Return the first token of a document in the shard."""
         offset = self._read(8, INDEX_HEADER.size + 4 * self.documents + 8 * document)
         return int.from_bytes(offset, "little") // self._itemsize
 
@@ -260,7 +258,3 @@ class _IndexFile:
         if len(data) != size:
             raise InputError("index has become shorter", where=self._path, hint="put the shard back as it was")
         return data
-
-
-def _open_index_file(manifest: DatasetManifest, blocks: BlockCache | None, number: int) -> _IndexFile:
-    return _IndexFile(manifest.shards[number], blocks)

@@ -3,12 +3,12 @@
     HASH-document.npy  HASH-sample.npy  HASH-shuffle.npy    of `order: megatron`; each synced, then renamed
     HASH-rows.npy                                           of `order: document-window`: the rows before each block
     HASH-checksums.json                                     bytes and XXH3-128 of each, written last
-    HASH-checked.json                                       who found them whole: openings, and how the files were then
-    HASH.lock                                               held by who reads (shared), or checks and builds (alone)
+    HASH-checked.json                                       openings that verified the files, with size and time
+    HASH.lock                                               shared for reading, exclusive to verify and build
 
-A wrong index gives wrong samples without an error. So whoever opens the files compares them with their checksums; where
-one does not fit, all are built anew, which gives the same bytes. The ranks of an attempt are one opening: the first of
-them to come compares, and tells the others by HASH-checked.json. They find the same files there, or compare themselves.
+A wrong index gives wrong samples without an error, so the files are compared with their checksums on opening; a
+mismatch rebuilds all, which gives the same bytes. The ranks of an attempt share an opening: the first rank compares and
+records it in HASH-checked.json; the others verify on their own only if size or time differ.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ log = logging.getLogger(__name__)
 
 INDEX_NAMES = ("document", "sample", "shuffle")
 KEPT_OPENINGS = 8
-"""The newest openings that are kept on record: several runs may share a cache."""
+"""Number of most recent openings on record: several runs may share a cache."""
 
 Indices = Sequence[npt.NDArray[Any]]
 
 
 class IndexCache:
-    """The indices of one data set, or of one epoch of it."""
+    """The indices of a data set, or of one of its epochs."""
 
     def __init__(
         self, folder: Path, name: str, *, opening: str | None = None, parts: Sequence[str] = INDEX_NAMES
     ) -> None:
-        """`name`: the hash of everything that the indices depend on. `parts`: what each of them is called.
+        """`name`: the hash of everything that the indices depend on. `parts`: the name of each index.
 
-        `opening`: what the ranks have in common that open it together, and no others; None for who is alone.
+        `opening`: the identity of the ranks that open the cache together; None for a single process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = folder / f"{name}.lock"
@@ -55,11 +55,13 @@ class IndexCache:
         self._opening = opening
 
     def read_or_build(self, build: Callable[[], Indices]) -> list[npt.NDArray[Any]]:
-        """Return the indices, mapped into memory; the first to come builds them, and the others wait for it."""
+        """Return the indices, mapped into memory. The first process builds them while the others wait."""
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if not self._told() and (self._opening is not None or self._fault() is not None):
-                fcntl.flock(lock, fcntl.LOCK_EX)  # it lets go in between: another one may have come first
+                fcntl.flock(
+                    lock, fcntl.LOCK_EX
+                )  # the upgrade releases the lock in between: another process may build first
                 if not self._told():
                     if (fault := self._fault()) is not None:
                         if any(path.exists() for path in self._paths):
@@ -69,7 +71,7 @@ class IndexCache:
             return [np.load(path, mmap_mode="r", allow_pickle=False) for path in self._paths]
 
     def _told(self) -> bool:
-        """Whether another one of this opening has found these very files whole."""
+        """True if a process of this opening has verified the present files."""
         if self._opening is None:
             return False
         stamps = self._stamps()
@@ -78,11 +80,11 @@ class IndexCache:
     def _tell(self) -> None:
         if self._opening is not None:
             openings = {**self._openings(), self._opening: self._stamps()}
-            with contextlib.suppress(OSError):  # a full disk: then each one compares for itself
+            with contextlib.suppress(OSError):  # on a full disk each process verifies for itself
                 write_json(self._checked, dict(list(openings.items())[-KEPT_OPENINGS:]), durable=False)
 
     def _openings(self) -> dict[str, Any]:
-        """By their names, the oldest first: size and time of change (ns) of each file when it was compared."""
+        """Return size and time of change (ns) of the verified files by opening, oldest first."""
         try:
             found = read_json(self._checked)
         except (FileNotFoundError, ValueError):
@@ -90,14 +92,14 @@ class IndexCache:
         return found if isinstance(found, dict) else {}
 
     def _stamps(self) -> list[list[int]] | None:
-        """The same as they are now; None where a file is missing."""
+        """Return size and time of change (ns) of the present files; None if a file is missing."""
         try:
             return [[found.st_size, found.st_mtime_ns] for found in map(os.stat, (*self._paths, self._record))]
         except FileNotFoundError:
             return None
 
     def _fault(self) -> str | None:
-        """What is wrong with the files; None: they are those that were built."""
+        """Return the defect of the files; None: they equal what was built."""
         try:
             record = read_json(self._record)
             for path in self._paths:
@@ -105,13 +107,13 @@ class IndexCache:
                     return f"{path} is not what was built"
         except FileNotFoundError as error:
             return f"{error.filename} is missing"
-        except (ValueError, KeyError, TypeError):  # of an empty file, too
+        except (ValueError, KeyError, TypeError):  # an empty file, too
             return f"{self._record} does not fit its files"
         return None
 
     def _build(self, build: Callable[[], Indices]) -> None:
         record = {}
-        self._record.unlink(missing_ok=True)  # it vouches for none of what comes
+        self._record.unlink(missing_ok=True)  # it would vouch for old files
         for path, index in zip(self._paths, build(), strict=True):
             with atomic_file(path) as temporary, temporary.open("wb") as file:
                 hashed = HashingFile(file)

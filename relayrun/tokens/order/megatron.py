@@ -1,13 +1,13 @@
-"""`order: megatron`: a data set in the order of megatron-core's GPTDataset, one such object for each epoch.
+"""`order: megatron`: a data set in the order of megatron-core's GPTDataset, with a GPTDataset for each epoch.
 
-Megatron shuffles documents, joins them to one stream, cuts it into windows and shuffles those; more than one
-epoch in one object would reorder the first when their number changes. Here each epoch is an object of its own
-with `num_samples=None`: epoch 0 has the run's seed, so it is the order of a Megatron run with that seed, and
-later epochs have seeds derived from (seed, data set, epoch). All shards of the data set are one, as if merged.
+Megatron shuffles documents, joins them to one stream, cuts it into windows and shuffles those. Several epochs in a
+single GPTDataset would reorder the first epoch when their number changes. Here each epoch has its own GPTDataset with
+`num_samples=None`: epoch 0 has the run's seed, so its order is that of a Megatron run with that seed; later epochs have
+seeds derived from (seed, data set, epoch). All shards of the data set are read as if merged.
 
-Its three indices (document, sample, shuffle: about 4 bytes per document and 20 per window) are built in
-memory, or kept in `data.data_cache_dir`; see `relayrun.tokens.order.index_cache`. Windows that `data.split`
-holds out (the end of the shards in their own order) lie in the last documents; these documents are left out.
+The three indices (document, sample, shuffle: about 4 bytes per document and 20 per window) are built in memory, or kept
+in `data.data_cache_dir` (`relayrun.tokens.order.index_cache`). Windows held out by `data.split` (at the end of the
+shards in their own order) lie in the last documents; these documents are left out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR) 
 
 
 class MegatronOrder:
-    """A data set (see `relayrun.tokens.order.datasets.Dataset`). Raises ConfigError if there is not one whole
-    window."""
+    """A `relayrun.tokens.order.datasets.Dataset`. Raises ConfigError for less than one window."""
 
     def __init__(self, source: DatasetSpec) -> None:
         self._source = source
@@ -44,7 +43,7 @@ class MegatronOrder:
         stream = WindowDataset(source.manifest, source.seq_length)
         held_out = held_out_window_count(len(stream), source.split)
         ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
-        last = (len(stream) - held_out) * source.seq_length + 1  # tokens before the labels that are held out
+        last = (len(stream) - held_out) * source.seq_length + 1  # tokens before the held-out labels
         indices = np.arange(int(np.searchsorted(ends, last, side="right")) if held_out else len(ends), dtype=np.int32)
         tokens = int(ends[len(indices) - 1]) if len(indices) else 0
         self._length = max(0, tokens - 1) // source.seq_length
@@ -61,14 +60,14 @@ class MegatronOrder:
         return self._length
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
-        """Token ids, int64 [seq_length + 1], of sample i of Megatron's own order in this epoch."""
+        """Return the token ids, int64 [seq_length + 1], of sample i of Megatron's order in this epoch."""
         if epoch < 0 or not 0 <= i < self._length:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self._length})")
         text: npt.NDArray[np.int64] = self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0]
         return text
 
     def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
-        """Where the tokens of a sample come from: documents, and offsets in them."""
+        """Return the origins of the tokens of a sample: documents and offsets."""
         dataset = self._epoch(epoch)
         row = int(dataset.shuffle_index[i])
         at, offset = (int(value) for value in dataset.sample_index[row])
@@ -84,15 +83,14 @@ class MegatronOrder:
 
 
 def megatron_epoch_seed(seed: int, name: str, epoch: int) -> int:
-    """Return the seed of numpy's generator in GPTDataset, below 2^32: the run's own in the first epoch, later
-    derived."""
+    """Return the seed of numpy's generator in GPTDataset, below 2^32: the run's seed for epoch 0, later derived."""
     if epoch == 0:
         return seed % (1 << 32)
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{epoch}".encode()).digest()[:4], "little")
 
 
 class MegatronDocuments:
-    """All shards as one low-level dataset, with what GPTDataset asks of megatron-core's IndexedDataset."""
+    """All shards as one low-level dataset, with the interface of megatron-core's IndexedDataset for GPTDataset."""
 
     def __init__(self, source: DatasetSpec) -> None:
         lengths = [Shard.open(shard.prefix).lengths() for shard in source.manifest.shards]
@@ -104,18 +102,18 @@ class MegatronDocuments:
         self._stream = WindowDataset(source.manifest, source.seq_length)
 
     def get(self, document: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.int64]:
-        """Tokens of one document, from `offset` on."""
+        """Return the tokens of a document, from `offset` on."""
         count = int(self.sequence_lengths[document]) - offset if length is None else int(length)
         return self._stream.tokens(int(self._starts[document]) + offset, count)
 
     def place(self, document: int) -> tuple[str, int]:
-        """Return the shard that holds a document, and the document's number in it."""
+        """Return the prefix of the shard of a document, and the document's number in it."""
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
         return self._prefixes[shard], document - int(self._first[shard])
 
 
 class MegatronEpoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
-    """GPTDataset with a cache that several ranks, nodes and threads may share."""
+    """GPTDataset with a cache that ranks, nodes and threads can share."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         build = super()._build_document_sample_shuffle_indices
@@ -131,7 +129,7 @@ class MegatronEpoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no t
 
 @dataclass
 class MegatronEpochConfig(GPTDatasetConfig):  # type: ignore[misc]
-    """Without a blend megatron-core takes the data for a mock and caches nothing by itself."""
+    """Without a blend megatron-core takes the data for a mock and caches nothing itself."""
 
     relayrun_cache: str | None = None
     relayrun_opening: str | None = None

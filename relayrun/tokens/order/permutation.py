@@ -1,22 +1,20 @@
 """A keyed permutation of 0..n-1 in closed form: shuffling without an index.
 
-Algorithm: write x as (left, right) = divmod(x, b) with a = ceil(sqrt(n)) values of left and
-b = ceil(n / a) of right. Twelve Feistel rounds alternate `left += F(right) mod a` and
-`right += F(left) mod b`, each with its own 64-bit key; F is a multiply-xorshift mixer. A round can be
-undone by subtracting, so whatever F is, the rounds are a bijection of 0..ab-1. An image of n or more is
-sent through again (cycle-walking) until it is below n, which keeps it a bijection. Modular addition in
-place of xor (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, generalised
-Feistel) fits the domain to n: ab < n + a, so that walking is rare at every n, where a power of four would
-cost up to four walks.
+Algorithm: write x as (left, right) = divmod(x, b) with a = ceil(sqrt(n)) values of left and b = ceil(n / a) of right.
+Twelve Feistel rounds alternate `left += F(right) mod a` and `right += F(left) mod b`, each with its own 64-bit key; F
+is a multiply-xorshift mixer. Subtraction undoes a round, so the rounds are a bijection of 0..ab-1 for any F. An image
+of n or more is sent through again (cycle-walking) until it is below n, which keeps the bijection. Modular addition in
+place of xor (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, generalised Feistel) fits the
+domain to n: ab < n + a, so walking is rare at every n; a power of four would cost up to four walks.
 
-Cost: no memory beyond twelve integers, no set-up but one hash; about 5 µs for one index in Python,
-below 0.1 µs an index for many at once in numpy, at any n.
+Cost: twelve integers of memory, one hash of set-up; about 5 µs for an index in Python, below 0.1 µs an index for many
+at once in numpy, at any n.
 
-Rejected: a shuffled index array (8 bytes per window, seconds to build at 10^9, and another length is
-another order); a linear congruence (lag-1 correlation is plain to see); four rounds (in the index
-shuffle of grain they leave a lag-1 correlation of 0.40 at n = 1,000,003); eight (clean at that n, but with
-halves of three values it shows over many epochs: at n = 8, who follows whom is off by 2 %, 26 standard
-deviations over 100,000 keys; twelve are within noise from n = 3).
+Rejected: a shuffled index array (8 bytes per window, seconds to build at 10^9, and another length is another order); a
+linear congruence (visible lag-1 correlation); four rounds (in the index shuffle of grain they leave a lag-1 correlation
+of 0.40 at n = 1,000,003); eight rounds (clean at that n, but with halves of three values a bias shows over many epochs:
+at n = 8 the frequency of successors is off by 2 %, 26 standard deviations over 100,000 keys; twelve are within noise
+from n = 3).
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from functools import cached_property
+from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +35,23 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 
 
 def permutation_key(seed: int, name: str, epoch: int) -> bytes:
-    """The key for one epoch of one data set: 96 bytes, SHAKE-256 of the three as a JSON list."""
+    """Return the key for an epoch of a data set: 96 bytes, SHAKE-256 of the three as a JSON list."""
     return hashlib.shake_256(json.dumps([seed, name, epoch]).encode()).digest(8 * MIXING_ROUNDS)
+
+
+def epoch_permutations(n: int, seed: int, name: str) -> Callable[[int], Permutation]:
+    """Return a function from an epoch of a data set to its permutation of range(n).
+
+    The latest two are kept: readers can stand on both sides of an epoch's end.
+    """
+    return lru_cache(2)(lambda epoch: Permutation(n, permutation_key(seed, name, epoch)))
 
 
 class Permutation:
     """A bijection of range(n), 1 <= n <= 2^62, chosen by `key` (96 bytes, see `permutation_key`).
 
-    `p(i)` is where i goes, `p.inverse(p(i)) == i`, `p.map(array)` does many at once. Raises
-    ValueError for an n or a key outside of this, IndexError for an i outside of range(n).
+    `p(i)` is the image of i, `p.map(array)` maps many at once. Raises ValueError for an invalid n or key, IndexError
+    for an i outside of range(n).
     """
 
     def __init__(self, n: int, key: bytes) -> None:
@@ -56,6 +63,7 @@ class Permutation:
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         self._keys = [int.from_bytes(key[at : at + 8], "little") for at in range(0, len(key), 8)]
+        self._numpy_keys = np.array(self._keys, dtype=np.uint64)
 
     def __call__(self, i: int) -> int:
         self._check(i)
@@ -64,16 +72,8 @@ class Permutation:
             if i < self.n:
                 return i
 
-    def inverse(self, i: int) -> int:
-        """Return the index that goes to `i`. Raises IndexError outside of range(n)."""
-        self._check(i)
-        while True:
-            i = self._backward(i)
-            if i < self.n:
-                return i
-
     def map(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The images of many indices, int64, of the same shape."""
+        """Return the images of many indices, int64, of the same shape."""
         i = np.array(indices, dtype=np.int64, order="C")
         if i.size and not (i.min() >= 0 and i.max() < self.n):
             raise IndexError(f"an index is outside of range({self.n})")
@@ -95,14 +95,6 @@ class Permutation:
             right = (right + _mix(left, next(keys))) % self._b
         return left * self._b + right
 
-    def _backward(self, i: int) -> int:
-        left, right = divmod(i, self._b)
-        keys = reversed(self._keys)
-        for key in keys:
-            right = (right - _mix(left, key)) % self._b
-            left = (left - _mix(right, next(keys))) % self._a
-        return left * self._b + right
-
     def _forward_many(self, i: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         a, b = np.uint64(self._a), np.uint64(self._b)
         left, right = i // b, i % b
@@ -112,13 +104,9 @@ class Permutation:
             right = (right + _mix_many(left, next(keys))) % b
         return left * b + right
 
-    @cached_property
-    def _numpy_keys(self) -> npt.NDArray[np.uint64]:
-        return np.array(self._keys, dtype=np.uint64)
-
 
 def _mix(half: int, key: int) -> int:
-    """63 well mixed bits of half and key (63, so that adding a half stays below 2^64 in numpy)."""
+    """Return 63 well mixed bits of half and key: with 63 bits, adding a half stays below 2^64 in numpy."""
     x = ((half ^ key) * _MULTIPLIER_1) & _MASK
     x = ((x ^ (x >> 32)) * _MULTIPLIER_2) & _MASK
     return (x ^ (x >> 29)) >> 1

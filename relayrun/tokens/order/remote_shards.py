@@ -1,7 +1,7 @@
-"""Token shards below URLs: how a submit finds them, and how ranks read them through a cache of blocks.
+"""Token shards below URLs: found at the submit, and read by ranks through a cache of blocks.
 
-`freeze_shards` makes a manifest. `open_shard_file` opens a local file or one below a URL. `BlockCache` keeps blocks of
-remote files on a node's disk: its size is bounded, and processes share it without a lock.
+`freeze_shards` makes a manifest. `open_shard_file` opens a local or remote file. `BlockCache` keeps blocks of remote
+files on a node's disk: bounded in size, shared by processes without a lock.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 18
 """Bytes of a block, 256 KiB: a few windows of tokens."""
 SLOTS_PER_SET = 8
-"""Slots of a set."""
 _NAME_BYTES, _CHECKSUM_BYTES = 32, 16
 SLOT_BYTES = _NAME_BYTES + _CHECKSUM_BYTES + BLOCK_BYTES
-"""Bytes of a slot's file, at most."""
+"""Maximum bytes of a slot's file."""
 MIN_CACHE_BYTES = SLOTS_PER_SET * SLOT_BYTES
 """Bytes of the smallest cache."""
 _STALE_SECONDS = 600.0
-"""A file that is being written is this old only where its process has ended."""
+"""A temporary file of this age belongs to a dead process."""
 
 
 class BlockCache:
-    """Blocks by name, below a folder. Threads and processes may share it, also with other lifetimes."""
+    """Blocks by name, below a folder. Threads and processes of different lifetimes may share it."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        """`size`: bytes that all slots have together, at most. Raises ConfigError for a folder that cannot be used."""
+        """`size`: maximum bytes of all slots. Raises ConfigError for an unusable folder."""
         if size < MIN_CACHE_BYTES:
             raise ConfigError(f"a cache needs {MIN_CACHE_BYTES:,} bytes or more, not {size:,}", where=folder)
         self._sets = size // MIN_CACHE_BYTES
@@ -72,7 +71,7 @@ class BlockCache:
             ) from None
 
     def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
-        """Return the block called `name`; what `fetch` gives where it is not here. Raises what `fetch` raises."""
+        """Return the block `name`, from the cache or from `fetch`. Raises errors of `fetch`."""
         digest = hashlib.sha256(name.encode()).digest()
         slots = self._slots(digest)
         for slot in slots:
@@ -87,7 +86,7 @@ class BlockCache:
         return [self._folder / f"{number % 256:02x}" / f"{number:x}-{way}" for way in range(SLOTS_PER_SET)]
 
     def _write(self, slots: list[Path], digest: bytes, data: bytes) -> None:
-        """Put a block into the slot that was used longest ago. A disk that takes it not is told of once."""
+        """Put a block into the least recently used slot. A full disk is logged once."""
         temporary = self._tmp / f"{os.getpid()}-{threading.get_ident()}"
         try:
             with temporary.open("wb") as file:
@@ -102,7 +101,7 @@ class BlockCache:
             self._full = True
 
     def _remove_others(self, folder: Path) -> None:
-        """Remove caches of another size, which nothing bounds any more, and what killed processes left."""
+        """Remove caches of another size, which are no longer bounded, and files of killed processes."""
         for other in folder.glob("blocks-*"):
             if other != self._folder:
                 shutil.rmtree(other, ignore_errors=True)
@@ -113,7 +112,7 @@ class BlockCache:
 
 
 def _read_slot(slot: Path, digest: bytes) -> bytes | None:
-    """The block in a slot, if it is the one; its time of use is set."""
+    """Return the block in a slot if it is `digest`, and update its time of use."""
     try:
         with slot.open("rb", buffering=0) as file:
             if file.read(_NAME_BYTES) != digest:
@@ -129,7 +128,7 @@ def _read_slot(slot: Path, digest: bytes) -> bytes | None:
 
 
 def _mark_used(slot: Path) -> float:
-    """When a slot was used last; an empty one comes first."""
+    """Return the time of last use; an empty slot comes first."""
     try:
         return slot.stat().st_mtime
     except OSError:
@@ -137,10 +136,10 @@ def _mark_used(slot: Path) -> float:
 
 
 def freeze_shards(paths: Sequence[str]) -> DatasetManifest:
-    """The shards that folders, prefixes, and URLs of either lead to, in the order of the list.
+    """Return the shards of folders, prefixes, and URLs of either, in the order of the list.
 
-    The index of each shard below a URL is read whole, once. Raises InputError as `ShardEntry.build`, and for a URL that
-    leads to nothing or to half a shard.
+    The index of each shard below a URL is read whole, once. Raises InputError like `ShardEntry.build`, and for a URL
+    without shards or with half a shard.
     """
     shards: list[ShardEntry] = []
     for path in paths:
@@ -154,7 +153,7 @@ def freeze_shards(paths: Sequence[str]) -> DatasetManifest:
 
 
 def open_block_cache(data: DataSection, shards: DatasetManifest) -> BlockCache | None:
-    """The cache of a run's shards; None where all are local. Raises ConfigError where it cannot be made."""
+    """Return the cache of a run's shards; None if all are local. Raises ConfigError if it cannot be made."""
     if not any(urls.is_url(shard.prefix) for shard in shards.shards):
         return None
     if data.shard_cache_dir is None:
@@ -168,13 +167,13 @@ def _cached_block_cache(folder: str, size: int) -> BlockCache:
 
 
 def _remote_prefixes(url: str) -> dict[str, tuple[int, int]]:
-    """Prefixes at or below a URL, sorted, with the bytes of their .bin and .idx."""
+    """Return prefixes at or below a URL, sorted, with the bytes of their .bin and .idx."""
     try:
         files = {urls.join_path(url, name): size for name, size in urls.list_url(url)}
     except urls.MissingInput:
         files = {}
     files = {name: size for name, size in files.items() if name.endswith(SHARD_SUFFIXES)}
-    if not files:  # not a folder: a shard without its suffix
+    if not files:  # not a folder, but a shard without its suffix
         try:
             files = {url + suffix: urls.stat_url(url + suffix)[0] for suffix in SHARD_SUFFIXES}
         except urls.MissingInput:
@@ -194,7 +193,7 @@ def _remote_prefixes(url: str) -> dict[str, tuple[int, int]]:
 
 
 def _remote_entry(prefix: str, bin_bytes: int) -> ShardEntry:
-    """A shard below a URL: its index is copied, and looked at beside an empty .bin of the right size."""
+    """Return the entry of a shard below a URL: a copy of its index is checked beside an empty .bin of that size."""
     with tempfile.TemporaryDirectory(prefix="relayrun-index-") as folder:
         copy = Path(folder, "shard")
         with urls.open_input(prefix + ".idx") as remote, copy.with_suffix(".idx").open("wb") as local:
@@ -211,15 +210,15 @@ class ShardFile(Protocol):
     """An open file. Several threads may read it."""
 
     def pread(self, count: int, at: int) -> bytes:
-        """Return `count` bytes from place `at` on; fewer only behind the end of the file."""
+        """Return `count` bytes from offset `at` on; fewer only at the end of the file."""
         ...
 
 
 def open_shard_file(path: str, size: int, fingerprint: str, blocks: BlockCache | None) -> ShardFile:
-    """Open a file of a shard, a local one or one below a URL.
+    """Open a local or remote file of a shard.
 
-    `size`, `fingerprint`: of the file and of its shard when the run began, which name its blocks. `blocks`: needed for
-    a URL. Raises OSError for a local file, and InputError for a URL that has changed or cannot be read.
+    `size` of the file and `fingerprint` of the shard when the run began, which name the blocks in the cache. A URL
+    needs `blocks`. Raises OSError for a local file, and InputError for a URL that has changed or cannot be read.
     """
     if not urls.is_url(path):
         return LocalShardFile(path)
@@ -229,7 +228,7 @@ def open_shard_file(path: str, size: int, fingerprint: str, blocks: BlockCache |
 
 
 class LocalShardFile:
-    """A local file. Closed when the last user lets go of it, so that one thread cannot close it on another."""
+    """A local file. The last reference closes it, so a thread cannot close it under another."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1
@@ -244,7 +243,7 @@ class LocalShardFile:
 
 
 class RemoteShardFile:
-    """A file below a URL. Reads that fail are tried again, as `stores.urls.retry_transient` does."""
+    """A file below a URL. Failed reads are retried by `retry_transient`."""
 
     def __init__(self, url: str, size: int, fingerprint: str, blocks: BlockCache) -> None:
         import fsspec

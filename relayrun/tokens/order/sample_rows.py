@@ -1,9 +1,9 @@
 """A sample with its documents: token ids, lengths of documents, loss mask; and rows of a micro-batch.
 
-A data set whose samples are more than tokens has a method `row(epoch, i)` beside `read(epoch, i)` and returns a
-`SampleRow`; or its `read` returns tokens and loss mask. Document starts, positions and masks follow
-`_get_ltor_masks_and_position_ids` (megatron-core 0.16.1, datasets/gpt_dataset.py): a document ends with its
-end-of-document token, which belongs to it; the first token of a sample begins a document.
+A data set whose samples are more than tokens has a method `row(epoch, i)` that returns a `SampleRow`; or its `read`
+returns tokens and loss mask. Document starts, positions and masks follow `_get_ltor_masks_and_position_ids`
+(megatron-core 0.16.1, datasets/gpt_dataset.py): a document ends with its end-of-document token, which belongs to it;
+the first token of a sample begins a document.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from relayrun.errors import FatalTrainingError
 
 
 def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
-    """For each token the index of the first token of its document in this row; int64 [batch, sequence], as `inputs`.
+    """Return for each token the index of its document's first token in the row; int64 [batch, sequence], like `inputs`.
 
-    A token's position in its document is its index minus this. It may see the tokens from this index up to
-    itself.
+    A token's position in its document is its index minus this start; attention reaches from the start to the token.
     """
     batch, length = inputs.shape
     starts = np.zeros((batch, length), dtype=np.int64)
@@ -33,14 +32,13 @@ def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.i
 
 
 DocumentLengths = Sequence[Sequence[int] | None] | None
-"""Tokens of each document of rows that know it themselves (`relayrun.tokens.order.sample_rows`); None: of those that
-do not."""
+"""Tokens of each document for rows that know them; None: unknown."""
 
 
 def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> list[list[int]]:
-    """Tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence].
+    """Return the tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence].
 
-    Rows that know their documents, `own`, have those.
+    `own` takes precedence for rows that have it.
     """
     rows = []
     for number, row in enumerate(inputs):
@@ -53,10 +51,8 @@ def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengt
 
 
 def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> npt.NDArray[np.int64]:
-    """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`.
-
-    `own`: as for `document_lengths`.
-    """
+    """Return positions that restart at 0 in each document, int64 [batch, sequence]: `reset_position_ids`. `own`: see
+    `document_lengths`."""
     result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)
     for number, known in enumerate(own or ()):
         if known is not None:
@@ -65,34 +61,34 @@ def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLen
 
 
 def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
-    """1, and 0 where the input is the end of a document; float32 [batch, sequence]: `eod_mask_loss`."""
+    """Return 0 where the input is an end of document, else 1; float32 [batch, sequence]: `eod_mask_loss`."""
     result: npt.NDArray[np.float32] = (inputs != eod).astype(np.float32)
     return result
 
 
 def target_loss_mask(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-    """1 where the target is a token that counts, else 0; float32 [batch, sequence]: `mask_tokens_except`.
+    """Return 1 where the loss of the target counts, else 0; float32 [batch, sequence]: `mask_tokens_except`.
 
-    `counted`: for each token of the vocabulary whether its loss counts.
+    `counted`: for each token of the vocabulary, True if its loss counts.
     """
     return counted[targets].astype(np.float32)
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: that would take four times as long to make, twice for each sample
+@dataclass(slots=True, kw_only=True)  # frozen would take four times as long to make, twice for each sample
 class SampleRow:
-    """One sample."""
+    """A sample."""
 
     tokens: npt.NDArray[np.signedinteger[Any]]
-    """Token ids, int64 or int32 [seq_length + 1]: inputs, and targets one place further."""
+    """Token ids, int64 or int32 [seq_length + 1]: inputs, and targets shifted by one."""
     lengths: Sequence[int] | None = None
-    """Tokens of each document of the row, padding last; they sum to seq_length. A token sees its own document alone,
-    and positions start at 0 in each. None: as `data.reset_attention_mask` and `data.reset_position_ids` say."""
+    """Tokens of each document of the row, padding last; they sum to seq_length. Attention stays inside a document and
+    positions restart at 0. None: as set by `data.reset_attention_mask` and `data.reset_position_ids`."""
     loss_mask: npt.NDArray[np.float32] | None = None
     """1 where the loss of an input's target counts, float32 [seq_length]; None: everywhere."""
     padding: int = 0
-    """Inputs that are no text."""
+    """Inputs that are padding."""
     windows: int = 1
-    """Windows that the row holds, or parts of windows."""
+    """Windows, or parts of windows, in the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +98,17 @@ class RowBatch:
     tokens: npt.NDArray[np.int64]
     """Token ids, int64 [rows, seq_length + 1]."""
     lengths: Sequence[Sequence[int] | None] | None = None
-    """The same as in `SampleRow`, for each row; None: no row has any."""
+    """Lengths of each row, as in `SampleRow`; None: no row has any."""
     loss_mask: npt.NDArray[np.float32] | None = None
-    """The same as in `SampleRow`, float32 [rows, seq_length]; None: no row has one."""
+    """Loss masks, float32 [rows, seq_length]; None: no row has one."""
     padding: int = 0
-    """Inputs that are no text, in all rows."""
+    """Padding inputs in all rows."""
     windows: int = 0
     """Windows in all rows."""
 
     @classmethod
     def of(cls, rows: Sequence[SampleRow]) -> Self:
-        """Put rows of one length below each other."""
+        """Stack rows of equal length."""
         masks = None
         if any(row.loss_mask is not None for row in rows):
             ones = np.ones(len(rows[0].tokens) - 1, np.float32)
@@ -127,7 +123,7 @@ class RowBatch:
 
 
 def read_row(dataset: Any, epoch: int, i: int) -> SampleRow:
-    """Row i of an epoch of a data set (`relayrun.tokens.order.datasets.Dataset`), whether it gives rows or tokens.
+    """Return row i of an epoch of a `relayrun.tokens.order.datasets.Dataset`, from its `row` or its `read`.
 
     Raises FatalTrainingError for a loss mask that does not fit the tokens.
     """
@@ -148,7 +144,7 @@ def read_row(dataset: Any, epoch: int, i: int) -> SampleRow:
 
 
 def row_statistics(counts: Sequence[int], *, tokens: int, samples: int) -> dict[str, Any]:
-    """What a step says of an iteration's rows, from padding and windows in all of them; nothing where none is known."""
+    """Return log fields from the padding and windows of an iteration's rows; empty if unknown."""
     if not counts:
         return {}
     padding, windows = counts

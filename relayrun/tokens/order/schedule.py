@@ -1,20 +1,20 @@
-"""Which dataset gives global sample k, and which of its positions: closed form, exact integers, no I/O.
+"""The dataset and position of global sample k: closed form, exact integers, no I/O.
 
-A schedule is a list of phases. A phase begins at a sample number and has a weight for each dataset, integers
-that sum to 2^32. Inside a phase the datasets are interleaved by a binary tree: a node of weight w whose left
-part weighs l gives, of its first n samples, (n * l + w // 2) // w to the left and the rest to the right. These
-counts rise by 0 or 1 with every sample, so each sample goes down exactly one path, and what a dataset got
-of the first n is known without walking through them.
+A schedule is a list of phases. A phase begins at a sample number and has a weight for each dataset, integers that sum
+to 2^32. Inside a phase a binary tree interleaves the datasets: a node of weight w whose left part weighs l gives, of
+its first n samples, (n * l + w // 2) // w to the left and the rest to the right. These counts rise by 0 or 1 with every
+sample, so each sample goes down exactly one path, and the counts of the first n samples are known without a walk
+through them.
 
-The tree is Huffman's: the two lightest parts are joined first. Heavy datasets stand near the root, where
-rounding is felt least: a count is never further than 2 from weight x n, within about 1 in practice.
+The tree is Huffman's: the two lightest parts are joined first. Heavy datasets stand near the root, where rounding
+matters least: a count is never further than 2 from weight x n, within about 1 in practice.
 
-A dataset's position is its count in this phase plus its counts of all earlier phases. A dataset that leaves
-the mixture keeps its count, and goes on there when it returns. Cost of `locate`: one step of the tree for
-each level, 1 µs or so; of `counts`, one for each dataset and phase.
+A dataset's position is its count in this phase plus its counts of all earlier phases. A dataset that leaves the mixture
+keeps its count, and continues there when it returns. Cost of `locate`: a step for each level of the tree, about 1 µs;
+of `counts`: a step for each dataset and phase.
 
-Rejected: Megatron's way, an array with the dataset of every sample (built at start for a fixed length); random
-draws (counts wander off by the root of n); a low-discrepancy sequence (its error grows with log n).
+Rejected: Megatron's array with the dataset of every sample (built at start for a fixed length); random draws (counts
+deviate by the root of n); a low-discrepancy sequence (its error grows with log n).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ WEIGHT_TOTAL = 1 << 32
 
 
 def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
-    """Weights in any unit as integers of at least 1 that sum to 2^32, in the order of the names.
+    """Return weights in any unit as integers of at least 1 that sum to 2^32, in the order of the names.
 
-    Largest remainders, in exact arithmetic: the result depends on the ratios alone, not on the order in
-    which the weights are given. Raises ValueError unless all are positive and finite.
+    Largest remainders, in exact arithmetic: the result depends on the ratios alone, not on the order of the weights.
+    Raises ValueError unless all are positive and finite.
     """
     if not weights or len(weights) > WEIGHT_TOTAL >> 8:
         raise ValueError("a mixture needs a dataset, and not millions of them")
@@ -64,18 +64,18 @@ class _Node:
 
     weight: int
     name: str
-    """Name of the dataset; in an inner node the smallest below it, which settles ties."""
+    """Name of the dataset; in an inner node the smallest name below it, which settles ties."""
     left: _Node | None = None
     right: _Node | None = None
 
     def to_left(self, n: int) -> int:
-        """How many of this node's first n samples go to the left."""
+        """Return how many of this node's first n samples go to the left."""
         assert self.left is not None
         return (n * self.left.weight + self.weight // 2) // self.weight
 
 
 class Interleave:
-    """The samples 0, 1, ... of one phase, dealt to its datasets. `RotatedInterleave` deals them in another order."""
+    """The samples 0, 1, ... of a phase, dealt to its datasets."""
 
     def __init__(self, weights: Mapping[str, int]) -> None:
         heap = [(weight, name, _Node(weight, name)) for name, weight in weights.items()]
@@ -87,7 +87,7 @@ class Interleave:
         self._root = heap[0][2]
 
     def locate(self, n: int) -> tuple[str, int]:
-        """Dataset of sample n, and how many of the samples before it were that dataset's."""
+        """Return the dataset of sample n, and the number of earlier samples of that dataset."""
         node = self._root
         while True:
             left, right = node.left, node.right
@@ -100,7 +100,7 @@ class Interleave:
                 node, n = right, n - before
 
     def counts(self, n: int) -> dict[str, int]:
-        """How many of the first n samples each dataset gives."""
+        """Return the number of samples of each dataset among the first n."""
         found = {}
         waiting = [(self._root, n)]
         while waiting:
@@ -114,12 +114,12 @@ class Interleave:
 
 
 class RotatedInterleave:
-    """The samples of one phase of a mixture with streams: an `Interleave`, turned anew for every `lanes` samples.
+    """An `Interleave`, rotated for every turn of `lanes` samples: a phase of a mixture with streams.
 
-    Number r of turn t is number (r + shift of t) mod `lanes` of that turn in the `Interleave`. Without this a data set
-    that gives every second sample, say, would only ever use every second lane. Over `lanes` turns every shift comes
-    once, so each lane has its share of every data set. At the end of each turn the counts are those of the
-    `Interleave`, and inside of one they are off by a few samples at most.
+    Number r of turn t is number (r + shift of t) mod `lanes` of that turn in the `Interleave`. Without the shift a data
+    set that gives, say, every second sample would only ever use every second lane. Over `lanes` turns every shift comes
+    once, so each lane has its share of every data set. At the end of each turn the counts equal those of the
+    `Interleave`; inside a turn they differ by a few samples at most.
     """
 
     def __init__(self, inner: Interleave, lanes: int) -> None:
@@ -128,22 +128,22 @@ class RotatedInterleave:
         self._shifts = Permutation(lanes, permutation_key(0, "turns", lanes))
         self._turn = lru_cache(8)(self._counts_of_turn)
         self._only = next(iter(names)) if len(names := inner.counts(0)) == 1 else None
-        """The data set, where there is one alone: it has every sample."""
+        """The data set if it is the only one: it has every sample."""
 
     def locate(self, n: int) -> tuple[str, int]:
-        """As `Interleave.locate`."""
+        """See `Interleave.locate`."""
         if self._only is not None:
             return self._only, n
         turn, r = divmod(n, self._lanes)
         shift, _, at_shift, after = self._turn(turn)
         first = turn * self._lanes
         name, count = self._inner.locate(first + (r + shift) % self._lanes)
-        if r + shift < self._lanes:  # what stands before it there comes behind it here
+        if r + shift < self._lanes:  # the rotation moves the samples before the shift behind it
             return name, count - at_shift[name] + self._turn(turn)[1][name]
         return name, count + after[name] - at_shift[name]
 
     def counts(self, n: int) -> dict[str, int]:
-        """As `Interleave.counts`."""
+        """See `Interleave.counts`."""
         turn, r = divmod(n, self._lanes)
         shift, before, at_shift, after = self._turn(turn)
         first = turn * self._lanes
@@ -154,7 +154,7 @@ class RotatedInterleave:
         return {name: base[name] + count - at_shift[name] for name, count in now.items()}
 
     def _counts_of_turn(self, turn: int) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
-        """The shift, and the counts of the `Interleave` before the turn, at its shift and after it."""
+        """Return the shift, and the counts of the `Interleave` before the turn, at its shift and after it."""
         shift, first = self._shifts(turn % self._lanes), turn * self._lanes
         counts = self._inner.counts
         return shift, counts(first), counts(first + shift), counts(first + self._lanes)
@@ -168,11 +168,11 @@ class Phase:
     weights: dict[str, int]
     """Weight of each dataset, integers that sum to 2^32."""
     lanes: int | None = None
-    """Lanes of the streams in the mixture; None: there is no stream."""
+    """Lanes of the streams in the mixture; None: no stream."""
 
     @cached_property
     def interleave(self) -> Interleave | RotatedInterleave:
-        """How the samples of the phase are dealt to its datasets."""
+        """The assignment of the phase's samples to its datasets."""
         inner = Interleave(self.weights)
         return inner if self.lanes is None else RotatedInterleave(inner, self.lanes)
 
@@ -198,7 +198,7 @@ class Schedule:
 
     @classmethod
     def of(cls, weights: Mapping[str, float], lanes: int | None = None) -> Self:
-        """Return the schedule of one phase, from sample 0 on."""
+        """Return the schedule of a single phase from sample 0 on."""
         return cls([Phase(start=0, weights=integer_weights(weights), lanes=lanes)])
 
     @property
@@ -207,7 +207,7 @@ class Schedule:
         return sorted({name for phase in self.phases for name in phase.weights})
 
     def locate(self, k: int) -> tuple[str, int]:
-        """(dataset, position) of global sample k. Positions of a dataset count from 0 without a gap.
+        """Return (dataset, position) of global sample k. Positions of a dataset count from 0 without a gap.
 
         Raises IndexError if k < 0.
         """
@@ -218,17 +218,18 @@ class Schedule:
         return name, count + self._before[number].get(name, 0)
 
     def in_phase(self, k: int) -> int:
-        """The number of global sample k in its phase. Modulo the lanes it is the lane that the sample comes from."""
+        """Return the number of global sample k in its phase; modulo the lanes it is the lane of the sample."""
         return k - self._starts[max(0, bisect_right(self._starts, k) - 1)]
 
     def counts(self, k: int) -> dict[str, int]:
-        """How many of the samples 0 .. k - 1 each dataset gives, in the order of their names; the sum is k."""
+        """Return how many of the samples 0 .. k - 1 each dataset gives, sorted by name; the sum is k."""
         number = max(0, bisect_right(self._starts, k) - 1)
         within = self.phases[number].interleave.counts(k - self._starts[number])
         return dict.fromkeys(self.names, 0) | dict(sorted(_sum(self._before[number], within).items()))
 
     def sample_of(self, name: str, position: int) -> int | None:
-        """The global sample that is this position of a dataset; None if it never comes (it has left the mixture)."""
+        """Return the global sample at this position of a dataset; None if it never comes (the dataset left the
+        mixture)."""
         last = self.phases[-1]
         if name not in last.weights and self._before[-1].get(name, 0) <= position:
             return None
@@ -241,10 +242,9 @@ class Schedule:
         return low
 
     def with_phase(self, start: int, weights: Mapping[str, int], lanes: int | None = None) -> Schedule:
-        """The schedule of a run that goes on at sample `start` with these integer weights and lanes.
+        """Return the schedule of a run that resumes at sample `start` with these integer weights and lanes.
 
-        Phases that would begin at `start` or later never saw a sample and are dropped; the same weights
-        as before make no new phase.
+        Phases that begin at `start` or later gave no sample and are dropped; unchanged weights make no new phase.
         """
         kept = [phase for phase in self.phases if phase.start < start]
         if not kept or (kept[-1].weights, kept[-1].lanes) != (dict(weights), lanes):
@@ -260,7 +260,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, value: Iterable[Mapping[str, Any]]) -> Self:
-        """Read what `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
         return cls(
             [
                 Phase(start=int(entry["start"]), weights=dict(entry["weights"]), lanes=entry.get("lanes"))

@@ -1,15 +1,13 @@
-"""Blocks of rows of a stream, read ahead, and the samples that lanes get of them.
+"""Blocks of rows of a stream, read ahead, and the samples that lanes get from them.
 
-The rows of a group's fragments are cut into blocks of equal size; the last block of an epoch is shorter. Filters come
-later, so the position of a block does not depend on them. A permutation shuffles each block by itself, and its rows are
-dealt to the lanes of the group in turn: a lane needs the position of its block and a number inside it to go on.
+The rows of a group's fragments are cut into blocks of equal size; the last block of an epoch is shorter. Filters run
+later, so the position of a block does not depend on them. A permutation shuffles each block, and its rows are dealt to
+the lanes of the group in turn: a cursor needs the position of the block and a sample number inside it.
 
-A call of an engine takes as long as encoding 50 kB, so texts of several lanes are encoded together. A lane for which
-more than `MAX_WAITING_BLOCKS` wait reads them again by itself until it has caught up. `Prefetcher` reads ahead in a
-thread.
+A call of an engine costs as much as encoding 50 kB, so texts of several lanes are encoded together.
 
-Rejected: a buffer from which random rows are drawn (its content would be the state); rows dealt by fragments alone
-(lanes would get unequal shares if fragments are few).
+Rejected: a buffer from which random rows are drawn (its content would be state of the checkpoint); rows dealt by
+fragments alone (unequal shares if fragments are few).
 """
 
 from __future__ import annotations
@@ -40,23 +38,23 @@ from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, 
 
 T = TypeVar("T")
 _POLL_SECONDS = 1.0
-"""How often a thread that waits for room looks whether it is still wanted."""
+"""Seconds between two looks of a waiting thread at `_closing`."""
 _EXIT_SECONDS = 5.0
-"""How long a program that ends waits for what its threads are reading."""
+"""Seconds that the exit of a process waits for its reading threads."""
 
 
 class _EndOfItems:
-    """What comes behind the last item: the error that ended the iterator, or none."""
+    """Marks the end of the iterator, with the error that ended it."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 class Prefetcher(Generic[T]):
-    """Up to `depth` items of an iterator before they are asked for; with 0 there is no thread.
+    """Reads up to `depth` items of an iterator ahead in a thread; a `depth` of 0 starts no thread.
 
-    What the iterator raises, `next` raises behind the items that came before. The thread is a daemon: a process that
-    ends waits some seconds for one that hangs in the file system, and no longer.
+    `next` raises the iterator's error behind the items before it. The thread is a daemon: an exit waits `_EXIT_SECONDS`
+    for a thread that hangs in the file system.
     """
 
     def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
@@ -81,7 +79,7 @@ class Prefetcher(Generic[T]):
         raise self._end.error or StopIteration
 
     def close(self) -> None:
-        """Let the thread end when it has read what it is reading."""
+        """Ask the thread to end after its current item."""
         self._closing.set()
         try:
             while True:
@@ -90,7 +88,7 @@ class Prefetcher(Generic[T]):
             pass
 
     def join(self, seconds: float) -> None:
-        """Wait until the thread has ended, so long at most."""
+        """Wait at most `seconds` for the end of the thread."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -101,7 +99,7 @@ class Prefetcher(Generic[T]):
             return next(self._items)
         except StopIteration:
             return _EndOfItems(None)
-        except BaseException as met:  # an iterator that has raised only says that it is at its end
+        except BaseException as met:  # a second `next` of a failed iterator would only say StopIteration
             return _EndOfItems(met)
 
     def _read(self) -> None:
@@ -129,7 +127,8 @@ _started_prefetchers: weakref.WeakSet[Prefetcher[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _close_prefetchers() -> None:
-    """A thread that Arrow lets call Python, to read below a URL, hangs or kills an interpreter that is ending."""
+    """Stop the threads first: one that reads below a URL calls Python from Arrow and hangs or kills a dying
+    interpreter."""
     end = time.monotonic() + _EXIT_SECONDS
     found = [*_started_prefetchers]
     for ahead in found:
@@ -139,23 +138,23 @@ def _close_prefetchers() -> None:
 
 
 MIN_ROWS_PER_LANE = 256
-"""Rows of a block for each lane, at least: the last sample of a lane's block is padded, which must stay rare. Part of
-the order."""
+"""Minimum rows of a block for each lane. The last sample of a lane's block is padded, which must stay rare. Part of the
+order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock:
-    """Some rows of a group, before any filter."""
+    """Consecutive rows of a group, before any filter."""
 
     place: BlockPosition
     rows: pa.Table
-    """As `FragmentReader` gives them, in the order of the files."""
+    """Columns as in `FragmentReader.read`, in the order of the files."""
     origins: npt.NDArray[np.int64]
     """File in the manifest, row group (-1: none) and row in it of every row; int64 [rows, 3]."""
     order: npt.NDArray[np.int64]
-    """Which row comes first, second, ... after the shuffle; int64 [rows]."""
+    """The shuffled order of the rows; int64 [rows]."""
     files_left_out: int
-    """Files that were met on the way and left out."""
+    """Files that were skipped before this block."""
 
 
 class RowBlocks:
@@ -174,9 +173,9 @@ class RowBlocks:
         self._name, self._seed = name, seed
 
     def read(self, group: int, place: BlockPosition) -> Iterator[RowBlock]:
-        """The blocks of a group from a place on, epoch after epoch; they end behind the last epoch, if there is one.
+        """Yield the blocks of a group from position `place` on, up to the end of the last epoch.
 
-        Raises InputError as `FragmentReader.read`, and FatalTrainingError where an epoch has no row.
+        Raises InputError like `FragmentReader.read`, and FatalTrainingError for an epoch without rows.
         """
         epochs = self._stream.nb_epochs
         while epochs is None or place.epoch < epochs:
@@ -231,21 +230,20 @@ class RowBlocks:
         return RowBlock(place=place, rows=rows, origins=where, order=order, files_left_out=files_left_out)
 
     def of_lane(self, block: RowBlock, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
-        """The rows of a block that a lane gets, in its order, and their origins."""
+        """Return the rows of a block for `lane` in the lane's order, and their origins."""
         chosen = block.order[lane // self.groups :: self.lanes_of_a_group]
         return block.rows.take(arrow_integers(chosen)), block.origins[chosen]
 
     def group_of(self, lane: int) -> int:
-        """The group that a lane belongs to."""
+        """Return the group of a lane."""
         return lane % self.groups
 
 
 def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
-    """The rows of all parts. Raises InputError for columns of other kinds; `name`: of the data set."""
     if all(part.schema.equals(parts[0].schema) for part in parts):
         return pa.Table.from_batches(parts)
     try:
-        # imports pandas
+        # this call imports pandas
         return pa.concat_tables([pa.Table.from_batches([part]) for part in parts], promote_options="permissive")
     except pa.ArrowException as error:
         raise InputError(
@@ -262,20 +260,20 @@ def _row_origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int
 
 
 MAX_WAITING_BLOCKS = 4
-"""Blocks that are kept for a lane, at most."""
+"""Maximum blocks that wait for a lane. A lane with more reads them again by itself until it has caught up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneBlock:
-    """What one lane gets of a block."""
+    """The share of one lane in a block."""
 
     place: BlockPosition
     rows: int
-    """Its rows, before any filter."""
+    """Rows before any filter."""
     left_out: Counter[str]
-    """Rows that became no text, or gave no token, by reason."""
+    """Rows without a text or token, by reason."""
     files_left_out: int
-    """Files that were left out on the way to the block."""
+    """Files that were skipped before the block, counted by the first lane of a group alone."""
     origins: npt.NDArray[np.int64]
     """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
     samples: LaneSamples
@@ -283,17 +281,17 @@ class LaneBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class _LaneTexts:
-    """What one lane gets of a block, before its texts are encoded."""
+    """The share of one lane in a block, before encoding."""
 
     texts: pa.Array
-    """Texts as Arrow's large_string, without nulls."""
+    """Arrow's large_string, without nulls."""
     rows: int
     left_out: Counter[str]
     origins: npt.NDArray[np.int64]
 
 
 class LaneGroup:
-    """A group of lanes that share files, and the lanes of it that are read here."""
+    """The lanes of a group that this process reads."""
 
     def __init__(
         self,
@@ -315,15 +313,17 @@ class LaneGroup:
         self._ahead: Prefetcher[RowBlock] | None = None
         self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
         self._made: dict[int, LaneBlock] = {}
-        """For lanes that come to the block later, of the first that they wait for."""
+        """Encoded blocks of lanes that have not asked for them yet, by lane."""
         self._newest: BlockPosition | None = None
-        """Where the block begins that was read last for all."""
+        """Position of the newest block that was read for the whole group."""
         self._behind: dict[int, Prefetcher[RowBlock]] = {}
-        """What lanes read by themselves that are too far behind."""
+        """Readers of lanes that are too far behind the others, by lane."""
 
     def next_block(self, lane: int) -> LaneBlock | None:
-        """The next block of a lane; None behind the last epoch. Raises as `RowBlocks.read` and
-        `FragmentReader.texts`."""
+        """Return the next block of a lane; None behind the last epoch.
+
+        Raises like `RowBlocks.read` and `FragmentReader.texts`.
+        """
         if lane in self._behind:
             return self._next_behind(lane)
         while not self._waiting[lane]:
@@ -335,7 +335,7 @@ class LaneGroup:
                 return None
             self._newest = block.place
             for other, waiting in self._waiting.items():
-                # lanes of a group are not all in one block
+                # lanes of a group may resume in different blocks
                 if other in self._behind or block.place < self._from[other]:
                     continue
                 waiting.append(block)
@@ -347,7 +347,7 @@ class LaneGroup:
         return self._made.pop(lane)
 
     def _leave_behind(self, lane: int) -> None:
-        """Let a lane read by itself what waits for it; but what was made for it is kept."""
+        """Give a lane a reader of its own for its waiting blocks; its encoded block stays."""
         waiting = self._waiting[lane]
         if lane in self._made:
             waiting.popleft()
@@ -366,12 +366,12 @@ class LaneGroup:
         return self._made.pop(lane)
 
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Stop the reading thread."""
         if self._ahead is not None:
             self._ahead.close()
 
     def _make(self, lane: int, block: RowBlock) -> None:
-        """Make the samples of a lane, and some of the lanes behind it that wait for the same block."""
+        """Encode the block of a lane, together with other lanes that wait for the same block."""
         found = {lane: self._texts(block, lane)}
         size = found[lane].texts.nbytes
         order = [*self._waiting]
@@ -381,7 +381,7 @@ class LaneGroup:
                 break
             if other in self._made or not self._waiting[other] or self._waiting[other][0] is not block:
                 continue
-            with contextlib.suppress(FatalTrainingError):  # it is raised when that lane comes to the block, if it does
+            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the block
                 found[other] = self._texts(block, other)
                 size += found[other].texts.nbytes
         ids = encode_texts([part.texts for part in found.values()], self._encode)
@@ -392,7 +392,7 @@ class LaneGroup:
                 place=block.place,
                 rows=part.rows,
                 left_out=part.left_out,
-                files_left_out=block.files_left_out if other == self._group else 0,  # its first lane counts them
+                files_left_out=block.files_left_out if other == self._group else 0,  # counted by the first lane
                 origins=part.origins,
                 samples=samples,
             )

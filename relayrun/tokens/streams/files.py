@@ -1,4 +1,4 @@
-"""Which files of text a data set is, found and frozen at the submit."""
+"""The text files of a data set, found and frozen at the submit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from relayrun.config.sections import conditions
+from relayrun.config.sections.conditions import Condition, condition_columns, parse_row_condition
 from relayrun.config.sections.data import DataSource, StreamLimit, StreamSection
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.columns import check_column, open_parquet, read_column
@@ -22,32 +22,32 @@ from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault
+from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault, stream_filter
 from relayrun.tokens.tokenize.dumps import find_data_files
 
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
-"""What `inputs.file_kind` calls the files of a source."""
+"""The kind that `file_kind` returns for each `data.mixture.NAME.source`."""
 _BATCH_BYTES = 1 << 16
 _AT_A_TIME = 16
-"""Files that are looked at together: most of the time goes into waiting for the file system."""
+"""Files that are examined in parallel; the file system dominates the time."""
 
 MAX_COUNTED_FILES = 64
-"""Files whose rows are counted at the submit, at most."""
+"""Row counts are checked at the submit for at most this many files."""
 
 
 MAX_HASHED_BYTES = 4_000_000_000
-"""Bytes of all files of a data set, at most, for which each is read whole and hashed at the first submit."""
+"""Files are hashed whole at the first submit if the data set has at most this many bytes."""
 
 
 def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence[FileEntry] = ()) -> DatasetManifest:
-    """The files of the stream called `name`, in the order in which they are named; those of a folder sorted.
+    """Return the files of the stream `name`: paths in the given order, the content of a folder sorted.
 
-    `known`: files that the run has under this name. One whose time of change is another one now is hashed whole, where
-    it is local; it is the known one if that has this hash, else another file.
+    `known` holds files that the run already has under this name. A local file with another time of change is hashed
+    whole: with an unchanged hash it stays the known file, otherwise it is a new one.
 
-    Raises InputError if there are none, if one is listed twice or is of another kind than `source.source`, or if the
-    first one has no such column; ConfigError for a condition that does not fit the files, and where a few parquet files
-    have fewer rows than there are lanes.
+    Raises InputError if no file is found, if a path occurs twice, if a file is of another kind than `source.source`, or
+    if the first file lacks the column; ConfigError if a condition does not fit the files, or if up to
+    `MAX_COUNTED_FILES` parquet files have fewer rows than lanes.
     """
     stream, where = source.stream or StreamSection(), f"data set {name!r}"
     found = find_text_files(source, where)
@@ -74,9 +74,9 @@ def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence
 
 
 def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> FileEntry:
-    """A file as it is now; with the fingerprint of the known file of its name and size that it is, if it is one.
+    """Return a file as it is now, with the fingerprint of a `known` file of this name and size if the content is equal.
 
-    `whole`: a file that is not known is hashed whole.
+    With `whole`, a new file is hashed whole.
     """
     local = not urls.is_url(file.path)
     changed = os.stat(file.path).st_mtime_ns if local else urls.stat_url(file.path)[1]
@@ -84,7 +84,7 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
     now = replace(file, fingerprint=ends, changed=changed)
     alike = [one for one in known if one.fingerprint in (ends, _of_whole(ends, one))]
     for one in alike:
-        if one.changed == changed or 0 in (one.changed, changed):  # an earlier version kept no times
+        if one.changed == changed or 0 in (one.changed, changed):  # 0: a store without times
             return replace(now, fingerprint=one.fingerprint, content=one.content)
     now = replace(now, content=file_checksum(file.path) if local and (alike or whole) else "")
     for one in alike:
@@ -94,12 +94,13 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
 
 
 def _of_whole(ends: str, file: FileEntry) -> str:
-    """The fingerprint of a file whose ends are those of another one; below a URL its time stands for its content."""
+    """Return a fingerprint for a file whose ends equal those of another file; below a URL the time stands for the
+    content."""
     return hashlib.sha256(f"{ends} {file.content or file.changed}".encode()).hexdigest()
 
 
 def _first_good(paths: Sequence[str], stream: StreamSection) -> str:
-    """The first file whose first rows can be read; where `on_error` leaves no file out, it must be the first of all."""
+    """Return the first readable file. With `on_error: fail` it must be the first of all."""
     bad: InputError | None = None
     for path in paths[: 1 if stream.on_error == "fail" else MAX_COUNTED_FILES]:
         try:
@@ -113,8 +114,7 @@ def _first_good(paths: Sequence[str], stream: StreamSection) -> str:
 
 
 def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
-    """The files of a stream, without fingerprints. Raises as `freeze_text_files`; `where` names the data set in
-    errors."""
+    """Return the files of a stream without fingerprints. Raises like `freeze_text_files`; errors name `where`."""
     stream = source.stream or StreamSection()
     found: dict[str, int] = {}
     for path in source.paths:
@@ -124,12 +124,15 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
             found[file] = size
     if stream.partition_filters is not None:
         found = {path: found[path] for path in _of_partitions(list(found), stream.partition_filters, where)}
-    paths = _limited(list(found), stream.limit or StreamLimit())
-    return [*_cut([FileEntry(path=path, size=found[path], fingerprint="") for path in paths], stream)]
+    files = [FileEntry(path=path, size=size, fingerprint="") for path, size in found.items()]
+    limit = stream.limit or StreamLimit()
+    if limit.fraction_of_files is not None:
+        files = files[: max(1, round(len(files) * limit.fraction_of_files))]
+    return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
 def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
-    """The files of a kind that one path leads to, sorted, with their bytes."""
+    """Return path and bytes of the files of `kind` at a path, sorted."""
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     found = []
     for match in map(
@@ -141,7 +144,7 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
             found += [(os.path.abspath(urls.join_path(match, file.path)), file.size) for file in find_data_files(match)]
         elif os.path.isfile(match):
             found.append((os.path.abspath(match), os.stat(match).st_size))
-        elif os.path.islink(match):  # what it led to may be away for a while: its rows would never come
+        elif os.path.islink(match):  # its target may be unmounted: its rows would silently be missing
             raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
     fitting = [(file, size) for file, size in found if file_kind(file) == kind]
     if not fitting:
@@ -157,7 +160,7 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
 
 
 def _below_url(url: str) -> list[tuple[str, int]]:
-    """The files at or below a URL, or of a pattern at its end. Raises InputError as `urls.absolute_path`."""
+    """Return path and bytes of the files at a URL, below it, or matching its pattern. Raises like `absolute_path`."""
     url = urls.absolute_path(url)
     if not glob.has_magic(url):
         if url.lower().endswith((".parquet", ".jsonl", ".arrow", ".gz", ".zst", ".json")):
@@ -170,7 +173,7 @@ def _below_url(url: str) -> list[tuple[str, int]]:
 
 
 def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
-    """What `**/`, `*`, `?` and `[...]` in a URL stand for, behind the longest front that one of `files` begins with."""
+    """Compile the wildcards `**/`, `*`, `?` and `[...]` of a URL behind its longest prefix that exists in `files`."""
     names = url.split("/")
     fronts = ("/".join(names[:length]) for length in range(len(names), 0, -1))
     front = next((front for front in fronts if any(f"{file}/".startswith(f"{front}/") for file in files)), "")
@@ -183,9 +186,9 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
 
 
 def _of_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
-    """The files whose parts `name=value` fulfil a condition; integers where all files have integers."""
+    """Yield the files whose path parts `name=value` fulfil a condition. Integers if all files have integers."""
     parts = [dict(re.findall(r"([^/=]+)=([^/]*)(?=/)", path)) for path in paths]
-    names = conditions.condition_columns(condition := conditions.parse_row_condition(text))
+    names = condition_columns(condition := parse_row_condition(text))
     if missing := [name for name in names if not any(name in part for part in parts)]:
         known = sorted({name for part in parts for name in part})
         raise ConfigError(
@@ -207,7 +210,7 @@ def _typed(values: Sequence[str | None]) -> list[str | int | None]:
     return [None if value is None else unquote(value) for value in values]
 
 
-def _filtered(table: pa.Table, condition: conditions.Condition, setting: str, where: str) -> pa.Table:
+def _filtered(table: pa.Table, condition: Condition, setting: str, where: str) -> pa.Table:
     try:
         return table.filter(arrow_expression(condition))
     except pa.ArrowException as error:
@@ -215,45 +218,33 @@ def _filtered(table: pa.Table, condition: conditions.Condition, setting: str, wh
 
 
 def _try_columns(path: str, stream: StreamSection, where: str) -> None:
-    """Apply the filter to no row of a parquet file; it and the other columns that are read must be there."""
-    condition = None if stream.filters is None else conditions.parse_row_condition(stream.filters)
+    """Check that a parquet file has the columns of filter and `extra_columns`, and that the filter fits their types."""
+    condition = stream_filter(stream)
     with open_parquet(path) as file:
         schema = file.schema_arrow
-    wanted = {
-        "filters": [] if condition is None else conditions.condition_columns(condition),
-        "extra_columns": stream.extra_columns,
-    }
-    for option, names in wanted.items():
-        for name in names:
-            if name not in schema.names:
-                raise ConfigError(
-                    f"stream.{option}: no column {name!r}; there are: {', '.join(schema.names)}",
-                    where=f"{where}, {path}",
-                )
+    for option, names in (("filters", condition_columns(condition)), ("extra_columns", stream.extra_columns)):
+        if missing := [name for name in names if name not in schema.names]:
+            raise ConfigError(
+                f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}",
+                where=f"{where}, {path}",
+            )
     if condition is not None:
         _filtered(schema.empty_table(), condition, "stream.filters", where)
 
 
 def _try_lines(path: str, stream: StreamSection, where: str) -> None:
-    """Ask the condition of the first lines of a file; they must fit it, and some have its names."""
-    condition = conditions.parse_row_condition(stream.filters or "")
+    """Check that the condition fits the first lines of a file and that a line has each of its names."""
+    condition = stream_filter(stream)
     faults = RowFaults(condition, skip=stream.on_error == "skip-line")
     arrays = read_column(path, stream.column, batch_bytes=_BATCH_BYTES, faults=faults)
     next(arrays, None)
     arrays.close()
-    if missing := [name for name in conditions.condition_columns(condition) if name not in faults.seen]:
+    if missing := [name for name in condition_columns(condition) if name not in faults.seen]:
         raise ConfigError(f"stream.filters: the first lines have no {missing[0]!r}", where=f"{where}, {path}")
 
 
-def _limited(paths: list[str], limit: StreamLimit) -> list[str]:
-    if limit.fraction_of_files is not None:
-        return paths[: max(1, round(len(paths) * limit.fraction_of_files))]
-    return paths[: limit.nb_files]
-
-
-def _cut(files: list[FileEntry], stream: StreamSection) -> Iterator[FileEntry]:
-    """The first files, the last of them in part, where `limit` counts fragments or rows."""
-    limit = stream.limit or StreamLimit()
+def _cut(files: list[FileEntry], limit: StreamLimit, stream: StreamSection) -> Iterator[FileEntry]:
+    """Yield the files up to the limit of fragments or rows; the last file may be partial."""
     left = limit.nb_fragments or limit.nb_rows
     if left is None:
         yield from files
@@ -268,16 +259,14 @@ def _cut(files: list[FileEntry], stream: StreamSection) -> Iterator[FileEntry]:
                 raise
             fragments, rows = 1, 0
         count = fragments if limit.nb_fragments else rows
-        part = min(left, count)
-        left -= part
-        if part == count:
+        if count <= left:
             yield file
         else:
-            yield replace(file, fragments=part) if limit.nb_fragments else replace(file, rows=part)
+            yield replace(file, fragments=left) if limit.nb_fragments else replace(file, rows=left)
+        left -= count
 
 
 def _rows_of(entry: FileEntry) -> int:
-    """Rows of a parquet file that are read."""
     with open_parquet(entry.path) as file:
         groups = range(file.metadata.num_row_groups)[: entry.fragments]
         rows = sum(int(file.metadata.row_group(group).num_rows) for group in groups)
@@ -285,7 +274,7 @@ def _rows_of(entry: FileEntry) -> int:
 
 
 def _size_of(path: str, stream: StreamSection) -> tuple[int, int]:
-    """Fragments and rows of a file."""
+    """Return the number of fragments and of rows."""
     if file_kind(path) == "parquet":
         with open_parquet(path) as file:
             groups, rows = int(file.metadata.num_row_groups), int(file.metadata.num_rows)

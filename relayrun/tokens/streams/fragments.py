@@ -1,11 +1,9 @@
 """Fragments of a stream's files: their order in each epoch, and their rows.
 
-A fragment is a row group of a parquet file, or a whole file. Files are dealt to groups of lanes: each file of an
-epoch belongs to one group. There are as many groups as leave each at least `MIN_FILES_PER_GROUP` files; with few
-files all lanes share all files. Groups do not depend on the number of ranks. The order is a pure function of names,
-sizes and seed. Footers are read when an epoch comes to their file; a shuffle over all fragments
-(`fragment_shuffle_window: -1`) needs all of them. `FragmentReader` reads texts and the columns that a filter
-compares.
+A fragment is a row group of a parquet file, or a whole file. Each file of an epoch is dealt to one group of lanes. The
+number of groups leaves each at least `MIN_FILES_PER_GROUP` files; with few files all lanes share all files. Groups do
+not depend on the number of ranks. The order is a pure function of names, sizes and seed. Footers are read when an epoch
+reaches their file; a shuffle over all fragments (`fragment_shuffle_window: -1`) needs all footers first.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from relayrun.config.sections import conditions
+from relayrun.config.sections.conditions import condition_columns
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
@@ -38,12 +36,17 @@ from relayrun.tokens.shards.manifest import FileEntry
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import MissingInput
-from relayrun.tokens.streams.row_filters import FILTER_REASON, RowFaults, arrow_expression, is_content_fault
+from relayrun.tokens.streams.row_filters import (
+    FILTER_REASON,
+    RowFaults,
+    arrow_expression,
+    is_content_fault,
+    stream_filter,
+)
 
 MIN_FILES_PER_GROUP = 8
-"""Files that each group of lanes has at least, where there is more than one group. Part of the order."""
+"""Minimum files of a group of lanes, if there are several groups. Part of the order."""
 _FOOTERS_READ_AT_ONCE = 16
-"""Footers that are read together."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,19 @@ class Fragment:
     file: int
     """Number of the file in the manifest."""
     group: int | None
-    """Its row group; None: the whole file."""
+    """Number of the row group; None: the whole file."""
     rows: int | None = None
-    """Only its first so many rows are read; None: all."""
+    """Number of leading rows to read; None: all."""
 
 
 def group_count(files: int, lanes: int) -> int:
-    """Into how many groups so many lanes fall that read so many files: a divisor of `lanes`."""
+    """Return the number of groups for the given files and lanes, a divisor of `lanes`."""
     most = max(1, files // MIN_FILES_PER_GROUP)
     return max(groups for groups in range(1, min(lanes, most) + 1) if lanes % groups == 0)
 
 
 class FragmentOrder:
-    """The fragments of each epoch for each group of lanes."""
+    """The order of fragments in each epoch for each group of lanes."""
 
     def __init__(self, files: Sequence[FileEntry], stream: StreamSection, *, name: str, seed: int, groups: int) -> None:
         self.files = files
@@ -78,7 +81,7 @@ class FragmentOrder:
         self._lock = threading.Lock()
 
     def of_epoch(self, epoch: int, group: int) -> Iterator[Fragment]:
-        """The fragments of a group of lanes in their order. Raises InputError for a file that cannot be opened."""
+        """Yield the fragments of a group in their order. Raises InputError for a file that cannot be opened."""
         window = self._stream.fragment_shuffle_window
         if window == -1:
             yield from self._all_shuffled(epoch, group)
@@ -96,34 +99,32 @@ class FragmentOrder:
             chunk += 1
 
     def _share(self, numbers: Sequence[int], group: int) -> Sequence[int]:
-        """What belongs to a group, of all that an epoch deals."""
         if self._stream.files_circular_shift:
             count = len(numbers)
             return numbers[group * count // self.groups : (group + 1) * count // self.groups]
         return numbers[group :: self.groups]
 
     def _all_shuffled(self, epoch: int, group: int) -> Iterator[Fragment]:
-        with self._lock:  # groups are read by threads of their own
+        with self._lock:  # each group has a thread
             every = self._all()
         for number in self._share(self._permutation(len(every), "fragments", epoch), group):
             file, fragment = every[number].tolist()
             yield self._of_file(file)[fragment]
 
     def _every_fragment(self) -> npt.NDArray[np.int64]:
-        """File and place in the file of all fragments, int64 [fragments, 2]."""
+        """Return file and fragment number in the file of all fragments, int64 [fragments, 2]."""
         with ThreadPoolExecutor(_FOOTERS_READ_AT_ONCE) as pool:
             counts = np.array([*map(len, pool.map(self._of_file, range(len(self.files))))])
         files = np.repeat(np.arange(len(counts)), counts)
         return np.stack([files, np.arange(len(files)) - np.repeat(np.cumsum(counts) - counts, counts)], axis=1)
 
     def _permutation(self, count: int, what: str, epoch: int) -> list[int]:
-        """A shuffle of range(count); `what` and epoch choose which."""
+        """Return a permutation of range(count) for `what` and epoch."""
         key = permutation_key(self._seed, f"{self._name}/{what}", epoch)
         found: list[int] = Permutation(count, key).map(np.arange(count)).tolist() if count else []
         return found
 
     def _of_file(self, number: int) -> list[Fragment]:
-        """The fragments of a file, from its footer where it has one."""
         if number not in self._fragments_of:
             self._fragments_of[number] = self._look_at(number)
         return self._fragments_of[number]
@@ -138,7 +139,7 @@ class FragmentOrder:
         except InputError as error:
             if self._stream.on_error == "fail" or not is_content_fault(error):
                 raise
-            return [Fragment(number, None)]  # of which no row is read
+            return [Fragment(number, None)]  # `why_left_out` skips this file
         found, left = [], entry.rows
         for group, rows in enumerate(sizes[: entry.fragments]):
             if left is None:
@@ -152,7 +153,7 @@ class FragmentOrder:
 log = logging.getLogger(__name__)
 
 TEXT_COLUMN = "__text"
-"""The column of the text, whatever the files call it."""
+"""Column of the text in the batches of `FragmentReader`, independent of its name in the files."""
 _REASON_COLUMN = "__reason"
 _ROW_COLUMN = "__row"
 _READ_BATCH_BYTES = 4_000_000
@@ -160,32 +161,32 @@ _MAX_BATCH_ROWS = 1024
 
 
 class FragmentReader:
-    """Reads fragments of the files of a stream, and says which of their rows are samples."""
+    """Reads fragments of the files of a stream and selects the rows for training."""
 
     def __init__(self, files: Sequence[FileEntry], stream: StreamSection) -> None:
         self._files = files
         self._stream = stream
-        self._condition = None if stream.filters is None else conditions.parse_row_condition(stream.filters)
+        self._condition = stream_filter(stream)
         self._by_line = any(file_kind(file.path) == "json lines" for file in files)
-        """Whether the condition is asked of each line as it is read, and not of tables."""
+        """True if the condition is checked while lines are parsed, not on tables."""
         self._filter = None if self._condition is None or self._by_line else arrow_expression(self._condition)
-        looked_at = [] if self._condition is None else conditions.condition_columns(self._condition)
-        self._columns = [] if self._by_line else list(dict.fromkeys([*looked_at, *stream.extra_columns]))
+        columns = dict.fromkeys([*condition_columns(self._condition), *stream.extra_columns])
+        self._columns = [] if self._by_line else [*columns]
         self._left_out: dict[int, str | None] = {}
         self._same: dict[str, int] = {}
-        """Times of change at which files were found to hold what they held, by path."""
+        """Latest time of change of files with verified content, by path."""
         # `Schema.empty_table` would import pandas
         self.no_rows = pa.Table.from_batches(
             [], pa.schema([(TEXT_COLUMN, pa.large_string()), (_REASON_COLUMN, pa.string())])
         )
-        """A table without a row, of which `texts` makes no text."""
+        """A table without rows."""
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a fragment from row `start` on: `TEXT_COLUMN` (large_string, may be null), why a row is left out
-        as it is read (null: it is not), and the columns of filter and map.
+        """Yield batches of a fragment from row `start` on: `TEXT_COLUMN` (large_string, nullable), the reason why a row
+        is skipped while reading (null: kept), and the columns for filter and map.
 
-        Raises InputError for a file that is away or has changed, and, where `stream.on_error` does not leave it out,
-        for one that cannot be read, and naming a text that is not UTF-8.
+        Raises InputError for a missing or changed file and, unless `stream.on_error` covers it, for an unreadable file
+        or a text that is not UTF-8.
         """
         entry = self._files[fragment.file]
         self._check(entry)
@@ -200,9 +201,9 @@ class FragmentReader:
                     return
 
     def why_left_out(self, number: int) -> str | None:
-        """Why a file is left out whole; None: it is read. Looked at once, for which it is read to its end.
+        """Return why a whole file is left out; None: it is read. The first call for a file reads it to its end.
 
-        Raises InputError for a file that is away or has changed, and StoreError for a store that does not answer.
+        Raises InputError for a missing or changed file, and StoreError for a store that does not answer.
         """
         if self._stream.on_error == "fail":
             return None
@@ -221,10 +222,9 @@ class FragmentReader:
         return self._left_out[number]
 
     def keep(self, rows: pa.Table) -> tuple[npt.NDArray[np.int64], Counter[str]]:
-        """Numbers of the rows that are samples, rising, int64, and how many of the others there are by reason.
+        """Return the indices of rows to train on (ascending int64), and the number of skipped rows by reason.
 
-        No text is copied. Raises FatalTrainingError for a text that is missing where none may be, and for columns that
-        the filter does not fit.
+        Raises FatalTrainingError for a missing text without `drop_null`, and for columns that the filter does not fit.
         """
         reasons, texts = rows[_REASON_COLUMN], rows[TEXT_COLUMN]
         found: Counter[str] = Counter(reasons.drop_null().to_pylist())
@@ -241,7 +241,7 @@ class FragmentReader:
                     hint="write the columns alike in all files, or mend the filter",
                 ) from None
             found[FILTER_REASON] += len(chosen) - len(kept)
-            chosen = np.sort(np.asarray(kept, np.int64))  # Arrow promises no order
+            chosen = np.sort(np.asarray(kept, np.int64))  # Arrow does not promise an order
         if texts.null_count:
             there = _arrow_bools(texts.is_valid())[chosen]
             if not self._stream.drop_null and not there.all():
@@ -260,10 +260,10 @@ class FragmentReader:
         return chosen, found
 
     def texts(self, rows: pa.Table) -> tuple[pa.Array, npt.NDArray[np.int64], Counter[str]]:
-        """The texts of a table that are trained on (large_string, without nulls), and the numbers of their rows; and
-        how many of the others there are by reason.
+        """Return the texts to train on (large_string, without nulls), their row indices, and skipped rows by reason.
 
-        Raises FatalTrainingError as `keep`, and where a user's own function raises or returns no text.
+        Raises FatalTrainingError like `keep`, and if the user's `stream.map` raises or returns a value that is not
+        text.
         """
         kept, left_out = self.keep(rows)
         if self._stream.map is None or not len(kept):
@@ -279,7 +279,7 @@ class FragmentReader:
 
     @cached_property
     def _mapped(self) -> Callable[[dict[str, Any]], str | None]:
-        """What a user's own function makes of a row."""
+        """Return the user's `stream.map` with checks of its result."""
         path = self._stream.map
         assert path is not None
         module, _, name = path.partition(":")
@@ -303,11 +303,11 @@ class FragmentReader:
         return call
 
     def _check(self, entry: FileEntry) -> None:
-        """Raise InputError for a file that is not what it was."""
+        """Raise InputError for a missing or changed file."""
         path, local = entry.path, not urls.is_url(entry.path)
         what = None
         try:
-            size, changed = _local_path(path) if local else urls.stat_url(path)
+            size, changed = _stat_local(path) if local else urls.stat_url(path)
             if size != entry.size:
                 what = f"has {size:,} bytes, had {entry.size:,} when the run began"
             elif 0 not in (changed, entry.changed) and changed not in (entry.changed, self._same.get(path)):
@@ -369,7 +369,7 @@ class FragmentReader:
 
 
 def arrow_integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
-    """The same integers for Arrow, not copied. `pa.array` would import pandas, which takes half a second."""
+    """Return an Arrow array without a copy. `pa.array` would import pandas, which takes half a second."""
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))])
 
 
@@ -377,13 +377,13 @@ def _arrow_bools(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
     return np.asarray(column, np.bool_)
 
 
-def _local_path(path: str) -> tuple[int, int]:
-    """Bytes of a file, and when it was changed last, in ns."""
+def _stat_local(path: str) -> tuple[int, int]:
+    """Return bytes and time of change (ns) of a file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
 
 def _fault_reasons(rows: int, faults: RowFaults) -> pa.Array:
-    """Why each row of the array that was read last is left out; null: it is not."""
+    """Return the reasons for skipping rows of the last array that was read; null: kept."""
     marks = dict(faults.take_marks())
     return pa.array([marks.get(row) for row in range(rows)], pa.string()) if marks else pa.nulls(rows, pa.string())

@@ -1,4 +1,4 @@
-"""Where a lane of a stream stands: integers alone, so that a checkpoint can hold them and anybody can read them."""
+"""The position of a lane in a stream: integers alone, so that a checkpoint can hold them and people can read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class BlockPosition(NamedTuple):
-    """Where a block begins, for one group of lanes."""
+    """The start of a block, for one group of lanes."""
 
     epoch: int
     number: int
@@ -16,11 +16,11 @@ class BlockPosition(NamedTuple):
     fragment: int
     """Number of the fragment in the group's order of the epoch."""
     row: int
-    """Row of the fragment with which the block begins."""
+    """First row of the block in the fragment."""
 
 
 class LaneCursor(NamedTuple):
-    """Where a lane stands."""
+    """The position of a lane. The first four fields are a `BlockPosition`."""
 
     epoch: int = 0
     number: int = 0
@@ -29,13 +29,13 @@ class LaneCursor(NamedTuple):
     taken: int = 0
     """Samples that were taken from the block."""
     rows: int = 0
-    """Rows of the lane's blocks before this one, before any filter."""
+    """Rows of the lane's earlier blocks, before any filter."""
     left_out: int = 0
-    """Rows among them that gave no sample, for whatever reason."""
+    """Rows of the earlier blocks that gave no sample, for any reason."""
     samples: int = 0
-    """Samples of the blocks before this one."""
+    """Samples of the earlier blocks."""
     files: int = 0
-    """Files that were left out whole, once in each epoch; the first lane of a group counts those of its group."""
+    """Files that were left out whole, counted once in each epoch by the first lane of a group."""
     filters: int = 0
     no_text: int = 0
     length: int = 0
@@ -54,17 +54,14 @@ class LaneCursor(NamedTuple):
         return BlockPosition(*self[:4])
 
     def counts(self) -> dict[str, int]:
-        """The rows that were left out by reason, in the words of `SKIP_REASONS`; those of which there are none, too."""
+        """Return the skipped rows for each reason of `SKIP_REASONS`."""
         return {words: getattr(self, name) for name, words in SKIP_REASONS.items()}
 
     def with_left_out(self, counts: Mapping[str, int]) -> LaneCursor:
-        """The cursor with so many more rows left out, by reason."""
+        """Return the cursor with these skipped rows added, by reason."""
         more = {name: getattr(self, name) + counts[words] for name, words in SKIP_REASONS.items() if words in counts}
         return self._replace(**more)
 
-
-FORMER_CURSOR_FIELDS = 8
-"""Numbers of a cursor that an earlier version wrote: without files and reasons."""
 
 OPTION_REASONS = {
     "filters": "stream.filters",
@@ -73,7 +70,7 @@ OPTION_REASONS = {
     "map": "stream.map",
     "no_token": "no token",
 }
-"""Rows that an option leaves out, or that gave no token: names of a cursor, with the reason as people read it."""
+"""Rows that an option skips or that gave no token: cursor field to displayed reason."""
 FAULT_REASONS = {
     "not_utf8": "not UTF-8",
     "not_json": "not JSON",
@@ -83,15 +80,13 @@ FAULT_REASONS = {
     "not_text": "not text",
     "misfit": "misfit",
 }
-"""Rows that `stream.on_error` leaves out, in tokenization's words; `misfit`: a value that a filter cannot compare."""
+"""Rows that `stream.on_error` skips, in the words of tokenization; `misfit`: the filter cannot compare a value."""
 SKIP_REASONS = OPTION_REASONS | FAULT_REASONS
 
 
 def skipped_rows(lanes: Iterable[LaneCursor]) -> dict[str, int]:
-    """Rows of some lanes that gave no sample, by reason; `earlier`: counted by a version that kept no reasons."""
+    """Return the non-zero numbers of skipped rows of some lanes by reason."""
     found: Counter[str] = Counter()
     for lane in lanes:
-        counts = lane.counts()
-        found.update(counts)
-        found["earlier"] += lane.left_out - sum(counts.values())
+        found.update(lane.counts())
     return {reason: count for reason, count in found.items() if count}

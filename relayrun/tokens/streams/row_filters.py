@@ -1,24 +1,22 @@
-"""Rows and files of a stream that are left out: by a condition, or because of a fault in their content.
+"""Filters and faults: the rows and files that a stream leaves out.
 
-Arrow computes conditions on tables; `row_fulfils` decides alike for a row of JSON. A row that is left out keeps its
-position in its file, so blocks and cursors do not depend on it. A file is left out whole: it is read once to its end
-before its first row is given, and its bytes alone decide, so all ranks and attempts decide alike. An error of the file
-system or the store, a missing file and a changed file are no faults of the content: they end the run.
+Arrow evaluates conditions on tables; `row_fulfils` decides the same for a row of JSON. A skipped row keeps its position
+in its file, so blocks and cursors do not depend on filters. A file is left out as a whole: it is read to its end before
+its first row is used. Its bytes alone decide, so all ranks and attempts agree. An error of the file system or the
+store, a missing file and a changed file end the run instead.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from relayrun.config.sections import conditions
 from relayrun.config.sections.conditions import (
+    OPERATORS,
     Both,
-    Column,
     Compare,
     Condition,
     ConditionOperand,
@@ -26,57 +24,51 @@ from relayrun.config.sections.conditions import (
     IsNull,
     Not,
     TextLength,
+    Variable,
+    condition_columns,
+    parse_row_condition,
 )
+from relayrun.config.sections.data import StreamSection
 from relayrun.errors import InputError
 from relayrun.tokens.readers.inputs import BadLine, LineFaults
 from relayrun.tokens.readers.texts import LongText
 from relayrun.tokens.stores.urls import MissingInput
 
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "and": operator.and_,
-    "or": operator.or_,
-}
-
 
 def arrow_expression(condition: Condition) -> pc.Expression:
-    """The expression of a condition."""
+    """Return the Arrow expression of a condition."""
     match condition:
-        case Compare(left, sign, right) | Both(left, sign, right):
-            return _OPERATORS[sign](_arrow_operand(left), _arrow_operand(right))
-        case In(column, values):
-            return _arrow_operand(column).isin(pa.array(values))
-        case IsNull(column):
-            return _arrow_operand(column).is_null()
+        case Compare(left, sign, right):
+            return OPERATORS[sign](_arrow_operand(left), _arrow_operand(right))
+        case Both(left, "and", right):
+            return arrow_expression(left) & arrow_expression(right)
+        case Both(left, _, right):
+            return arrow_expression(left) | arrow_expression(right)
+        case In(item, values):
+            return _arrow_operand(item).isin(pa.array(values))
+        case IsNull(item):
+            return _arrow_operand(item).is_null()
         case Not(inner):
             return ~arrow_expression(inner)
 
 
-def _arrow_operand(part: Condition | ConditionOperand) -> pc.Expression:
+def _arrow_operand(part: ConditionOperand) -> pc.Expression:
     match part:
-        case Column(name):
+        case Variable(name):
             return pc.field(name)
         case TextLength(column):
             return pc.utf8_length(_arrow_operand(column))
-        case Compare() | Both() | In() | IsNull() | Not():
-            return arrow_expression(part)
-        case _:
-            return pc.scalar(part)
+    return pc.scalar(part)
 
 
 class ConditionMisfit(Exception):
-    """A value of a row is of another kind than the condition compares it with."""
+    """A value and its operand in the condition have different types."""
 
 
 def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
-    """Whether a row of JSON fulfils a condition, as Arrow decides it of a table: None where a null leaves it open.
+    """Return what Arrow decides for a row of JSON; None if a null leaves the condition open.
 
-    A name that the row lacks is null. Raises Misfit.
+    A missing name is null. Raises ConditionMisfit.
     """
     match condition:
         case Compare(left, sign, right):
@@ -87,8 +79,8 @@ def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
         case Both(left, _, right):
             both = row_fulfils(left, row), row_fulfils(right, row)
             return True if True in both else None if None in both else False
-        case In(column, values):
-            value = row.get(column.name)
+        case In(item, values):
+            value = _operand_value(item, row)
             return any(_value_kind(value) == _value_kind(other) and value == other for other in values)
         case IsNull(column):
             return row.get(column.name) is None
@@ -104,12 +96,12 @@ def _compare_values(left: Any, sign: str, right: Any) -> bool | None:
         raise ConditionMisfit(
             f"{left!r:.40} {sign} {right!r:.40} compares {_value_kind(left)} with {_value_kind(right)}"
         )
-    return bool(_OPERATORS[sign](left, right))
+    return bool(OPERATORS[sign](left, right))
 
 
 def _operand_value(part: ConditionOperand, row: Mapping[str, Any]) -> Any:
     match part:
-        case Column(name):
+        case Variable(name):
             return row.get(name)
         case TextLength(column):
             text = row.get(column.name)
@@ -129,22 +121,28 @@ def _value_kind(value: Any) -> str:
 
 
 FILTER_REASON = "stream.filters"
-"""The reason of a row that does not fulfil the condition."""
+"""Reason of a row that does not fulfil the condition."""
+
+
+def stream_filter(stream: StreamSection) -> Condition | None:
+    """Return the condition on rows of a stream."""
+    return None if stream.filters is None else parse_row_condition(stream.filters)
 
 
 class RowFaults(LineFaults):
-    """What becomes of the bad rows of a file, and of lines of JSON that a filter leaves out: their places stay."""
+    """Counts the bad rows of a file and skips JSON lines by the filter; skipped rows keep their positions."""
 
-    def __init__(self, condition: conditions.Condition | None, *, skip: bool) -> None:
-        """`condition`: what lines of JSON are asked; `skip`: bad rows are left out, else the first is an InputError."""
+    def __init__(self, condition: Condition | None, *, skip: bool) -> None:
+        """`condition` is checked for lines of JSON. With `skip`, bad rows are skipped; otherwise the first one is an
+        InputError."""
         super().__init__(skip=skip, keep=True)
         self._condition = condition
-        self._columns = [] if condition is None else conditions.condition_columns(condition)
+        self._columns = condition_columns(condition)
         self.seen: set[str] = set()
-        """Columns of the condition that a line had."""
+        """Columns of the condition that occurred in a line."""
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, LongText | None]) -> None:
-        """Raise BadLine for a row that the condition leaves out, or that it does not fit."""
+        """Raise BadLine for a row that does not fulfil the condition or that the condition does not fit."""
         if self._condition is None:
             return
         values = {name: _whole_value(row.get(name), long) for name in self._columns}
@@ -159,13 +157,13 @@ class RowFaults(LineFaults):
             raise BadLine(FILTER_REASON, "")
 
     def add(self, bad: BadLine, where: str) -> None:
-        """Count a bad row; see `LineFaults.add`. A row that a filter leaves out is none."""
+        """Count a bad row; see `LineFaults.add`. A row skipped by the filter does not count."""
         if bad.reason != FILTER_REASON:
             super().add(bad, where)
 
 
 def is_content_fault(error: InputError) -> bool:
-    """Whether a file cannot be read because of its bytes, which are the same for everybody who reads it."""
+    """True if the bytes of the file are at fault, which are equal for all readers."""
     cause = error.__context__
     known = (PermissionError, FileNotFoundError, ConnectionError, TimeoutError)
     of_the_system = isinstance(cause, known) or (isinstance(cause, OSError) and cause.errno is not None)
@@ -173,7 +171,7 @@ def is_content_fault(error: InputError) -> bool:
 
 
 def _whole_value(value: Any, long: Mapping[str, LongText | None]) -> Any:
-    """A value of a line; a long string has a name in its place."""
+    """Return a value of a line, reading long strings back from where they were spilled."""
     if not isinstance(value, str) or value not in long:
         return value
     spilled = long[value]

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, as the ranks load it: the one with which the run began."""
+"""The tokenizer of a run in the ranks, checked against the one with which the run began."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 
 
 def load_run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
-    """Load the tokenizer that `data.tokenizer` names.
+    """Load the tokenizer `data.tokenizer`.
 
-    Raises FatalTrainingError if its ids are not those that the run began with, InputError if there is none.
+    Raises FatalTrainingError if its ids changed since the run began, InputError if it does not exist.
     """
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=name))
     if tokenizer.ids_fingerprint != manifest.tokenizer_ids:
@@ -28,9 +28,9 @@ def load_run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
 
 
 def character_token_ids(characters: str, tokenizer: DocumentTokenizer) -> npt.NDArray[np.int64]:
-    """The token of each of these characters, int64 [distinct characters]: `data.mask_tokens_except`.
+    """Return the token ids of the characters in `data.mask_tokens_except`, int64 [distinct characters].
 
-    Raises ConfigError for a character that is several tokens, or none.
+    Raises ConfigError for a character that is not exactly one token.
     """
     found = []
     for character in dict.fromkeys(characters):
@@ -47,7 +47,7 @@ def character_token_ids(characters: str, tokenizer: DocumentTokenizer) -> npt.ND
 
 
 def loss_token_ids(data: DataSection, manifest: Manifest) -> npt.NDArray[np.int64] | None:
-    """The tokens whose losses alone count, int64; None: all do. Errors as of both functions above."""
+    """Return the ids of the tokens whose losses count, int64; None: all. Raises like both functions above."""
     if data.mask_tokens_except is None:
         return None
     return character_token_ids(data.mask_tokens_except, load_run_tokenizer(data.tokenizer, manifest))

@@ -1,7 +1,4 @@
-"""The texts of a lane's block as samples: encoded with the run's tokenizer, cut into windows, packed into rows.
-
-`StreamEncoder` takes the fastest engine that is proven exact on the data set's own text.
-"""
+"""The texts of a lane's block as samples: encoded with the run's tokenizer, cut into windows, packed into rows."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.config.sections.data import DocumentWindowSection
-from relayrun.tokens.order.datasets import DocumentOrigin
 from relayrun.tokens.order.document_packing import document_cut, fill_row, pack_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.order.sample_rows import SampleRow
@@ -30,21 +26,22 @@ from relayrun.tokens.tokenize.shard_task import sample_texts
 log = logging.getLogger(__name__)
 
 PROOF_BYTES = 200_000
-"""Text of the data set on which a fast engine must prove itself."""
+"""Bytes of the data set's text on which a fast engine must prove that it is exact."""
 
 
 class StreamEncoder:
-    """Texts to ids. The tokenizer and its engine are loaded when the first text comes."""
+    """Encodes texts with the fastest exact engine. The first call loads the tokenizer and proves the engine."""
 
     def __init__(self, tokenizer: str, manifest: Manifest, files: Sequence[FileEntry], column: str) -> None:
-        """`tokenizer`: the setting data.tokenizer; `files`, `column`: where the proof takes its texts from."""
+        """`tokenizer` is the setting data.tokenizer; the proof reads `column` of `files`."""
         self._name = tokenizer
         self._manifest = manifest
         self._paths = [file.path for file in files]
         self._column = column
 
     def __call__(self, texts: Texts) -> Encoded:
-        """Ids of the texts, and how many each has. Raises FatalTrainingError if the tokenizer is another one now."""
+        """Return the ids of all texts, and the number of ids of each. Raises FatalTrainingError if the tokenizer
+        changed."""
         return self._engine.encode(texts)
 
     @cached_property
@@ -56,27 +53,27 @@ class StreamEncoder:
 
 
 EncodeFunction = Callable[[Texts], Encoded]
-"""Ids of texts, and how many of them each text has."""
+"""Maps texts to their ids and the number of ids of each text."""
 ENCODE_BATCH_BYTES = 4_000_000
-"""Text that is encoded at once, about: an engine needs as long to be called as for 50 kB."""
+"""Target bytes of a call of an engine, whose fixed cost equals encoding 50 kB."""
 _MAX_TEXT_BYTES = 2 * ENCODE_BATCH_BYTES
-"""Text that is encoded at once, at most: what is gathered goes beyond `ENCODE_BATCH_BYTES` by the texts of one lane."""
+"""Maximum bytes of a call: the texts of one lane can exceed `ENCODE_BATCH_BYTES`."""
 _BATCH_TEXTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShape:
-    """What samples of a stream look like."""
+    """The shape of a stream's samples."""
 
     seq_length: int
     eod: int | None
-    """Id that ends every document; None: nothing does."""
+    """Id behind every document; None: none."""
     padding: int
     """Id that fills a row."""
     cut: DocumentCut | None = None
-    """How documents are cut into windows; None: they are not, as with `order: window`."""
+    """Cut of documents into windows; None: a plain sequence of tokens (`order: window`)."""
     settings: DocumentWindowSection = field(default_factory=DocumentWindowSection)
-    """How windows are packed."""
+    """Packing of windows into rows."""
 
     @classmethod
     def of(
@@ -88,7 +85,7 @@ class SampleShape:
         vocabulary_size: int,
         where: str,
     ) -> SampleShape:
-        """The shape that `document_window` asks for; None: that of `order: window`. Raises ConfigError as
+        """Return the shape for `document_window`; None: that of `order: window`. Raises ConfigError like
         `document_cut`."""
         if settings is None:
             return cls(seq_length=seq_length, eod=eod, padding=eod or 0)
@@ -97,19 +94,19 @@ class SampleShape:
             seq_length=seq_length,
             eod=None if settings.drop_eod else eod,
             padding=eod or 0,
-            cut=replace(cut, drop_end=None),  # it is not put there to begin with
+            cut=replace(cut, drop_end=None),  # the framing leaves it away
             settings=settings,
         )
 
 
 class LaneSamples:
-    """The samples of one lane's block."""
+    """The samples of a lane's block."""
 
     def __init__(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], shape: SampleShape) -> None:
-        """`ids` of all its texts, and how many each text has."""
+        """`ids` of all texts, and the number of ids of each text."""
         self._document_of = np.flatnonzero(lengths)
         self.empty = len(lengths) - len(self._document_of)
-        """Texts that gave no token; they are left out."""
+        """Texts without a token; they are skipped."""
         framing = DocumentFraming(bos_id=None, eod_id=shape.eod, dtype="int32", keep_empty=False)
         framed, sizes = framing.apply(ids, lengths)
         self._ids = framed.astype(np.int32, copy=False)
@@ -130,7 +127,7 @@ class LaneSamples:
         return self._rows
 
     def row(self, i: int) -> SampleRow:
-        """Sample number i of the block."""
+        """Return sample `i` of the block."""
         shape = self._shape
         if shape.cut is None:
             begin, end = self._stretch(i)
@@ -148,7 +145,7 @@ class LaneSamples:
         )
 
     def origins(self, i: int) -> list[tuple[int, int, int]]:
-        """Where a sample's text comes from: text of the block, its first token that is taken, and how many are."""
+        """Return the parts of sample `i`: text of the block, first token in the text, number of tokens."""
         found: list[tuple[int, int, int]] = []
         for document, begin, end in self._taken(i):
             start = int(self._starts[document])
@@ -156,7 +153,7 @@ class LaneSamples:
         return found
 
     def _taken(self, i: int) -> list[tuple[int, int, int]]:
-        """Documents of a sample, with the first of all ids that it takes of each, and the one behind the last."""
+        """Return the parts of a sample: document, and the range of its tokens among all ids."""
         cut = self._shape.cut
         if cut is None:
             begin, end = self._stretch(i)
@@ -175,19 +172,19 @@ class LaneSamples:
         return found
 
     def _stretch(self, i: int) -> tuple[int, int]:
-        """Inputs of sample i among all ids: the first, and the one behind the last."""
+        """Return the range of inputs of sample `i` among all ids."""
         length = self._shape.seq_length
         return i * length, min((i + 1) * length, len(self._ids))
 
     def _place(self, window: int) -> tuple[int, int, int]:
-        """Document of a window, and which ids are its text: the first, and how many."""
+        """Return document, first id and number of ids of a window."""
         assert self._shape.cut is not None
         document = int(self._window_document[window])
         first = int(self._starts[document]) + int(self._window_start[window])
         return document, first, int(self._window_size[window]) - self._shape.cut.specials
 
     def _window(self, number: int) -> npt.NDArray[np.int32]:
-        """The tokens of a window, those around it included."""
+        """Return the tokens of a window with BOS and EOS."""
         cut = self._shape.cut
         assert cut is not None
         _, first, count = self._place(number)
@@ -202,7 +199,7 @@ class LaneSamples:
 
 
 def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Encoded]:
-    """The ids of some arrays of texts (large_string without nulls), which are encoded together."""
+    """Encode several arrays of texts (large_string without nulls) together; return a result for each array."""
     texts = Texts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
     found = [encode(batch) for batch in texts.split(_MAX_TEXT_BYTES, _BATCH_TEXTS)]
     ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
@@ -210,10 +207,3 @@ def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Enco
     ends = np.cumsum([len(part) for part in parts])[:-1]
     tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]
     return list(zip(np.split(ids, tokens), np.split(lengths, ends), strict=True))
-
-
-def text_origin(path: str, group: int, row: int, offset: int, tokens: int) -> DocumentOrigin:
-    """Where a piece of a sample comes from, for people: the file, with its row group, and the row in it."""
-    return DocumentOrigin(
-        prefix=path if group < 0 else f"{path}, row group {group}", document=row, offset=offset, tokens=tokens
-    )

@@ -1,10 +1,6 @@
-"""A data set of text that is tokenized as it is read: what a mixture has in place of numbered samples.
+"""A data set of text that is tokenized while it is read, in place of numbered samples.
 
-    files → fragments → blocks of rows, shuffled → lanes → filters → tokens → windows → rows of a lane, in order
-
-A lane's cursor is some integers: epoch, number, fragment and row of its block (`lane_cursor.BlockPosition`), samples
-that were taken from the block, and, of the blocks before it in all epochs, rows that were read, rows that were left
-out, samples, and how many rows were left out for which reason.
+files → fragments → blocks of rows, shuffled → lanes → filters → tokens → windows → rows of a lane, in order
 """
 
 from __future__ import annotations
@@ -20,14 +16,14 @@ from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.shards.manifest import FileEntry
 from relayrun.tokens.streams.blocks import LaneBlock, LaneGroup, RowBlocks
 from relayrun.tokens.streams.fragments import FragmentOrder, FragmentReader, group_count
-from relayrun.tokens.streams.lane_cursor import FORMER_CURSOR_FIELDS, LaneCursor
-from relayrun.tokens.streams.samples import EncodeFunction, SampleShape, text_origin
+from relayrun.tokens.streams.lane_cursor import LaneCursor
+from relayrun.tokens.streams.samples import EncodeFunction, SampleShape
 
 _TAKEN = LaneCursor._fields.index("taken")
 
 
 class TextStream:
-    """One data set of text (`relayrun.tokens.order.sampler.Stream`)."""
+    """One data set of text; implements `relayrun.tokens.order.sampler.Stream`."""
 
     def __init__(
         self,
@@ -40,7 +36,7 @@ class TextStream:
         seed: int,
         lanes: int,
     ) -> None:
-        """`encode` is asked when the first sample is; `seed` holds where the settings have none."""
+        """The first sample calls `encode`. `seed` applies if the settings have none."""
         self.name = name
         self.lanes = lanes
         self.files = files
@@ -53,42 +49,42 @@ class TextStream:
         self.encode = encode
 
     def first_cursors(self) -> list[Cursor]:
-        """Where all lanes begin."""
+        """Return the initial cursors of all lanes."""
         return [LaneCursor()] * self.lanes
 
     def record(self) -> dict[str, Any]:
-        """What decides the samples beside settings and files."""
+        """Return the values besides settings and files that determine the samples."""
         return {"stream.groups": self.blocks.groups, "stream.block_rows": self.blocks.rows}
 
     def check_cursors(self, cursors: Sequence[Cursor]) -> None:
-        """Raise ValueError if these can be no cursors of this stream."""
+        """Raise ValueError for cursors that do not fit this stream."""
         if len(cursors) != self.lanes:
             raise ValueError(f"it has {len(cursors)} lanes, and data.lanes is {self.lanes}")
-        lengths = FORMER_CURSOR_FIELDS, len(LaneCursor._fields)
-        if any(len(cursor) not in lengths or min(cursor) < 0 for cursor in cursors):
-            raise ValueError(f"a cursor is no list of {lengths[0]} or {lengths[1]} numbers")
+        length = len(LaneCursor._fields)
+        if any(len(cursor) != length or min(cursor) < 0 for cursor in cursors):
+            raise ValueError(f"a cursor is no list of {length} numbers")
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenTextLanes:
-        """Go on in some lanes at these cursors, by lane."""
+        """Open some lanes at the given cursors, by lane."""
         return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
 
 
 class _Lane:
-    """One lane that is being read."""
+    """A lane that is being read."""
 
     def __init__(self, cursor: LaneCursor) -> None:
         self.cursor = cursor
-        """Where it stood when it came to the block that it is in."""
+        """The cursor at the start of the current block."""
         self.taken = cursor.taken
         """Samples that were taken from the block."""
         self.block: LaneBlock | None = None
-        """The one that it is in; None before the first one is there."""
+        """The current block; None before the first."""
         self.without: int | None = None
-        """The epoch since which the lane has had no sample."""
+        """The epoch of the first block without samples since the last sample."""
 
 
 class OpenTextLanes:
-    """Some lanes of a stream that are being read, by one thread."""
+    """Some lanes of a stream, read by one thread."""
 
     def __init__(self, stream: TextStream, cursors: Mapping[int, LaneCursor]) -> None:
         self._stream = stream
@@ -113,8 +109,8 @@ class OpenTextLanes:
     def take(self, lane: int) -> SampleRow:
         """Return the next sample of a lane.
 
-        Raises FatalTrainingError behind the last epoch, and where a lane gets no sample in a whole epoch; InputError
-        for what cannot be read.
+        Raises FatalTrainingError behind the last epoch and for a lane without samples in a whole epoch; InputError for
+        an unreadable file.
         """
         now = self._lanes[lane]
         while now.block is None or now.taken >= len(now.block.samples):
@@ -125,22 +121,24 @@ class OpenTextLanes:
         return row
 
     def origins(self, lane: int) -> list[DocumentOrigin]:
-        """Where the text of the sample that was taken last from a lane comes from."""
+        """Return the origins of the text of a lane's latest sample."""
         now = self._lanes[lane]
         assert now.block is not None
         found = []
         for text, offset, tokens in now.block.samples.origins(now.taken - 1):
             file, group, row = now.block.origins[text].tolist()
-            found.append(text_origin(self._stream.files[file].path, group, row, offset, tokens))
+            path = self._stream.files[file].path
+            prefix = path if group < 0 else f"{path}, row group {group}"
+            found.append(DocumentOrigin(prefix=prefix, document=row, offset=offset, tokens=tokens))
         return found
 
     def cursor(self, lane: int) -> Cursor:
-        """Return where a lane stands behind the sample that was taken last."""
+        """Return the cursor of a lane behind its latest sample."""
         now = self._lanes[lane]
         return (*now.cursor[:_TAKEN], now.taken, *now.cursor[_TAKEN + 1 :])
 
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Stop threads and close files."""
         for group in self._groups.values():
             group.close()
 
@@ -174,7 +172,7 @@ class OpenTextLanes:
 
 
 def _behind(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
-    """The cursor of a lane that was in a block, behind it."""
+    """Return the cursor behind a block."""
     return cursor._replace(
         taken=0,
         rows=cursor.rows + block.rows,
