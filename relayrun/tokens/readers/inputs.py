@@ -1,8 +1,8 @@
-"""Input files of a data set: their formats by name, paths files, and lines that cannot be read.
+"""Input files of a data set: formats by file name, paths files, and lines that cannot be read.
 
-A format is known by the suffix of a name, in any case of letters. A paths file is taken literally: a line is a path,
-blanks, quotes and undecodable bytes included (`os.fsencode`), and only a newline ends it. The first bad line or row is
-an error that names it, or all are counted by reason (`LineFaults`). This module imports no Arrow.
+The suffix of a name gives the format, in any case of letters. A line of a paths file is a path, taken literally:
+blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. The first bad line or row raises
+an error that names it, or all bad lines are counted by reason (`LineFaults`). This module does not import Arrow.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
 MAX_EXAMPLES = 5
-"""Lines that are named, of those that were left out."""
+"""Skipped lines that are quoted, at most."""
 
 
 def describe_bad_lines(counts: Mapping[str, int]) -> str:
-    """How many lines were left out, for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
+    """Describe the number of skipped lines for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
     total = sum(counts.values())
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1]))
     return f"{total:,} line{'s' if total != 1 else ''} ({reasons})"
 
 
 class BadLine(Exception):
-    """A line has no text: a `reason` of few words, which is counted, and the whole `message`."""
+    """A line without a usable text: a `reason` of few words, which is counted, and the whole `message`."""
 
     def __init__(self, reason: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -36,23 +36,23 @@ class BadLine(Exception):
 
 
 class LineFaults:
-    """What becomes of bad lines and rows."""
+    """Policy for bad lines and rows: raise, or skip and count."""
 
     def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
-        """`skip`: leave them out and count them; else the first one is an InputError.
+        """`skip`: leave bad lines out and count them; else the first one raises InputError.
 
-        `keep`: a row without a text stays in the place of each, so that rows keep their numbers; see `take_marks`.
+        `keep`: keep a null in place of each bad row, so that rows keep their numbers; see `take_marks`.
         """
         self._skip = skip
         self.keep = keep
         self._marks: list[tuple[int, str]] = []
         self.counts: dict[str, int] = {}
-        """Lines that were left out, by reason."""
+        """Skipped lines by reason."""
         self.examples: list[str] = []
-        """The first of them, each with its place."""
+        """The first skipped lines, each with its file and line."""
 
     def add(self, bad: BadLine, where: str) -> None:
-        """Count the line at `where` as left out. Raises InputError naming it where none may be left out."""
+        """Count the line at `where` as skipped. Raises InputError that names it unless lines may be skipped."""
         error = InputError(printable(bad.message), where=printable(where), hint=bad.hint)
         if not self._skip:
             raise error from None
@@ -61,17 +61,17 @@ class LineFaults:
             self.examples.append(f"{error.where}: {error.message}")
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
-        """Look at the object of a line before its text is taken; raise BadLine to leave it out.
+        """Inspect the object of a JSON line before its text is taken; overrides raise BadLine to skip the line.
 
-        `long`: the long strings of the line, which have names in their place (`jsonlines`).
+        `long`: the long strings of the line, by the placeholders that replace them (`json_csv`).
         """
 
     def mark(self, row: int, reason: str) -> None:
-        """Remember why row number `row` of the array that is read has no text."""
+        """Remember why row number `row` of the array being read has no text."""
         self._marks.append((row, reason))
 
     def take_marks(self) -> list[tuple[int, str]]:
-        """Return the rows of the array that was read last that were kept without a text, and why; forget them."""
+        """Return and clear the rows of the last array that were kept without a text, with the reasons."""
         marks, self._marks = self._marks, []
         return marks
 
@@ -88,22 +88,22 @@ DATA_SUFFIXES = (
     ".csv.gz",
     ".arrow",
 )
-"""The endings of the files of a dataset."""
+"""Suffixes of the data files of a data set."""
 
 METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Names of files that Hugging Face's datasets puts beside its data; they hold no documents."""
+"""Files that Hugging Face's datasets writes beside its data; they hold no documents."""
 
 FileKind = Literal["parquet", "arrow", "csv", "json lines"]
 
 
 def is_data_file(path: str) -> bool:
-    """Whether a file of a dataset's folder is read."""
+    """True if this file of a data set's folder holds documents."""
     name = path.lower()
     return name.endswith(DATA_SUFFIXES) and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
 
 
 def file_kind(path: str) -> FileKind:
-    """How a file is read; one of another name is taken for JSON lines."""
+    """Return the format of a file by its name; JSON lines for any other name."""
     name = path.lower()
     if name.endswith(".parquet"):
         return "parquet"
@@ -113,22 +113,22 @@ def file_kind(path: str) -> FileKind:
 
 
 def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
-    """How the bytes of a file of text are compressed."""
+    """Return the compression of a text file by its name."""
     name = path.lower()
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
 
 
 InputFile = tuple[str, int, int]
-"""Path below the dataset folder, bytes, time of change in ns."""
+"""Path below the data set folder, bytes, and modification time in ns."""
 
 MISSING_FILE = (0, -1)
-"""Bytes and time of change of a file that is not there."""
+"""Bytes and modification time of a missing file."""
 
 
 def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
-    """The paths of a paths file, in its order. Empty lines name no file and are skipped.
+    """Return the paths of a paths file in its order, without empty lines.
 
-    Raises InputError for a missing file, an absolute path, a path given twice, or no path at all.
+    Raises InputError for a missing file, an absolute path, a path given twice, or a file without paths.
     """
     try:
         content = Path(path).read_bytes()
@@ -154,10 +154,10 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
-    """Size and time of change of `names` below `dataset`.
+    """Return size and modification time of `names` below `dataset`, a folder or a URL (see `urls.stat_url`).
 
-    `dataset` may be a URL, see `stores.stat`. Raises InputError naming the files that are missing, unless `missing_ok`:
-    then they have the size and time `MISSING`.
+    Raises InputError that names the missing files. With `missing_ok`, missing files have the size and time
+    `MISSING_FILE`.
     """
     if not urls.is_url(dataset) and not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
@@ -189,7 +189,7 @@ def _stat_input(dataset: str, name: str) -> tuple[int, int]:
 
 
 def paths_file_bytes(names: Iterable[str]) -> bytes:
-    """The content of a paths file. Raises InputError for a name that holds a newline."""
+    """Return the content of a paths file. Raises InputError for a name that holds a newline."""
     lines = []
     for name in names:
         if "\n" in name:

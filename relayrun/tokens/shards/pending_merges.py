@@ -1,7 +1,7 @@
-"""The dumps of a dataset that are still to be merged: `python -m relayrun.tokens.shards.pending_merges DATASET`.
+"""Print the dumps of a dataset that are not merged yet: `python -m relayrun.tokens.shards.pending_merges DATASET`.
 
-It prints their names, a line each, for submit_merge.sh, after a look at all their shards: what a job would stop at is
-said before one is queued.
+submit_merge.sh reads their names, a line each. All their shards are checked first, so that errors appear before a job
+is queued.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ log = logging.getLogger(__name__)
 
 
 def merged_prefix(dataset: Path, dump: str) -> Path:
-    """The shard that a dump becomes, without suffix."""
+    """Return the prefix of the merged shard of a dump."""
     return dataset.with_name(f"{dataset.name}-merge") / f"{dump}-merged"
 
 
 def unmerged_dumps(dataset: Path) -> list[str]:
     """Return the names of the dumps that are not merged yet.
 
-    Raises RelayrunError where shards are torn, are of two tokenizers or token types, or do not fit the file system
-    once more.
+    Raises RelayrunError for torn shards, for different tokenizers or token types, and for lack of space.
     """
     dumps = sorted(path.name for path in dataset.glob("dump-*") if path.is_dir())
     if not dumps:
@@ -59,7 +58,7 @@ def unmerged_dumps(dataset: Path) -> list[str]:
 
 
 def print_unmerged_dumps(dataset: str) -> int:
-    """Print the names."""
+    """Print the names, a line each."""
     for name in unmerged_dumps(Path(os.path.abspath(dataset))):
         print(name)
     return 0

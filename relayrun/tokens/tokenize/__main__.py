@@ -1,10 +1,10 @@
-"""What the Bash launchers call: `python -m relayrun.tokens.tokenize begin | record | run DUMP`.
+"""Commands of the Bash launchers: `python -m relayrun.tokens.tokenize begin | record | run DUMP`.
 
-Settings come from the environment, see `settings.ENVIRONMENT`.
+Settings come from the environment, see `job_config.ENVIRONMENT_SETTINGS`.
 
     begin    check the settings, make the folders; print, a line each, the folder of the jobs' logs, the name
              of the jobs, and the numbers of the dumps to submit
-    record   remember which Slurm jobs tokenize which dumps: lines `JOB DUMP` from the standard input, as they come
+    record   record which Slurm jobs tokenize which dumps: lines `JOB DUMP` from the standard input, as they come
     run      tokenize dump DUMP here
 """
 
@@ -22,7 +22,7 @@ from relayrun.tokens.tokenize.job_config import settings_from_environment
 
 
 def main() -> int:
-    """Run one of the three commands."""
+    """Run a command."""
     parser = argparse.ArgumentParser(prog="python -m relayrun.tokens.tokenize", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("begin")

@@ -1,4 +1,4 @@
-"""A look at the files of dumps before jobs are queued: whether they can be opened, and have the column of the text."""
+"""Check the files of dumps before jobs are queued: the files open, and have the text column."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 log = logging.getLogger(__name__)
 
 MAX_FILES = 256
-"""Files that are looked at, evenly chosen; of a dataset in a store, which may be slow or closed from here, a few."""
+"""Files that are checked, evenly chosen; only a few in a store, which may be slow or closed from here."""
 MAX_REMOTE_FILES = 8
 THREADS = 8
 
 
 def check_dump_inputs(metadata: MetadataFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
-    """Raise InputError naming the files of these dumps that have no such column, or cannot be opened.
+    """Raise InputError that names the files of these dumps without the column, and unreadable files.
 
-    What the options skip is no error; see `look_at_files`.
+    Faults that the options skip are accepted, see `check_files`.
     """
     dataset = metadata.dataset()
     names = [name for index in indices for name in read_paths_file(metadata.paths_file(index))]
@@ -41,10 +41,10 @@ def check_files(
     skip_files: bool = False,
     what: str = "files cannot be tokenized",
 ) -> None:
-    """Raise InputError, which begins with `what`, naming the files that have no such column, or cannot be opened.
+    """Raise InputError, which begins with `what`, that names the files without the column, and unreadable files.
 
     The beginning of each file is read, or its schema. With `skip_files` only a column that no file has is an error,
-    with `skip_lines` only a file without a good line. A store that cannot be read from here is a warning.
+    with `skip_lines` only a file without a good line. An unreachable store is a warning.
     """
     if not paths:
         return
@@ -65,7 +65,7 @@ def check_files(
 
 def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | None:
     if not is_url(path) and os.path.exists(path) and not os.path.isfile(path):
-        return None  # a pipe can be read once alone
+        return None  # a pipe can be read only once
     try:
         check_column(path, column, skip_lines=skip_lines)
     except InputError as error:

@@ -1,7 +1,7 @@
-"""Jobs that tokenize the dumps of a data set: processes of this machine or Slurm jobs, both through submitit.
+"""Jobs that tokenize the dumps of a data set: local processes or Slurm jobs, both through submitit.
 
-A job tokenizes one dump, adds a row to the CSV and moves the dump's paths file to `completed-dumps`. A job
-that was killed is submitted again; it goes on with the shards that are missing.
+A job tokenizes one dump, adds a row to the CSV and moves the dump's paths file to `completed-dumps`. A killed job is
+submitted again, and makes the missing shards.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ CSV_COLUMNS = (
     "throughput",
 )
 """Columns of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files;
-time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per
-second."""
+time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second.
+"""
 
-_LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minutes unless told otherwise
+_LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit's default kills local jobs after two minutes
 _POLL_SECONDS = 0.2
 
 
 def prepare_submission(settings: TokenizationSettings) -> list[int]:
-    """Check what can be checked before any job starts, make the folders, and return the dumps to tokenize.
+    """Check all inputs before any job starts, make the folders, and return the dumps to tokenize.
 
-    Folders for logs are made here because a Slurm job whose output folder is missing dies without a log.
-    Raises InputError where no dump is left, finished dumps of this metadata folder went elsewhere, a folder is closed
-    to this user, there is no such tokenizer, or the files have no such column.
+    Folders for logs are made here because a Slurm job whose output folder is missing dies without a log. Raises
+    InputError if no dump is left, finished dumps of this metadata folder went elsewhere, a folder is not writable, or
+    the tokenizer or the column is missing.
     """
     from relayrun.tokens.tokenize.check_inputs import check_dump_inputs
     from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
@@ -94,9 +94,9 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
 
 
 def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones.
+    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row.
 
-    Returns the row. The message of a RelayrunError or OSError is left beside the dump's shards, too.
+    The message of a RelayrunError or OSError is written beside the dump's shards, too.
     """
     settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
     output = settings.dump_output(index)
@@ -124,7 +124,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
             result = tokenize_paths_file(
                 settings,
                 output_folder=output,
-                dataset=metadata.dataset(),  # messages name files of the dataset, not of the link
+                dataset=metadata.dataset(),  # messages name files of the data set, not of the link
                 paths_file=paths_file,
                 logging_dir=settings.dump_logs(index),
             )
@@ -145,13 +145,13 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
             "total_tokens_processed": result.tokens,
             "throughput": round(result.tokens / seconds, 1),
         }
-        append_csv_row(settings.csv, row)  # before the move: a kill between them adds a second row, but loses none
+        append_csv_row(settings.csv, row)  # before the move: a kill in between adds a second row, but loses none
         metadata.finish(index)
     return row
 
 
 def append_csv_row(path: Path, row: dict[str, Any]) -> None:
-    """Append one row under a lock, with the header where the file is new, in one write; synced."""
+    """Append one row under a lock, in one synced write; a new file gets the header."""
     with file_lock(path), open(path, "rb+") as file:
         text = io.StringIO()
         writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
@@ -170,9 +170,9 @@ def append_csv_row(path: Path, row: dict[str, Any]) -> None:
 def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers.
 
-    The executor `local` runs processes of this machine and waits for them; `slurm` submits job arrays, one node
-    per dump, and waits if `wait`. Raises RelayrunError naming the dumps that failed, with the first message;
-    SchedulerError where Slurm refuses.
+    The executor `local` runs local processes and waits for them; `slurm` submits job arrays, one node per dump, and
+    waits if `wait`. Raises RelayrunError that names the failed dumps, with the first message; SchedulerError if Slurm
+    refuses.
     """
     settings = config.absolute(os.getcwd())
     settings.check()
@@ -211,7 +211,7 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
                 running[index] = executor.submit(tokenize_dump, settings, index)
             for index in [index for index, job in running.items() if job.done()]:
                 job = running.pop(index)
-                job._process.wait()  # reap it: submitit leaves that to the garbage collector
+                job._process.wait()  # submitit leaves reaping to the garbage collector
                 state = "failed" if index in MetadataFolder(settings.metadata_folder).pending() else "done"
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
             time.sleep(_POLL_SECONDS)
@@ -221,10 +221,10 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
 
 
 def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
-    """Submit and record a job for every dump: one array, or several one behind the other, as large as Slurm takes."""
+    """Submit and record a job for every dump: one array, or consecutive ones of the largest size that Slurm accepts."""
     import submitit
 
-    # what a job reads holds no site: its worker need not know this version's settings of one
+    # the pickle holds no site: a worker of another version need not know its settings
     settings = TokenizationSettings.model_validate(config.model_dump(include=set(TokenizationSettings.model_fields)))
     options = config.job
     try:
@@ -255,13 +255,13 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
     for first in range(0, len(indices), size):
         part = indices[first : first + size]
         additional = {"output": f"{log}.out", "error": f"{log}.err", **further}
-        # or all arrays would run at once, `max_parallel` dumps each
+        # else all arrays would run at once, `max_parallel` dumps each
         wait = [options.dependency, f"afterany:{arrays[-1]}" if arrays else None]
         if any(wait):
             additional["dependency"] = ",".join(filter(None, wait))
         executor.update_parameters(additional_parameters=additional)
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what it raises
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit also prints the error that it raises
                 jobs = executor.map_array(tokenize_dump, [settings] * len(part), part)
         except submitit.core.utils.UncompletedJobError as error:
             lines = str(error).splitlines()

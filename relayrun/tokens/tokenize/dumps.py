@@ -2,16 +2,16 @@
 
     raw-dataset-link              -> the data set folder; its target may be a URL (`s3://bucket/web`), as text
     dumps/paths_file_{i}.txt      files of dump i, not tokenized yet: paths below the data set folder, one a line
-    completed-dumps/              where a finished dump's paths file goes
+    completed-dumps/              paths files of finished dumps
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
     tokenize-T-D.csv              one row per finished dump
     dump-sizes.json               bytes of each dump's files when it was prepared
     jobs.jsonl                    Slurm ids of submitted jobs
-    .lock                         held alone while dumps are prepared or submitted, shared while one is tokenized
+    .lock                         exclusive while dumps are prepared or submitted, shared while a dump is tokenized
 
-Files are dealt largest first onto the lightest dump (Graham's LPT rule: the heaviest dump is at most 4/3 of the best
-possible), with ties broken by number of files, then dump, then path, so that the same files give the same dumps
-whatever the order in which the file system lists them. O(files log dumps).
+The split deals files largest first onto the lightest dump (Graham's LPT rule: the heaviest dump is at most 4/3 of the
+optimum), with ties broken by number of files, then dump, then path, so that the same files give the same dumps whatever
+the order of the directory listing. O(files log dumps).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
 
 
 def replace_link(link: Path, target: str) -> None:
-    """Make `link` point to `target`, in one step. Raises InputError if something else than a link is there."""
+    """Make `link` point to `target` atomically. Raises InputError if `link` is not a link."""
     if link.exists() and not link.is_symlink():
         raise InputError("a link is to be made here, but there is a file or folder", where=link)
     with tempfile.TemporaryDirectory(dir=link.parent, prefix=temporary_prefix()) as folder:
@@ -60,7 +60,7 @@ def replace_link(link: Path, target: str) -> None:
 
 
 class MetadataFolder:
-    """The names inside M, and who may change it."""
+    """The paths inside M, and the lock on changes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
@@ -72,7 +72,7 @@ class MetadataFolder:
         self._sizes = self.path / "dump-sizes.json"
 
     def dataset(self) -> str:
-        """Where paths files start: a folder, links resolved, or a URL."""
+        """Return the folder of the data set, links resolved, or its URL."""
         target = urls.resolve_url_link(self.raw_link)
         return target if urls.is_url(target) else os.path.realpath(target)
 
@@ -80,11 +80,11 @@ class MetadataFolder:
         return self.dumps / f"paths_file_{index}.txt"
 
     def pending(self) -> list[int]:
-        """Numbers of the dumps that are not tokenized yet, ascending."""
+        """Return the numbers of the dumps to tokenize, ascending."""
         return _dump_numbers(self.dumps)
 
     def finished(self) -> list[int]:
-        """Numbers of the dumps that are, ascending."""
+        """Return the numbers of the finished dumps, ascending."""
         return _dump_numbers(self.completed)
 
     def finish(self, index: int) -> None:
@@ -95,7 +95,7 @@ class MetadataFolder:
         fsync_directory(self.dumps)
 
     def reopen(self, index: int) -> None:
-        """Move the paths file of finished dump `index` back: the next submit tokenizes it again, as far as needed."""
+        """Move the paths file of finished dump `index` back: the next submit tokenizes its missing shards."""
         self.dumps.mkdir(exist_ok=True)
         os.replace(self.completed / f"paths_file_{index}.txt", self.paths_file(index))
         fsync_directory(self.dumps)
@@ -103,7 +103,7 @@ class MetadataFolder:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep everybody else from preparing or submitting dumps of this folder. Raises RelayrunError if taken."""
+        """Lock this folder while its dumps are prepared or submitted. Raises RelayrunError if the lock is taken."""
         with file_lock(self.path / ".lock", wait=False) as held:
             if not held:
                 raise RelayrunError(
@@ -116,36 +116,36 @@ class MetadataFolder:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """While dumps are tokenized; several may be, but nobody prepares or submits meanwhile."""
+        """Share the lock while dumps are tokenized: nobody prepares or submits dumps meanwhile."""
         with file_lock(self.path / ".lock", shared=True):
             yield
 
     def write_sizes(self, sizes: dict[int, int]) -> None:
-        """Note the bytes of dumps, beside those that are noted."""
+        """Add the bytes of dumps to the noted sizes."""
         write_json(self._sizes, {str(index): size for index, size in sorted((self.sizes() | sizes).items())})
 
     def sizes(self) -> dict[int, int]:
-        """Bytes of the files of each dump, as far as they are noted."""
+        """Return the noted bytes of the files of each dump."""
         with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):
             return {int(index): int(size) for index, size in read_json(self._sizes).items()}
         return {}
 
     def record_job(self, job_id: str, dump: int) -> None:
-        """Remember that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""
+        """Record that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
 
     def live_jobs(self) -> list[str]:
-        """Ids of recorded jobs of unfinished dumps that are queued or running.
+        """Return the recorded jobs of unfinished dumps that are pending or running.
 
         Raises SchedulerError if there are such records and Slurm cannot be asked.
         """
         unfinished = set(self.pending())
         ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
-        live = Slurm().live_ids() if ids else set()  # one question: there may be thousands of jobs
+        live = Slurm().live_ids() if ids else set()  # one query for thousands of jobs
         return [job_id for job_id in dict.fromkeys(ids) if job_id in live]
 
     def refuse_live_jobs(self) -> None:
-        """Raises RelayrunError while Slurm jobs of this folder are queued or running."""
+        """Raise RelayrunError while Slurm jobs of this folder are pending or running."""
         if live := self.live_jobs():
             names = ", ".join(live[:8]) + (f" and {len(live) - 8} others" if len(live) > 8 else "")
             raise RelayrunError(
@@ -164,7 +164,8 @@ def _dump_numbers(folder: Path) -> list[int]:
 
 
 def dump_size(paths_file: str | os.PathLike[str]) -> int:
-    """Bytes of all files of a paths file in `dumps/` or `completed-dumps/`. Raises InputError if one is missing."""
+    """Return the bytes of all files of a paths file in `dumps/` or `completed-dumps/`. Raises InputError if one is
+    missing."""
     metadata = MetadataFolder(Path(os.path.abspath(paths_file)).parent.parent)
     return sum(size for _, size, _ in stat_inputs(metadata.dataset(), read_paths_file(paths_file)))
 
@@ -172,17 +173,17 @@ def dump_size(paths_file: str | os.PathLike[str]) -> int:
 log = logging.getLogger(__name__)
 
 BYTES_PER_DUMP = 150_000_000_000
-"""Without a number of dumps: about an hour of a large node."""
+"""Default size of a dump: about an hour of a large node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of the dataset: its path below the dataset folder, its bytes, and which file it really is."""
+    """A file of the data set: its path below the data set folder, bytes, and identity."""
 
     path: str
     size: int
     identity: tuple[int, int] | str
-    """Device and inode: equal for two paths that lead to one file. Below a URL: the path."""
+    """Device and inode: equal for two paths to one file. Below a URL: the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +201,11 @@ class Dump:
 def find_data_files(
     folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> list[DataFile]:
-    """All data files below `folder`, a local one or a URL that fsspec knows, ordered by path.
+    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path.
 
-    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of
-    `filter_in`, where given, and none of `filter_out`. Links of a local folder are followed, but not one back to
-    a folder that it lies in. Raises InputError if the folder is missing or cannot be listed, or a link to a data
-    file leads nowhere.
+    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if
+    given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
+    if the folder is missing or cannot be listed, or a link to a data file is broken.
     """
 
     def is_wanted(path: str) -> bool:
@@ -268,7 +268,7 @@ def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFil
 
 
 def split_files(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
-    """Deal `files` onto `n_dumps` dumps (never more than files), numbered from `first_index`."""
+    """Deal `files` onto `n_dumps` dumps (at most one per file), numbered from `first_index`."""
     count = min(n_dumps, len(files))
     parts: list[list[DataFile]] = [[] for _ in range(count)]
     heap = [(0, 0, part) for part in range(count)]  # (bytes, files, part): files of 0 bytes are spread too
@@ -287,12 +287,12 @@ def prepare_dumps(
     filter_out: Sequence[str] = (),
     n_dumps: int | None = None,
 ) -> list[Dump]:
-    """Write the paths files of all files that are in no finished dump; return those dumps.
+    """Write the paths files of all files that are in no finished dump; return these dumps.
 
-    New dumps are numbered after the highest finished one, so that no output folder is used twice. The
-    whole of `dumps/` is replaced at once: after a kill it holds the old dumps or the new ones.
-    Raises RelayrunError while jobs of this folder are pending or running, or if a half-tokenized dump would
-    change under its output; InputError if no file is left.
+    New dumps are numbered after the highest finished one, so that no output folder is used twice. All of `dumps/` is
+    replaced at once: after a kill it holds the old dumps or the new ones. Raises RelayrunError while jobs of this
+    folder are pending or running, or if a half-tokenized dump would change under its output; InputError if no file is
+    left.
     """
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
@@ -330,17 +330,17 @@ def prepare_dumps(
 
 
 def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
-    """Hours to tokenize `size` bytes at `seconds_per_gb` (1 GB = 10^9 bytes)."""
+    """Return the hours to tokenize `size` bytes at `seconds_per_gb` (1 GB = 10^9 bytes)."""
     return size / 1e9 * seconds_per_gb / 3600
 
 
 def count_files_linked_twice(files: Sequence[DataFile]) -> int:
-    """How many of `files` are reached by more than one path, and so would be tokenized more than once."""
+    """Count the `files` with more than one path, which are tokenized more than once."""
     return len(files) - len({file.identity for file in files})
 
 
 def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
-    """Shards of a dump that failed half-way stay valid only for the paths file that they were made from."""
+    """Shards of a half-tokenized dump are valid only for the paths file they were made from."""
     for index in metadata.pending():
         output = metadata.tokenized_link / f"dump-{index}"
         if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):

@@ -1,4 +1,4 @@
-"""Settings of a dataset's tokenization, from a YAML file or from environment variables."""
+"""Settings of a data set's tokenization, from a YAML file or from environment variables."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ from relayrun.errors import ConfigError
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Becomes a part of folder and job names."""
+"""Part of folder and job names."""
 
 
 class TokenizationSettings(TokenizeOptions):
-    """How every dump of a dataset is tokenized, into `output_folder/tokenizer_name/dataset_name/dump-i`."""
+    """Settings for every dump of a data set; the output is `output_folder/tokenizer_name/dataset_name/dump-i`."""
 
     tokenizer_name: FileName
     dataset_name: FileName
     metadata_folder: OutputPath
-    """As written by prepare_dumps.py."""
+    """Folder written by prepare_dumps.py."""
     output_folder: OutputPath
     logs: OutputPath = "logs"
-    """Gets slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
+    """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
 
     @property
     def name(self) -> str:
-        """The name of the jobs."""
+        """Name of the jobs."""
         return f"tokenization-{self.tokenizer_name}-{self.dataset_name}"
 
     @property
     def dataset_output(self) -> Path:
-        """Where `M/tokenized-dir-link` points."""
+        """Target of `M/tokenized-dir-link`."""
         return Path(self.output_folder, self.tokenizer_name, self.dataset_name)
 
     @property
     def job_logs(self) -> Path:
-        """Output of the jobs."""
+        """Folder of the output of the jobs."""
         return Path(self.logs, "slurm", self.name)
 
     @property
     def csv(self) -> Path:
-        """One row per finished dump."""
+        """Table with one row per finished dump."""
         return Path(self.metadata_folder, f"tokenize-{self.tokenizer_name}-{self.dataset_name}.csv")
 
     def dump_output(self, index: int) -> Path:
-        """Shards of dump `index`."""
+        """Return the folder of the shards of dump `index`."""
         return self.dataset_output / f"dump-{index}"
 
     def dump_logs(self, index: int) -> Path:
-        """The folder of the logs of dump `index`."""
+        """Return the folder of the logs of dump `index`."""
         return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")
 
     def absolute(self, base: str | os.PathLike[str]) -> Self:
-        """With relative paths read from the folder `base`; a tokenizer that is no path stays a name."""
+        """Resolve relative paths from the folder `base`; a tokenizer that is not a path stays a name."""
         tokenizer = os.path.join(base, self.tokenizer)
         return self.model_copy(
             update={
@@ -81,22 +81,22 @@ class TokenizationSettings(TokenizeOptions):
 
 
 class TokenizationJob(JobPlacement):
-    """What the job of a dump asks of Slurm; names are Slurm's. Every dump gets one node."""
+    """Slurm request of the job of a dump, in Slurm's names. Every dump gets one node."""
 
     time: SlurmTime = "12:00:00"
-    """Time limit of one start; a job that needs longer queues itself again."""
+    """Time limit of one start; a longer job queues itself again."""
     cpus_per_task: Positive | None = None
     """Processors of the job; default: Slurm's."""
     exclusive: bool = True
-    """The whole node for one dump."""
+    """Allocate the whole node for one dump."""
     setup: list[SingleLine] = []
-    """Lines of Bash that run in the job before Python starts, behind `cluster.modules`; one that fails ends the job."""
+    """Lines of Bash that run in the job before Python starts, after `cluster.modules`; a failing line ends the job."""
     dependency: SingleLine | None = None
-    """What the jobs wait for, as in afterok:123."""
+    """Dependency of the jobs, for example afterok:123."""
 
 
 def site_setup_lines(cluster: ClusterSection | None, setup: Sequence[str]) -> list[str]:
-    """Lines of a job before its Python starts: the site's environment and modules, then a person's own."""
+    """Return the lines of a job before its Python starts: the site's environment and modules, then the user's own."""
     lines: list[str] = []
     if cluster is not None:
         lines += job_script.export_lines(cluster.environment)
@@ -106,19 +106,19 @@ def site_setup_lines(cluster: ClusterSection | None, setup: Sequence[str]) -> li
 
 
 SITE_JOB_DEFAULTS = ("account", "partition", "qos", "reservation", "constraint", "exclude", "sbatch", "setup")
-"""The defaults of a site's jobs that hold for tokenization too; the others are meant for GPUs and ranks."""
+"""Job defaults of a site that apply to tokenization; the others are meant for GPUs and ranks."""
 
 
 class TokenizationConfig(TokenizationSettings):
-    """What `launchers/submit_tokenization.py` reads."""
+    """Config of `launchers/submit_tokenization.py`."""
 
     executor: Literal["local", "slurm"] = "slurm"
-    """Slurm jobs, or processes of this machine; default: the cluster's scheduler, or slurm."""
+    """Slurm jobs, or local processes; default: the cluster's scheduler, or slurm."""
     max_parallel: Positive = 4
-    """Dumps that are tokenized at a time."""
+    """Dumps tokenized at a time."""
     job: TokenizationJob = TokenizationJob()
     cluster: ClusterSection | None = None
-    """A file of configs/clusters/, by its name, or what stands in one: as for training."""
+    """Name of a file of configs/clusters/, or its content, as for training."""
 
     @model_validator(mode="after")
     def _container_on_slurm(self) -> Self:
@@ -128,7 +128,7 @@ class TokenizationConfig(TokenizationSettings):
 
     @property
     def command(self) -> list[str]:
-        """How a job starts Python: in the site's container, behind its command prefix."""
+        """Command of a job that starts Python: in the site's container, after its command prefix."""
         site = self.cluster
         if site is None:
             return [sys.executable]
@@ -141,14 +141,14 @@ class TokenizationConfig(TokenizationSettings):
 
     @property
     def preparation(self) -> list[str]:
-        """Lines of the job before Python starts: the site's environment and modules, then a person's own."""
+        """Lines of the job before Python starts: the site's environment and modules, then the user's own."""
         lines: list[str] = []
         if self.cluster is not None or self.job.setup:
             lines.append("set -euo pipefail")
         return lines + site_setup_lines(self.cluster, self.job.setup)
 
     def check(self) -> None:
-        """Raise ConfigError for outputs where nothing may be written, and for what Slurm or Bash would refuse."""
+        """Raise ConfigError for outputs that are not writable, and for options that Slurm or Bash would refuse."""
         outputs = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
         if self.cluster is None:
             check_outputs(outputs)
@@ -177,7 +177,7 @@ ENVIRONMENT_SETTINGS = {
     "NUMBER_OF_DATATROVE_WORKERS": "workers",
     "TOKENIZER_BATCH_BYTES": "batch_bytes",
 }
-"""Names in the Bash launcher, and the setting that each of them is; Curator's own names too, but for PATH."""
+"""Variables of the Bash launcher and their settings; Curator's own names too, except PATH."""
 
 CURATOR_NAMES = {
     "model_identifier": "tokenizer",
@@ -185,7 +185,7 @@ CURATOR_NAMES = {
     "text_field": "column",
     "tokenization_batch_size": "batch_documents",
 }
-"""Names of NeMo Curator's MegatronTokenizerWriter, and the setting that each of them is, where the names differ."""
+"""Arguments of NeMo Curator's MegatronTokenizerWriter that have other names here, and their settings."""
 
 _Settings = TypeVar("_Settings", bound=Section)
 
@@ -204,9 +204,9 @@ def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:
-    """Settings of the Bash launcher. Relative paths start at the working directory.
+    """Read the settings of the Bash launcher. Relative paths start at the working directory.
 
-    Raises ConfigError for a missing or wrong value, and for a variable whose name is almost that of a setting.
+    Raises ConfigError for a missing or wrong value, and for a variable whose name is close to that of a setting.
     """
     for name in environment:
         if name not in ENVIRONMENT_SETTINGS and (
@@ -231,7 +231,7 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
 
 
 def _rename_section(source: yaml_file.LocatedSettings) -> None:
-    """Section `slurm` is another name of `job`, and its `additional_parameters` of `job.sbatch`."""
+    """Accept section `slurm` as another name of `job`, and its `additional_parameters` as `job.sbatch`."""
     if "slurm" in source.values:
         if "job" in source.values:
             raise ConfigError("slurm is another name of section job; keep one of them", where=source.place(("slurm",)))

@@ -1,4 +1,4 @@
-"""One paths file to one folder of shards."""
+"""Tokenize one paths file into one folder of shards."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, proc
 log = logging.getLogger(__name__)
 
 SMALLEST_SAMPLE, LARGEST_SAMPLE = 250_000, 4_000_000
-"""Bounds, in bytes, of the job's texts that engines are proven with: a 2000th of the input, within them.
-At a hundredth of the fastest engine's speed, the reference would need a third of the time for a 500th."""
+"""Bounds, in bytes, of the job's texts that prove an engine: a 2000th of the input, within them. The reference has
+about a hundredth of the fastest engine's speed, and would take a third of the time for a 500th."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeResult:
-    """What a folder of shards holds, and what this run did for it."""
+    """Content of a folder of shards, and the work of this run."""
 
     files: int
     input_bytes: int
@@ -43,10 +43,10 @@ class TokenizeResult:
     empty_documents: int
     null_documents: int
     routed_documents: int
-    """Documents that the fast engine was not trusted with."""
+    """Documents that went to the reference instead of the fast engine."""
     skipped_files: int
     bad_lines: dict[str, int]
-    """Lines that were left out, by reason."""
+    """Skipped lines by reason."""
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -55,7 +55,7 @@ class TokenizeResult:
     seconds: float
 
     def summary(self) -> str:
-        """One paragraph for the terminal."""
+        """Return one paragraph for the terminal."""
         return (
             f"{self.documents:,} documents, {self.tokens:,} tokens from {self.files:,} files "
             f"({self.input_bytes / 1e9:.3f} GB) in {self.seconds:.1f} s\n"
@@ -75,10 +75,10 @@ def tokenize_paths_file(
 ) -> TokenizeResult:
     """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`.
 
-    `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read.
-    What an earlier run has finished is kept, and files that the paths file lists since then get shards of
-    their own (see `record.py`).
-    Raises InputError or OSError for what a person can mend; then every shard under a final name is whole.
+    `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read. Finished
+    work of an earlier run is kept, and files added to the paths file since get shards of their own (see
+    `shard_folder`). Raises InputError or OSError for faults that a user can repair; every shard under a final name is
+    whole then.
     """
     started = time.monotonic()
     refuse_urls(output_folder, *([] if logging_dir is None else [logging_dir]))
@@ -124,7 +124,7 @@ def tokenize_paths_file(
         if todo:
             folder.write()
             logs.mkdir(parents=True, exist_ok=True)
-            # workers read this copy: no hub, no transformers, and no change under way
+            # workers read this copy: without hub and transformers, and safe from changes
             write_atomic(logs / "tokenizer.json", tokenizer.definition)
             files = [file for part in todo for file in part.inputs]
             size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
@@ -149,7 +149,7 @@ def tokenize_paths_file(
                 options=options,
             )
 
-            del tokenizer, texts  # forks would carry them
+            del tokenizer, texts  # else forks would inherit them
             process_engine(job.definition, job.fingerprint, selection)
 
             def on_done(part: ShardTask, task: TaskRecord) -> None:
@@ -180,7 +180,7 @@ def tokenize_paths_file(
 
 
 def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: str, threads: int) -> list[ShardTask]:
-    """The parts that are not done; says why one is made again. Every file of a finished shard is read once."""
+    """The parts that are not done; warns why a part is made again. Reads every file of a finished shard once."""
     with ThreadPoolExecutor(threads) as pool:
         faults = list(pool.map(lambda part: folder.fault(part.name, part.inputs, source), parts))
     for part, fault in zip(parts, faults, strict=True):
@@ -191,7 +191,7 @@ def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: s
 
 @contextlib.contextmanager
 def _hold_hub_cache(cache_dir: str | None) -> Iterator[None]:
-    """Jobs that share a cache of the hub fetch a tokenizer one after another: the first fetches, the others find it."""
+    """Serialize jobs that share a cache of the hub: the first fetches a tokenizer, the others find it."""
     if cache_dir is None:
         yield
         return

@@ -1,8 +1,9 @@
-"""The site of jobs that the Bash scripts submit: `python -m relayrun.tokens.tokenize.site_environment CLUSTER FILE`.
+"""Write the site settings of jobs that Bash scripts submit: `python -m relayrun.tokens.tokenize.site_environment
+CLUSTER FILE`.
 
-FILE is what such a job sources: environment, modules and lines of the site, and what stands before its Python, in the
-arrays `site_srun`, options of srun for a container that is a plugin of srun's, and `site_command`. FILE.options has
-the options of sbatch, each ended by a NUL. What a job of YAML gets is the same (`settings.TokenizationConfig`).
+Such a job sources FILE: environment, modules and setup lines of the site, and the prefixes of its Python in the arrays
+`site_srun` (srun's options for a container that is an srun plugin) and `site_command`. FILE.options has the options of
+sbatch, each ended by a NUL. A job submitted from YAML gets the same settings (`job_config.TokenizationConfig`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def write_site_files(name: str, file: Path) -> None:
 
 
 def main(name: str, file: str) -> int:
-    """Write the files."""
+    """Write the files of cluster `name`."""
     write_site_files(name, Path(os.path.abspath(file)))
     return 0
 
