@@ -71,7 +71,7 @@ class CronCheck:
     """One look after the runs of a folder.
 
     Args:
-        folder: what is looked after; runs lie at most `sentinel.DEPTH` folders below it.
+        folder: what is looked after; runs lie at most `cron_check_record.MAX_FOLDER_DEPTH` folders below it.
         now: seconds since 1970.
     """
 

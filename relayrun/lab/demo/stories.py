@@ -50,7 +50,7 @@ DRAWN = {
     "time": ["One morning", "One day", "One windy evening", "Early on Sunday", "After breakfast", "On a cold day"],
     "gift": ["a slice of cake", "a bowl of soup", "some honey", "an apple", "a warm blanket", "a cup of tea"],
 }
-"""Choices for the words in braces. `stories` chooses names, pronouns, animals and hiding places itself."""
+"""Choices for the words in braces. `generate_stories` chooses names, pronouns, animals and hiding places itself."""
 
 OPENING = (
     "Once upon a time there was a {kind} {animal} named {hero} who lived {place}.",
@@ -123,7 +123,7 @@ PLOTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StorySets:
-    """The folders that `build` made, each of parquet files with a column `text`."""
+    """The folders that `build_stories` made, each of parquet files with a column `text`."""
 
     train: Path
     heldout: Path

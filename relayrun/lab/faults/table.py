@@ -31,7 +31,7 @@ class Fault:
     what: str
     expect: Literal["resumed", "stopped"]
     causes: Sequence[str]
-    """How the attempts must end, in order; see `End.cause`. `a|b`: either."""
+    """How the attempts must end, in order; see `AttemptEnd.cause`. `a|b`: either."""
     act: Callable[[FaultTarget], None] = actions.do_nothing
     """Is called when the first attempt has begun."""
     before_begin: bool = False

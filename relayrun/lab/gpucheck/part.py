@@ -1,6 +1,6 @@
 """`python -m relayrun.lab.gpucheck.part MODULE:FUNCTION SETUP FIGURES`: one part of a check, in a process of its own.
 
-The function gets the `Setup` and the `Figures`. What it raises is printed, the last line of the log says why.
+The function gets the `CheckSetup` and the `PartFigures`. What it raises is printed, the last line of the log says why.
 """
 
 from __future__ import annotations

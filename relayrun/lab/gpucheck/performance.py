@@ -49,7 +49,7 @@ def measure_attention(setup: CheckSetup, figures: PartFigures) -> None:
 
 BANDWIDTH_PROGRAM = "relayrun.lab.gpucheck.programs.bandwidth"
 NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
-"""What all ranks of the job measured together, before the check began; see `job.py`."""
+"""What all ranks of the job measured together, before the check began; see `cluster.py`."""
 
 
 def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:

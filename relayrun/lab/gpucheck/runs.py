@@ -107,7 +107,7 @@ def checked_config(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[
 
 
 def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
-    """The config that `values` and the overrides come to, without a file that stays. Raises ConfigError."""
+    """The config that `run_config_values` and the overrides come to, without a file that stays. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(yaml_file.dump_yaml(dict(made)))
         file.flush()
@@ -144,7 +144,7 @@ def recorded_run_sections(
 ) -> dict[str, dict[str, Any]]:
     """Sections of a small run that notes digests of every iteration, and cuts itself.
 
-    `cuts`: see `programs.hooks.Cut`. `ranks`: default one a GPU.
+    `cuts`: see `programs.hooks.CutHook`. `ranks`: default one a GPU.
     """
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {

@@ -107,7 +107,7 @@ class NodeTimeAccount:
     name: str
     stays: Sequence[AllocationAccount]
     parts: dict[str, int]
-    """By name, in the order of `parts.PARTS`; those that are 0 are there, too."""
+    """By name, in the order of `ledger.PARTS`; those that are 0 are there, too."""
     work: CountedWork
     waited: dict[str, int]
     """Microseconds without nodes, not times nodes."""
@@ -172,7 +172,7 @@ def account_for_run(
     """Read a run and book its node time. Raises RunDirError where no attempt has begun, or a record is damaged.
 
     `sink` and `seen` give, for a stay, what is told of parts and of lines, which then have the columns in `also`; see
-    `book`.
+    `attribute_time`.
     """
     facts = facts or read_run_facts(run, now=now)
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))

@@ -37,7 +37,7 @@ NEEDED_COLUMNS = (
     "mfu",
     "model_tflops_per_gpu",
 )
-"""Numbers of the metrics that `book` looks at."""
+"""Numbers of the metrics that `attribute_time` looks at."""
 
 FIRST_LINES = 21
 """Lines of an attempt of which the usual time of a step is taken, to tell what the first one took beyond it."""
@@ -92,7 +92,7 @@ def attribute_time(
     grain: int = 60 * MICROSECONDS_PER_SECOND,
     seen: Callable[[MetricsBlock, Mask], None] | None = None,
 ) -> AttributedTime:
-    """Divide a stay. `blocks`: its attempt's metrics, oldest first, with the columns of `NEEDED`.
+    """Divide a stay. `blocks`: its attempt's metrics, oldest first, with the columns of `NEEDED_COLUMNS`.
 
     `sink` is told of each part, of steps about every `grain` microseconds. `seen` is given each block, and which of its
     lines count. A stay that has not ended is divided up to its newest sign of life, which is then its end.

@@ -168,7 +168,7 @@ def to_microseconds(seconds: float) -> int:
 
 @dataclass(kw_only=True)
 class RestartTime:
-    """What the nodes of a stay did in one round of its ranks; see `Booked`."""
+    """What the nodes of a stay did in one round of its ranks; see `AttributedTime`."""
 
     parts: dict[str, int] = field(default_factory=dict)
     iterations: int = 0

@@ -26,7 +26,7 @@ PART_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 RESTART_COLUMNS = ("round", "failed", "steps again", "node time")
-"""Columns of the table of rounds before those of `COLUMNS`."""
+"""Columns of the table of rounds before those of `PART_COLUMNS`."""
 
 
 def account_summary(account: NodeTimeAccount) -> str:

@@ -68,7 +68,7 @@ class RunReportData:
     plan: Plan
     account: NodeTimeAccount
     series: dict[str, Series]
-    """By the names of `SHOWN`, over iterations; those that count."""
+    """By the names of `SHOWN_METRICS`, over iterations; those that count."""
     last: dict[str, float]
     """The newest value of each of them, and of `iteration`."""
     validation: dict[str, Series]

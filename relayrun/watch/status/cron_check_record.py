@@ -1,6 +1,6 @@
 """What a sentinel leaves in the folder of runs that it looks after, so that anybody sees when it last looked.
 
-FOLDER/.sentinel-USER.json   its last look and its memory, see `Memory`
+FOLDER/.sentinel-USER.json   its last look and its memory, see `CronCheckRecord`
 FOLDER/.sentinel-USER.lock   held by the process that looks; its time is when something was said that could not be kept
 
 USER is whose runs it looks after; others have their own in the same folder. Standard library only.

@@ -1,6 +1,6 @@
 """All that is known of a run: its chain and queue, how far it is, what is durable, why the last attempt ended.
 
-`gather` makes facts of the records and of what the scheduler answered; it asks neither clock nor scheduler.
+`read_run_status` makes facts of the records and of what the scheduler answered; it asks neither clock nor scheduler.
 `relayrun.watch.status.run_status_text` turns them into text.
 """
 
@@ -124,7 +124,7 @@ class RunStatus(RunSummary):
 def read_run_status(
     run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
 ) -> RunStatus:
-    """Return the status of a run. `plan`: the run's, where it was read already. `asked`: see `last_look`.
+    """Return the status of a run. `plan`: the run's, where it was read already. `asked`: see `last_cron_check`.
 
     Raises RunDirError, with one clear message, where the directory is no run or damaged.
     """

@@ -262,7 +262,7 @@ def damaged_records_as_error(run: Run) -> Iterator[None]:
 def summarize_run(
     run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
 ) -> RunSummary:
-    """Return where a run stands. `plan`: the run's, where it was read already. `asked`: see `last_look`.
+    """Return where a run stands. `plan`: the run's, where it was read already. `asked`: see `last_cron_check`.
 
     Raises RunDirError, with one clear message, where the directory is no run or damaged.
     """
@@ -295,7 +295,7 @@ class RunRecords:
         self.durable, self.durable_fault = _newest_checkpoint(self.line)
 
     def standing(self, asked: FolderCache | None) -> RunSummary:
-        """Return it as a table of many runs tells it. `asked`: see `last_look`."""
+        """Return it as a table of many runs tells it. `asked`: see `last_cron_check`."""
         durable, begin = self.durable, self.begin
         saved = next((c.commit for c in self.line.backwards() if durable and c.commit.path == durable.path), None)
         broken = self.state == "broken"

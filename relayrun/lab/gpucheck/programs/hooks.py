@@ -141,7 +141,7 @@ class SavePaceHook(Hook):
 
 
 def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:
-    """Put a record on a file of the run directory, for `runs.notes_of`."""
+    """Put a record on a file of the run directory, for `runs.read_notes`."""
     folder = Path(context.run_dir) / NOTES_FOLDER
     folder.mkdir(exist_ok=True)
     append_line(folder / f"{name}.jsonl", record, durable=False)
