@@ -2,7 +2,7 @@
 
 The manifest is built when a run is made, and written into its directory; every attempt reads it and never searches for
 shards again, so that a file that appears later cannot shift the data. A submit with another mixture adds data sets
-(`mixture.data_change`); a listed data set never changes. Building reads every .idx once (20 bytes per document: about 0.3 s
+(`mixture.data_change`); a listed one never changes. Building reads every .idx once (20 bytes per document: about 0.3 s
 for 10^7 documents); reading and verifying cost a line of JSON and two `stat` calls per shard.
 
 A fingerprint is the SHA-256 of a shard's whole .idx, with its sizes: added, cut or reordered documents and other

@@ -21,7 +21,7 @@ from relayrun.errors import InputError
 log = logging.getLogger(__name__)
 
 AppendEod = Literal["yes", "no", "auto"]
-EngineName = Literal["auto", "huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
+EngineName = Literal["auto", "huggingface", "gigatoken", "bytes"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 
 FORMER_VALUES = {"on_error": {"stop": "fail", "skip": "skip-file"}, "engine": {"fastokens": "auto"}}

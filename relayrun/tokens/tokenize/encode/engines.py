@@ -98,7 +98,7 @@ TokenizerLoader = Callable[[], Tokenizer]
 class EngineSelection:
     """The engine of a job, as workers build it: small enough to send, and recorded."""
 
-    engine: Literal["huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
+    engine: Literal["huggingface", "gigatoken", "bytes"]
     version: str
     plan: EnginePlan | None = None
     """Its plan; None for the reference."""

@@ -76,10 +76,8 @@ BYTE_LEVEL: dict[tuple[str, ...], TokenizerFamily] = {
 """Families of byte-level BPE by their split patterns."""
 DIGITS_FAMILY = TokenizerFamily(name="StarCoder, Digits", engine="gigatoken", doubtful=_SPACE_ONCE)
 SENTENCEPIECE_FAMILY = TokenizerFamily(name="Llama 2, Mistral, Gemma", engine="gigatoken")
-WORDPIECE_FAMILY = TokenizerFamily(name="BERT", engine="nanotoken")
-UNIGRAM_FAMILY = TokenizerFamily(name="T5, XLM-R", engine="splintr")
 BYTES_FAMILY = TokenizerFamily(name="a token for each byte", engine="bytes")
-FAMILIES = (*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY, WORDPIECE_FAMILY, UNIGRAM_FAMILY, BYTES_FAMILY)
+FAMILIES = (*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY, BYTES_FAMILY)
 BYTE_LEVEL_FAMILIES = frozenset(family.name for family in (*BYTE_LEVEL.values(), DIGITS_FAMILY))
 """Names of the families that spell words in letters for bytes."""
 
@@ -110,19 +108,20 @@ def plan_engine(definition: str) -> EnginePlan | None:
     """Return the plan for a serialized tokenizer, as `Tokenizer.to_str` writes it; None for an unlisted form."""
     known = parse_without_vocabulary(definition)
     model = known["model"]
-    kind = "pieces" if model.get("byte_fallback") and model.get("type") == "BPE" else str(model.get("type"))
-    if kind == "BPE" and vocabulary_and_merges(definition)[1].startswith("]"):
-        return _bytes(known, definition)
-    find = {"BPE": _byte_level, "pieces": _pieces, "WordPiece": _wordpiece, "Unigram": _unigram}.get(kind)
-    plan = find(known) if find else None
-    if plan is None or kind not in ("BPE", "pieces"):
-        return plan
+    if model.get("type") != "BPE":
+        return None
+    in_pieces = bool(model.get("byte_fallback"))
     entries, merges = vocabulary_and_merges(definition)
-    letters = BYTE_LETTERS if kind == "BPE" else _BYTE_PIECES
+    if not in_pieces and merges.startswith("]"):
+        return _bytes(known, definition)
+    plan = _pieces(known) if in_pieces else _byte_level(known)
+    if plan is None:
+        return None
+    letters = _BYTE_PIECES if in_pieces else BYTE_LETTERS
     begun = "," + entries  # a name follows a comma: after an escaped quote it would be the end of another name
     if not all(f",{json.dumps(letter, ensure_ascii=False)}:" in begun for letter in letters):
         return None
-    if kind == "pieces":
+    if in_pieces:
         return None if _merges_bytes(merges) else plan
     foreign = _foreign(entries)
     return None if foreign is None else dataclasses.replace(plan, plain=plan.plain + foreign)
@@ -249,51 +248,12 @@ def _pieces(known: Json) -> EnginePlan | None:
     return _plan(known, SENTENCEPIECE_FAMILY)
 
 
-def _wordpiece(known: Json) -> EnginePlan | None:
-    normalizer, model = known.get("normalizer") or {}, known["model"]
-    wanted = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
-    if (
-        {name: value for name, value in normalizer.items() if name != "lowercase"} != wanted
-        or known.get("pre_tokenizer") != {"type": "BertPreTokenizer"}
-        or model.get("continuing_subword_prefix") != "##"
-        or model.get("max_input_chars_per_word") != 100
-    ):
-        return None
-    return _plan(known, WORDPIECE_FAMILY)
-
-
-_ALWAYS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-_UNIGRAM_CUTS = (_ALWAYS, {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, _ALWAYS]})
-_MANY_SPACES = {"Regex": " {2,}"}
-
-
-def _unigram(known: Json) -> EnginePlan | None:
-    """What SentencePiece's models become: a precompiled map of characters, and words behind their spaces."""
-    first, *others = _flat(known.get("normalizer"), "normalizers") or [{}]
-    allowed = (
-        *({"type": "Replace", "pattern": _MANY_SPACES, "content": content} for content in (" ", "▁")),
-        {"type": "Strip", "strip_left": False, "strip_right": True},
-    )
-    if (
-        first.get("type") != "Precompiled"
-        or not all(step in allowed for step in others)
-        or known.get("pre_tokenizer") not in _UNIGRAM_CUTS
-        or known["model"].get("byte_fallback")
-        or known["model"].get("unk_id") is None
-    ):
-        return None
-    plan = _plan(known, UNIGRAM_FAMILY, special_too=True)
-    unknown = str(known["model"]["vocab"][known["model"]["unk_id"]][0])  # splintr finds its name in a text
-    return plan and dataclasses.replace(plan, plain=(*plan.plain, unknown))
-
-
 def _plan(
     known: Json,
     family: TokenizerFamily,
     *,
     normalize: UnicodeForm | None = None,
     digits: Literal["each", "runs"] | None = None,
-    special_too: bool = False,
     **changes: Json | None,
 ) -> EnginePlan | None:
     """The engine gets no added tokens: special tokens are text, and the reference encodes texts with the others.
@@ -303,14 +263,14 @@ def _plan(
     """
     tokens = known.get("added_tokens") or []
     in_normalized = any(token["normalized"] and not token["special"] for token in tokens)
-    if in_normalized and known.get("normalizer") and family in (SENTENCEPIECE_FAMILY, WORDPIECE_FAMILY, UNIGRAM_FAMILY):
+    if in_normalized and known.get("normalizer") and family is SENTENCEPIECE_FAMILY:
         return None
     parts: Json = {"added_tokens": [], **changes}
     # the text after a cut must be encoded like the beginning of a text
     cuts_allowed = family is SENTENCEPIECE_FAMILY and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
     cut = tuple((token["content"], token["id"]) for token in tokens if cuts_allowed and _is_plain(token))
     gone = {content for content, _ in cut}
-    plain = [token["content"] for token in tokens if special_too or not token["special"]]
+    plain = [token["content"] for token in tokens if not token["special"]]
     return EnginePlan(
         family=family.name,
         engine=family.engine,

@@ -2,8 +2,6 @@
 
     huggingface   `tokenizers`, the reference: every other engine must give its ids
     gigatoken     BPE, byte-level and SentencePiece's
-    nanotoken     WordPiece
-    splintr       Unigram
     bytes         a token for each byte, by numpy
 
 A fast engine is right for some tokenizers and some texts only: see `families`. Each raises its library's error for a
@@ -72,7 +70,7 @@ def _parse_definition(definition: str) -> tuple[dict[str, Any], str | None]:
         with contextlib.suppress(ValueError, KeyError):
             known: dict[str, Any] = json.loads(head + _VOCABULARY + "}}}")
             model = known["model"]
-            if "pre_tokenizer" in known and model["type"] in ("BPE", "WordPiece") and "unk_token" in model:
+            if "pre_tokenizer" in known and model["type"] == "BPE" and "unk_token" in model:
                 return known, rest
     whole: dict[str, Any] = json.loads(definition)
     return whole, None
@@ -81,14 +79,8 @@ def _parse_definition(definition: str) -> tuple[dict[str, Any], str | None]:
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Ids of all texts, shape [tokens], and the number of ids of each text, shape [texts]."""
 
-FastEngineName = Literal["gigatoken", "nanotoken", "splintr", "bytes"]
-ENGINE_PACKAGES = {
-    "huggingface": "tokenizers",
-    "gigatoken": "gigatoken",
-    "nanotoken": "nanotoken",
-    "splintr": "splintr-rs",
-    "bytes": "numpy",
-}
+FastEngineName = Literal["gigatoken", "bytes"]
+ENGINE_PACKAGES = {"huggingface": "tokenizers", "gigatoken": "gigatoken", "bytes": "numpy"}
 """Name of the package, by engine."""
 
 _HF_BYTES = 500_000
@@ -144,39 +136,6 @@ class GigatokenEngine:
         return layout.content.data[bounds[0] : bounds[-1]], bounds[1:] - bounds[:-1]
 
 
-class NanotokenEngine:
-    """WordPiece."""
-
-    def __init__(self, definition: str) -> None:
-        import nanotoken
-
-        self.routed = 0
-        self._backend: Any = nanotoken.Tokenizer.from_json(definition).backend
-
-    def encode(self, texts: Texts) -> Encoded:
-        if not len(texts):
-            return _concatenate([])
-        pieces = [*map(bytes, texts.views())]
-        ids, bounds = self._backend.encode_batch(pieces, add_special_tokens=False, parallel=False)
-        ends = np.asarray(bounds, np.int64)
-        return np.asarray(ids, np.uint32), ends[1:] - ends[:-1]
-
-
-class SplintrEngine:
-    """Unigram. Its function for batches uses threads, and would wait for ever in a fork."""
-
-    def __init__(self, definition: str) -> None:
-        import splintr
-
-        self.routed = 0
-        self._tokenizer: Any = splintr.from_json_bytes(definition.encode())
-
-    def encode(self, texts: Texts) -> Encoded:
-        return _concatenate(
-            [np.frombuffer(flat, np.uint32) for flat in map(self._tokenizer.encode_flat, texts.strings())]
-        )
-
-
 class ByteEngine:
     """Byte-level BPE without merges: a fixed id per byte."""
 
@@ -193,12 +152,7 @@ class ByteEngine:
         return self._ids[texts.used], texts.sizes
 
 
-FAST_ENGINES: dict[FastEngineName, Callable[[str], Engine]] = {
-    "gigatoken": GigatokenEngine,
-    "nanotoken": NanotokenEngine,
-    "splintr": SplintrEngine,
-    "bytes": ByteEngine,
-}
+FAST_ENGINES: dict[FastEngineName, Callable[[str], Engine]] = {"gigatoken": GigatokenEngine, "bytes": ByteEngine}
 """Constructors that load a serialized tokenizer, by engine."""
 
 
