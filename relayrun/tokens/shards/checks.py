@@ -107,14 +107,9 @@ def _tokenizer_difference(made: TokenizerRecord, manifest: Manifest, ends_matter
 
 
 def _vocabulary_difference(made: TokenizerRecord, manifest: Manifest) -> str | None:
-    if made.ids and manifest.tokenizer_ids:
-        if made.ids == manifest.tokenizer_ids:
-            return None
-    elif manifest.tokenizer_fingerprint in ("", made.fingerprint):
+    if manifest.tokenizer_ids in ("", made.ids):
         return None
     size, own = made.size, manifest.vocabulary_size
-    if size is None:
-        return "the fingerprints of the two tokenizers differ"
     if size == own:
         return f"both have {own:,} entries, and ids mean other text"
     small = ", and ids beyond it end the run" if size > own else ""
@@ -270,7 +265,7 @@ def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> Non
     """Raise FatalTrainingError for a changed shard, InputError if files are only missing.
 
     A missing file may be a file system that is briefly away: the next attempt may find it. A shard that was made again
-    with another tokenizer since the submit is a changed shard; a run that began without this check goes on.
+    with another tokenizer since the submit is a changed shard.
     """
     try:
         manifest.verify(mixture)
@@ -279,7 +274,6 @@ def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> Non
             raise
         raise FatalTrainingError(error.message, hint=error.hint) from None
     try:
-        allow = data.allow_other_tokenizer or not manifest.tokenizer_ids
-        check_tokenizer(manifest, mixture, allow=allow, ends_matter=data.depends_on_ends)
+        check_tokenizer(manifest, mixture, allow=data.allow_other_tokenizer, ends_matter=data.depends_on_ends)
     except InputError as error:
         raise FatalTrainingError(error.message, where=error.where, hint=error.hint) from None

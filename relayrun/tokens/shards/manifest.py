@@ -210,10 +210,6 @@ class Manifest:
     """Fingerprint of the whole tokenizer; empty if unknown."""
     tokenizer_ids: str = ""
     """Fingerprint of the data that decides ids (`encode.tokenizer.ids_fingerprint`); empty if unknown."""
-    listed_order: bool = False
-    """True if a list of shards or folders keeps its order; earlier versions sorted it."""
-    listed_validation: bool = False
-    """True if the folders of validation sets keep their order, which earlier versions sorted for longer."""
 
     @classmethod
     def build(
@@ -252,8 +248,6 @@ class Manifest:
             tokenizer=tokenizer,
             tokenizer_fingerprint=tokenizer_fingerprint,
             tokenizer_ids=tokenizer_ids,
-            listed_order=True,
-            listed_validation=True,
         )
         manifest.check_apart(list(datasets), split=split)
         return manifest
@@ -298,9 +292,7 @@ class Manifest:
                 eod=value["eod"],
                 tokenizer=value["tokenizer"],
                 tokenizer_fingerprint=value["tokenizer_fingerprint"],
-                tokenizer_ids=value.get("tokenizer_ids", ""),  # runs of earlier versions have none
-                listed_order=value.get("listed_order", False),
-                listed_validation=value.get("listed_validation", False),
+                tokenizer_ids=value["tokenizer_ids"],
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -319,8 +311,6 @@ class Manifest:
                 "tokenizer": self.tokenizer,
                 "tokenizer_fingerprint": self.tokenizer_fingerprint,
                 "tokenizer_ids": self.tokenizer_ids,
-                "listed_order": self.listed_order,
-                "listed_validation": self.listed_validation,
                 "vocabulary_size": self.vocabulary_size,
                 "eod": self.eod,
                 "datasets": {name: _dataset_to_json(dataset) for name, dataset in self.datasets.items()},
@@ -440,7 +430,7 @@ def _dataset_to_json(dataset: DatasetManifest) -> dict[str, Any]:
 def _dataset_from_json(value: dict[str, Any]) -> DatasetManifest:
     dataset = DatasetManifest(
         shards=tuple(ShardEntry(**shard) for shard in value["shards"]),
-        files=tuple(FileEntry(**file) for file in value.get("files", ())),  # none in runs of earlier versions
+        files=tuple(FileEntry(**file) for file in value.get("files", ())),
     )
     if dataset.fingerprint != value["fingerprint"] or dataset.tokens != value["tokens"]:
         raise ValueError("its shards do not have the fingerprint that it names")

@@ -164,7 +164,7 @@ def _common_tokenizer(
     known = [(prefix, made) for prefix, made in found if made is not None]
     for prefix, made in known:
         first, other = known[0]
-        if not made.same(other):
+        if made.ids != other.ids:
             what = "another tokenizer made this shard than"
         elif made.eos != other.eos:
             what = f"documents end with {_describe_token(made.eos)} here, with {_describe_token(other.eos)} in"
@@ -179,7 +179,7 @@ def _common_tokenizer(
             len(prefixes),
         )
         return None
-    return max((made for _, made in known), key=lambda made: bool(made.ids))  # records of earlier versions hold less
+    return known[0][1]
 
 
 def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) -> int | None:

@@ -38,12 +38,12 @@ def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
     return list(prefixes) if listed else sorted(prefixes)
 
 
-def expand_paths(paths: Sequence[str], *, listed: bool = True) -> list[str]:
+def expand_paths(paths: Sequence[str]) -> list[str]:
     """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either match, each once.
 
     An existing shard or folder of exactly that name is never a pattern. The order is that of `paths`, sorted within
-    each path; without `listed`, all are sorted together. Other matches of a pattern, such as a folder of logs, are
-    skipped. Raises InputError as `find_prefixes`, and for paths that match nothing.
+    each path. Other matches of a pattern, such as a folder of logs, are skipped. Raises InputError as `find_prefixes`,
+    and for paths that match nothing.
     """
     found: list[tuple[list[Path], set[str]]] = []
     bad: list[RelayrunError] = []
@@ -57,9 +57,6 @@ def expand_paths(paths: Sequence[str], *, listed: bool = True) -> list[str]:
     files = (prefix + suffix for _, prefixes in found for prefix in sorted(prefixes) for suffix in SHARD_SUFFIXES)
     if half := [_half_shard_error(file) for file in files if not os.path.isfile(file)]:
         raise combined_error(half, "shards are not whole")
-    if not listed:
-        folders = [folder for below, _ in found for folder in below]
-        return sorted(set(find_prefixes(folders)).union(*(prefixes for _, prefixes in found)))
     seen: set[tuple[int, int]] = set()
     ordered: dict[str, None] = {}
     for below, prefixes in found:

@@ -14,12 +14,10 @@ own record is newer.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import repeat
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,13 @@ import xxhash
 from relayrun.errors import InputError
 from relayrun.files import RealPathCache, fsync_directory, read_json, write_json
 from relayrun.tokens.stores.direct_io import MAX_RESERVE_BYTES, DirectFile
+from relayrun.tokens.stores.urls import hash_file_ends
 
 FOLDER_RECORD = "tokenization.json"
 """Name of the record of a folder of shards."""
 RECORD_SUFFIX = ".record.json"
 """A shard's own record is PREFIX with this suffix."""
 SHARD_RECORD_FORMAT = "relayrun shard, version 1"
-_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +44,11 @@ class TokenizerRecord:
     fingerprint: str
     """SHA-256 of the serialized tokenizer."""
     ids: str
-    """Fingerprint of the data that decides ids (`encode.tokenizer.ids_fingerprint`); empty in records of earlier
-    versions."""
-    size: int | None
-    """Entries of the vocabulary; None in records of earlier versions."""
+    """Fingerprint of the data that decides ids (`encode.tokenizer.ids_fingerprint`)."""
+    size: int
+    """Entries of the vocabulary."""
     eos: int | None
     """Id that ends every document; None: no id does."""
-
-    def same(self, other: TokenizerRecord) -> bool:
-        """True if two records name the same tokenizer, as far as both tell."""
-        return self.ids == other.ids if self.ids and other.ids else self.fingerprint == other.fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +65,6 @@ class ShardRecord:
     """Path, bytes and fingerprint (`tokenize.shard_folder`) of each raw file of the shard, as far as known."""
     texts: frozenset[str] = frozenset()
     """Text names (`ShardRecords.texts`) of the shards that were merged into it."""
-    merged: tuple[str, ...] = ()
-    """Prefixes of these shards, if an earlier version merged them and noted no texts."""
 
 
 def write_shard_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
@@ -130,7 +121,6 @@ class ShardRecords:
                 sizes.setdefault(size, {}).setdefault(real, []).append(prefix)
                 record = self.of(real) or ShardRecord(made=None, xxh3_128={})
                 found[prefix] = {record.xxh3_128.get("bin", real), *record.texts}
-                found[prefix] = found[prefix].union(*self.texts(record.merged).values())
                 for path, length, fingerprint in record.inputs:
                     found[prefix] |= self.texts_of_file(path, length, fingerprint)
                 if real in found[prefix]:
@@ -138,7 +128,7 @@ class ShardRecords:
         for alike in (sizes[size] for size in without if len(sizes[size]) > 1):
             for real, several in alike.items():
                 for prefix in several:
-                    found[prefix].add(_hash_ends(real))
+                    found[prefix].add(hash_file_ends(real + ".bin"))
         return found
 
     def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
@@ -148,32 +138,23 @@ class ShardRecords:
         return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
 
 
-def _hash_ends(prefix: str) -> str:
-    """Hash the first and last 64 KiB of the .bin."""
-    with open(prefix + ".bin", "rb") as file:
-        digest = hashlib.sha256(file.read(_END_BYTES))
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        digest.update(file.read())
-    return digest.hexdigest()
-
-
 def _read_folder_record(folder: str) -> dict[str, ShardRecord]:
     """Read the record of a folder, by name of the shard. Empty if the record is missing or invalid."""
     try:
         record: Any = read_json(os.path.join(folder, FOLDER_RECORD))
-        dataset = (record.get("source") or {}).get("dataset") or ""
-        shards = {
+        settings, known, dataset = record["settings"], record["tokenizer"], record["source"]["dataset"]
+        made = TokenizerRecord(
+            fingerprint=settings["tokenizer"], ids=known["ids"], size=known["size"], eos=settings["eos"]
+        )
+        return {
             name: ShardRecord(
-                made=None,
-                xxh3_128=task.get("xxh3_128", {}),
-                largest_id=task.get("largest_id"),
+                made=made,
+                xxh3_128=task["xxh3_128"],
+                largest_id=task["largest_id"],
                 inputs=tuple(
                     (os.path.join(dataset, path), size, fingerprint)
                     for (path, size, _), fingerprint, documents in zip(
-                        task.get("inputs", ()),
-                        task.get("fingerprints", ()),
-                        task.get("file_documents") or repeat(1),
-                        strict=False,
+                        task["inputs"], task["fingerprints"], task["file_documents"], strict=True
                     )
                     if fingerprint and documents  # else the file was skipped, or is empty, as many files of Spark
                 ),
@@ -182,14 +163,6 @@ def _read_folder_record(folder: str) -> dict[str, ShardRecord]:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    try:
-        settings, known = record["settings"], record.get("tokenizer", {})
-        made = TokenizerRecord(
-            fingerprint=settings["tokenizer"], eos=settings["eos"], ids=known.get("ids", ""), size=known.get("size")
-        )
-    except (KeyError, TypeError, AttributeError):
-        made = None
-    return {name: replace(shard, made=made) for name, shard in shards.items()}
 
 
 def _list_shard_records(folder: str) -> set[str]:
@@ -206,9 +179,8 @@ def _read_shard_record(real_prefix: str) -> ShardRecord | None:
         return ShardRecord(
             made=None if made is None else TokenizerRecord(**made),
             xxh3_128=dict(record["xxh3_128"]),
-            largest_id=record.get("largest_id"),
+            largest_id=record["largest_id"],
             texts=frozenset(record.get("texts", ())),
-            merged=() if "texts" in record else tuple(record.get("merged", ())),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

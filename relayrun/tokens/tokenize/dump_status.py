@@ -14,9 +14,10 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.tokens.readers.inputs import MAX_EXAMPLES, describe_bad_lines
+from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import MetadataFolder
-from relayrun.tokens.tokenize.shard_folder import RECORD_FILE, STALE_SECONDS, RunningTask
+from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, RunningTask
 
 ERROR_FILE = "error.txt"
 """Error message of a failed dump, beside its shards."""
@@ -260,10 +261,8 @@ def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, 
         silent=silent,
         skipped=tuple(file["error"] for task in shards.values() for file in task["skipped"]),
         error=error,
-        bad_lines=sum((Counter(task.get("bad_lines", {})) for task in shards.values()), Counter()),
-        bad_line_examples=tuple(e for task in shards.values() for e in task.get("bad_line_examples", []))[
-            :MAX_EXAMPLES
-        ],
+        bad_lines=sum((Counter(task["bad_lines"]) for task in shards.values()), Counter()),
+        bad_line_examples=tuple(e for task in shards.values() for e in task["bad_line_examples"])[:MAX_EXAMPLES],
     )
 
 
@@ -283,9 +282,9 @@ def finished_shards(output: Path) -> int:
 
 def _read_record(output: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = read_json(output / RECORD_FILE)
+        record: dict[str, Any] = read_json(output / FOLDER_RECORD)
     except FileNotFoundError:
         return {}
     except ValueError:
-        raise InputError("not a record of tokenization", where=output / RECORD_FILE) from None
+        raise InputError("not a record of tokenization", where=output / FOLDER_RECORD) from None
     return record

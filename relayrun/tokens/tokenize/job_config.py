@@ -193,7 +193,6 @@ _Settings = TypeVar("_Settings", bound=Section)
 def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig:
     """Read a YAML config. Relative paths in it start at the project that holds the file. Raises ConfigError."""
     source = yaml_file.read_yaml(Path(path))
-    _rename_section(source)
     sites.insert_site(source, folders=sites.site_folders(Path(path)))
     sites.refuse_other_cluster(source, os.environ)
     sites.insert_environment(source, os.environ)
@@ -228,24 +227,6 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
     if "logs" not in values:
         settings = settings.model_copy(update={"logs": str(places.project_folder() / "logs")})
     return settings.absolute(os.getcwd())
-
-
-def _rename_section(source: yaml_file.LocatedSettings) -> None:
-    """Accept section `slurm` as another name of `job`, and its `additional_parameters` as `job.sbatch`."""
-    if "slurm" in source.values:
-        if "job" in source.values:
-            raise ConfigError("slurm is another name of section job; keep one of them", where=source.place(("slurm",)))
-        source.values["job"] = source.values.pop("slurm") or {}
-        former = {place: where for place, where in source.places.items() if place[0] == "slurm"}
-        source.places.update({("job", *place[1:]): where for place, where in former.items()})
-    job = source.values.get("job")
-    if isinstance(job, dict) and isinstance(further := job.pop("additional_parameters", None), dict):
-        for name, value in further.items():
-            setting = str(name).replace("-", "_")
-            if setting in TokenizationJob.model_fields:
-                job.setdefault(setting, value)
-            else:
-                job.setdefault("sbatch", {})[str(name)] = value
 
 
 def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Settings:

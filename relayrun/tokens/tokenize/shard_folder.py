@@ -31,7 +31,7 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
 from relayrun.tokens.readers.inputs import MAX_EXAMPLES, InputFile, LineFaults
-from relayrun.tokens.shards.shard import Shard
+from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
@@ -120,7 +120,6 @@ def clear_progress(output: str | os.PathLike[str]) -> None:
 
 log = logging.getLogger(__name__)
 
-RECORD_FILE = "tokenization.json"
 RECORD_FORMAT = "relayrun tokenization, version 3"
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
 
@@ -147,7 +146,7 @@ class TaskRecord:
     """Documents of each input."""
     tokens: int = 0
     largest_id: int | None = None
-    """The largest id in the shard; None if the shard is empty, and in records of earlier versions."""
+    """The largest id in the shard; None if the shard is empty."""
     empty_documents: int = 0
     null_documents: int = 0
     routed_documents: int = 0
@@ -157,7 +156,7 @@ class TaskRecord:
     xxh3_128: dict[str, str] = field(default_factory=dict)
     """Checksums of the .bin and the .idx."""
     on_error: str = ""
-    """Treatment of unreadable input; empty in records of earlier versions."""
+    """Treatment of unreadable input, see `TokenizeOptions`."""
     skipped: list[SkippedFile] = field(default_factory=list)
     bad_lines: dict[str, int] = field(default_factory=dict)
     """Lines and rows skipped with `--on-error skip-line`, by reason."""
@@ -219,8 +218,8 @@ class ShardFolder:
         settings: dict[str, Any],
         files: Sequence[str],
         *,
-        tokenizer: dict[str, Any] | None = None,
-        source: dict[str, str] | None = None,
+        tokenizer: dict[str, Any],
+        source: dict[str, str],
     ) -> None:
         """Open or begin the record. Raises InputError if the folder holds shards made with other settings.
 
@@ -230,8 +229,8 @@ class ShardFolder:
         self._source = source
         self.path = Path(path)
         self.settings = settings
-        self.tokenizer = tokenizer or {}
-        self._file = self.path / RECORD_FILE
+        self.tokenizer = tokenizer
+        self._file = self.path / FOLDER_RECORD
         self.parts: dict[str, list[str]] = {}
         self.tasks: dict[str, TaskRecord] = {}
         hint = "use another output folder, or delete this one to begin again"
@@ -283,8 +282,7 @@ class ShardFolder:
             return "not made yet"
         if [file[0] for file in task.inputs] != [file[0] for file in inputs]:
             return "it is to hold other files"
-        known = [*task.fingerprints, *[""] * (len(inputs) - len(task.fingerprints))]
-        for now, then, digest in zip(inputs, task.inputs, known, strict=True):
+        for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
         if task.tokens == 0:
@@ -335,23 +333,22 @@ class FolderRecord:
 
     settings: dict[str, Any]
     tasks: dict[str, TaskRecord]
-    dataset: str | None
-    """Folder or URL that the paths of the inputs start at; None in records of earlier versions."""
-    tokenizer: str | None
+    dataset: str
+    """Folder or URL that the paths of the inputs start at."""
+    tokenizer: str
     """Path of a copy of the serialized tokenizer."""
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> FolderRecord:
         """Raises FileNotFoundError for a missing record, InputError for an invalid one."""
-        file = Path(folder, RECORD_FILE)
+        file = Path(folder, FOLDER_RECORD)
         try:
             record = read_json(file)
-            source = record.get("source") or {}
             return cls(
                 settings=record["settings"],
                 tasks={name: _task_from_json(task) for name, task in record["shards"].items()},
-                dataset=source.get("dataset"),
-                tokenizer=source.get("tokenizer"),
+                dataset=record["source"]["dataset"],
+                tokenizer=record["source"]["tokenizer"],
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not a record of tokenization", where=file) from None
@@ -363,9 +360,9 @@ def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
         with file_lock(Path(folder, ".lock"), wait=False) as held:
             if not held:
                 raise OSError("another process writes shards here")
-            record = read_json(Path(folder, RECORD_FILE))
+            record = read_json(Path(folder, FOLDER_RECORD))
             del record["shards"][name]
-            write_atomic(Path(folder, RECORD_FILE), json.dumps(record, indent=1) + "\n")
+            write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
     except (OSError, ValueError, KeyError) as error:
         log.warning("%s: %s cannot be struck from the record: %s", folder, name, error)
 

@@ -20,11 +20,11 @@ from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json, remove_leftovers, temporary_prefix
 from relayrun.tokens.readers.inputs import DATA_SUFFIXES, paths_file_bytes, read_paths_file
+from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.options import TokenizeOptions, options_to_flags
-from relayrun.tokens.tokenize.shard_folder import RECORD_FILE
 
 TRIED_BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
 """Default limits of a batch to try."""
@@ -157,7 +157,7 @@ def _run_trial(
         first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), len(lines) - 1)
         raise RelayrunError("\n".join(lines[first:]).removeprefix("error: "))
     if rate is None:  # the program finished within the time
-        tasks = read_json(output / RECORD_FILE)["shards"].values()
+        tasks = read_json(output / FOLDER_RECORD)["shards"].values()
         busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
         rate = sum(task["tokens"] for task in tasks) / busy
     return TuningTrial(workers=workers, batch_bytes=options.batch_bytes, tokens_per_second=rate, worker_bytes=memory)

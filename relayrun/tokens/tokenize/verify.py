@@ -31,7 +31,7 @@ from relayrun.tokens.readers.inputs import LineFaults, stat_inputs
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
-from relayrun.tokens.shards.shard import Shard
+from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.urls import join_path, printable
 from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
@@ -39,7 +39,6 @@ from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_toke
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
 from relayrun.tokens.tokenize.shard_folder import (
-    RECORD_FILE,
     FolderRecord,
     TaskRecord,
     is_unchanged,
@@ -112,7 +111,7 @@ def _warn_once(folder: str, note: str) -> None:
 
 def _folder_record(folder: str) -> FolderRecord | None:
     try:
-        return _cached_folder_record(folder, os.stat(os.path.join(folder, RECORD_FILE)).st_mtime_ns)
+        return _cached_folder_record(folder, os.stat(os.path.join(folder, FOLDER_RECORD)).st_mtime_ns)
     except (FileNotFoundError, InputError):
         return None
 
@@ -128,10 +127,6 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
     task = record.tasks.get(name) if record is not None else None
     if record is None or task is None:
         return SourceComparison(prefix=prefix, note="its record does not know it")
-    if record.dataset is None:
-        return SourceComparison(
-            prefix=prefix, note="its record is of an earlier version, and does not say where its files lie"
-        )
     try:
         definition = _recorded_tokenizer(record, tokenizer)
         for now, then, digest in zip(
@@ -156,7 +151,7 @@ def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
             loaded = load_tokenizer(TokenizeOptions(tokenizer=given, append_eod="no", special_text=special_text))
             if loaded.fingerprint == wanted:
                 return loaded.definition
-    elif record.tokenizer is not None and os.path.isfile(record.tokenizer):
+    elif os.path.isfile(record.tokenizer):
         text = Path(record.tokenizer).read_text(encoding="utf-8")
         if hashlib.sha256(text.encode()).hexdigest() == wanted:
             return text
@@ -190,10 +185,6 @@ class _Source:
         """Compare some documents of one file."""
         counts, prefix = self.task.file_documents, self.shard.prefix
         full_files = [number for number, count in enumerate(counts) if count]
-        if not full_files:
-            return SourceComparison(
-                prefix=prefix, note="its record is of an earlier version, and does not count its files"
-            )
         generator = random.Random(self.task.xxh3_128.get("bin"))
         number = generator.choice(full_files)
         first, count = sum(counts[:number]), counts[number]
@@ -228,7 +219,6 @@ class _Source:
         return texts, count
 
     def _texts(self, number: int) -> Iterator[memoryview]:
-        assert self.record.dataset is not None
         path = join_path(self.record.dataset, self.task.inputs[number][0])
         faults = LineFaults(skip=bool(self.task.bad_lines))
         column, size = self.record.settings["column"], TokenizeOptions.default("batch_bytes")
@@ -237,12 +227,11 @@ class _Source:
 
     def compare_all(self, temp_dir: str | None) -> SourceComparison:
         """Make the whole shard again and compare checksums."""
-        assert self.record.dataset is not None
         options = TokenizeOptions(
             tokenizer="",
             column=self.record.settings["column"],
             engine="huggingface",
-            on_error=cast(OnError, self.task.on_error or ("skip-file" if self.task.skipped else "fail")),
+            on_error=cast(OnError, self.task.on_error),
         )
         name = os.path.basename(self.shard.prefix)
         with tempfile.TemporaryDirectory(dir=temp_dir, prefix=f"{temporary_prefix()}verify-") as folder:

@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -32,7 +32,7 @@ from relayrun.tokens.tokenize.encode.libraries import (
 )
 from relayrun.tokens.tokenize.encode.partial_vocabulary import PartialVocabularyEngine
 from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
-from relayrun.tokens.tokenize.options import FORMER_VALUES, EngineName
+from relayrun.tokens.tokenize.options import EngineName
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
@@ -173,9 +173,6 @@ def select_engine(
     caller has it. Proofs are cached on this machine (`tokenizer_files`): a repeated proof does not even load the
     tokenizer. Raises InputError for an unknown name.
     """
-    wanted = cast(
-        EngineName, FORMER_VALUES["engine"].get(wanted, wanted)
-    )  # a job of an earlier version has it in a pickle
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
 
