@@ -4,8 +4,7 @@ A symptom counts when two looks a minute apart have seen it: an answer of Slurm 
 between two states, is none. Somebody is told by the run's notices, as a job tells it, and by a line of this program's
 output, which cron mails, where the run names nobody or a notice cannot be written. What was seen and told is kept in
 the folder that is looked after (`relayrun.watch.status.cron_check_record`), so that anybody sees when the last look
-was. Standard
-library only.
+was. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Runs a module that another user's take-over meets as it begins an attempt.
 
 `python3 -m relayrun.lab.faults.change_owner -m MODULE ...`; `Fault.commands` puts it in the place of the supervisor.
-Before
-begin.json has its name the plan becomes another user's; a little later it is put back, as a submit does that finds the
-attempt. Standard library only.
+Before begin.json has its name the plan becomes another user's; a little later it is put back, as a submit does that
+finds the attempt. Standard library only.
 """
 
 from __future__ import annotations

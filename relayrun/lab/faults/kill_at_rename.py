@@ -1,8 +1,7 @@
 """Runs a module that is killed before it gives a file its name.
 
 `python3 -m relayrun.lab.faults.kill_at_rename NAME ALONE|WITH-PARENT -m MODULE ...`; `Fault.commands` puts it in the
-place of the
-supervisor. Standard library only.
+place of the supervisor. Standard library only.
 """
 
 from __future__ import annotations
