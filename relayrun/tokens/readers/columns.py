@@ -8,6 +8,8 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +26,13 @@ from relayrun.tokens.readers.texts import find_field, keep_utf8, keep_utf8_rows,
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
 
+log = logging.getLogger(__name__)
+
 _MAX_REPEATED_ROWS = 128
 """Rows of an array if the file may store a text once for many rows: file size then says little about text size."""
 
 _COLUMN_READ_AHEAD = 1 << 20
+_FILES_AT_A_TIME = 8
 
 _ARROW_FILE = b"ARROW1"
 """First bytes of an IPC file; an IPC stream begins differently."""
@@ -100,6 +105,51 @@ def check_column(path: str, column: str, *, skip_lines: bool = False) -> None:
     arrays.close()
 
 
+MAX_CHECKED_FILES = 256
+"""Files of a data set that are checked, evenly chosen; only a few in a store, which may be slow or closed from here."""
+MAX_CHECKED_REMOTE_FILES = 8
+
+
+def check_files(
+    paths: Sequence[str],
+    column: str,
+    *,
+    skip_lines: bool,
+    skip_files: bool = False,
+    what: str = "files cannot be tokenized",
+) -> None:
+    """Raise InputError, which begins with `what`, that names the files without the column, and unreadable files.
+
+    The beginning of each file is read, or its schema. With `skip_files` only a column that no file has is an error,
+    with `skip_lines` only a file without a good line. An unreachable store is a warning.
+    """
+    if not paths:
+        return
+    remote = urls.is_url(paths[0])
+    chosen = paths[:: -(-len(paths) // (MAX_CHECKED_REMOTE_FILES if remote else MAX_CHECKED_FILES))]
+    with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
+        found = list(pool.map(lambda path: _file_fault(path, column, skip_lines=skip_lines), chosen))
+    faults: list[RelayrunError] = [fault for fault in found if fault is not None]
+    if not faults or (skip_files and len(faults) < len(chosen)):
+        return
+    every = f" (looked at {len(chosen):,} of {len(paths):,})" if len(chosen) < len(paths) else ""
+    error = combined_error(faults, f"{what}{every}")
+    if remote and not any("no column" in fault.message for fault in faults):
+        log.warning("%s", error)
+        return
+    raise error
+
+
+def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | None:
+    if not urls.is_url(path) and os.path.exists(path) and not os.path.isfile(path):
+        return None  # a pipe can be read only once
+    try:
+        check_column(path, column, skip_lines=skip_lines)
+    except InputError as error:
+        return error
+    return None
+
+
 def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
     """Return the error for a file that Arrow or the store cannot read."""
     lines = str(error).splitlines() or [type(error).__name__]
@@ -164,8 +214,6 @@ _PAGE_ROWS = 1024
 _COMPRESSION_FACTOR = 6
 """Size of a compressed jsonl file in memory, over its size on disk, about."""
 
-_FOOTERS_AT_A_TIME = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowFile:
@@ -195,7 +243,7 @@ def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile
             bad.append(error)
             return None
 
-    with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
         found = [file for file in pool.map(tried, files) if file is not None]
     if bad:
         raise combined_error(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")

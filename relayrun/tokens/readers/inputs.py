@@ -8,7 +8,9 @@ an error that names it, or all bad lines are counted by reason (`LineFaults`). T
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,3 +202,82 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
             )
         lines.append(os.fsencode(name) + b"\n")
     return b"".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """A file of the data set: its path below the data set folder, bytes, and identity."""
+
+    path: str
+    size: int
+    identity: tuple[int, int] | str
+    """Device and inode: equal for two paths to one file. Below a URL: the path."""
+
+
+def find_data_files(
+    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
+) -> list[DataFile]:
+    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path.
+
+    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if
+    given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
+    if the folder is missing or cannot be listed, or a link to a data file is broken.
+    """
+
+    def is_wanted(path: str) -> bool:
+        return (
+            is_data_file(path)
+            and (not filter_in or any(text in path for text in filter_in))
+            and not any(text in path for text in filter_out)
+        )
+
+    place = urls.absolute_path(folder)
+    find = _find_below_url if urls.is_url(place) else _find_locally
+    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
+
+
+def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+    found = [DataFile(path=path, size=size, identity=path) for path, size in urls.list_url(url) if is_wanted(path)]
+    for file in found:
+        if "::" in file.path:
+            raise InputError(
+                "fsspec cannot open a name with `::`",
+                where=urls.join_path(url, file.path),
+                hint="rename the file, or leave it out with --filter-out",
+            )
+    return found
+
+
+def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+    if not os.path.isdir(folder):
+        hint = did_you_mean_path(folder) or "give the folder that holds the files of text, or a URL"
+        raise InputError("there is no such dataset folder", where=folder, hint=hint)
+    dead: list[InputError] = []
+    found: list[DataFile] = []
+    top = os.stat(folder)
+    stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
+    while stack:
+        relative, ancestors = stack.pop()
+        with os.scandir(os.path.join(folder, relative)) as entries:
+            for entry in entries:
+                path = os.path.join(relative, entry.name)
+                wanted = is_wanted(path)
+                try:
+                    status = entry.stat()
+                except OSError as error:
+                    if not wanted:
+                        continue
+                    if entry.is_symlink():
+                        what, hint = f"this link leads nowhere ({error.strerror})", "mend or remove it, or --filter-out"
+                        dead.append(InputError(what, where=printable(entry.path), hint=hint))
+                        continue
+                    raise
+                identity = (status.st_dev, status.st_ino)
+                if stat.S_ISDIR(status.st_mode):
+                    if identity not in ancestors:
+                        stack.append((path, ancestors | {identity}))
+                elif wanted and stat.S_ISREG(status.st_mode):
+                    found.append(DataFile(path=path, size=status.st_size, identity=identity))
+    if dead:
+        raise combined_error(sorted(dead, key=str), "links lead nowhere")
+    return found

@@ -35,7 +35,7 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, refuse_unwritable
 from relayrun.files import free_space, fsync_directory, read_json, write_atomic, write_json
-from relayrun.tokens.readers.columns import RowFile
+from relayrun.tokens.readers.columns import RowFile, check_files
 from relayrun.tokens.shuffle.buckets import output_file_name
 from relayrun.tokens.shuffle.reshard import (
     LENGTHS_PICTURE,
@@ -50,7 +50,6 @@ from relayrun.tokens.shuffle.reshard import (
 )
 from relayrun.tokens.shuffle.text_lengths import draw_lengths
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.check_inputs import check_files
 
 log = logging.getLogger(__name__)
 

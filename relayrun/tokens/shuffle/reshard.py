@@ -28,7 +28,7 @@ import pyarrow as pa
 from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import exclusive_maker, remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.tokens.readers.columns import RowFile, inspect_files
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, LineFaults, describe_bad_lines
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES, LineFaults, describe_bad_lines, find_data_files
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,
@@ -42,7 +42,6 @@ from relayrun.tokens.shuffle.buckets import (
 )
 from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit, draw_lengths
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.dumps import find_data_files
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 log = logging.getLogger(__name__)

@@ -24,9 +24,12 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import InputError, RelayrunError, SchedulerError, did_you_mean_path, refuse_unwritable
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
+from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
 from relayrun.tokens.tokenize.dumps import MetadataFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
+from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import (
     JobRequeued,
     file_lock,
@@ -65,7 +68,6 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     InputError if no dump is left, finished dumps of this metadata folder went elsewhere, a folder is not writable, or
     the tokenizer or the column is missing.
     """
-    from relayrun.tokens.tokenize.check_inputs import check_dump_inputs
     from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 
     metadata = MetadataFolder(settings.metadata_folder)
@@ -76,7 +78,7 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     output = settings.dataset_output
     refuse_unwritable(metadata.path, metadata.completed, output, settings.job_logs, settings.csv)
     refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
-    check_dump_inputs(metadata, indices, settings)
+    _check_inputs(metadata, indices, settings)
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
         raise InputError(
@@ -91,6 +93,16 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
         (settings.dump_output(index) / ERROR_FILE).unlink(missing_ok=True)
     replace_link(link, str(output))
     return indices
+
+
+def _check_inputs(metadata: MetadataFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
+    """Raise InputError that names the files of these dumps without the column, and unreadable files."""
+    from relayrun.tokens.readers.columns import check_files  # on demand: a login node may lack pyarrow
+
+    dataset = metadata.dataset()
+    names = [name for index in indices for name in read_paths_file(metadata.paths_file(index))]
+    paths = [join_path(dataset, name) for name in names]
+    check_files(paths, options.column, skip_lines=options.skips_lines, skip_files=options.skips_files)
 
 
 def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:

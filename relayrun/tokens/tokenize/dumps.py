@@ -21,16 +21,16 @@ import heapq
 import logging
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path, refuse_unwritable
+from relayrun.errors import InputError, RelayrunError, combined_error, refuse_unwritable
 from relayrun.files import (
     append_line,
+    free_space,
     fsync_directory,
     read_json,
     read_lines,
@@ -40,9 +40,15 @@ from relayrun.files import (
     write_atomic,
     write_json,
 )
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, is_data_file, paths_file_bytes, read_paths_file, stat_inputs
+from relayrun.tokens.readers.inputs import (
+    DATA_SUFFIXES,
+    DataFile,
+    find_data_files,
+    paths_file_bytes,
+    read_paths_file,
+    stat_inputs,
+)
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize.processes import file_lock
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
@@ -177,16 +183,6 @@ BYTES_PER_DUMP = 150_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFile:
-    """A file of the data set: its path below the data set folder, bytes, and identity."""
-
-    path: str
-    size: int
-    identity: tuple[int, int] | str
-    """Device and inode: equal for two paths to one file. Below a URL: the path."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Dump:
     """One unit of tokenization. `files` are ordered largest first."""
 
@@ -196,75 +192,6 @@ class Dump:
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
-
-
-def find_data_files(
-    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
-) -> list[DataFile]:
-    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path.
-
-    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if
-    given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
-    if the folder is missing or cannot be listed, or a link to a data file is broken.
-    """
-
-    def is_wanted(path: str) -> bool:
-        return (
-            is_data_file(path)
-            and (not filter_in or any(text in path for text in filter_in))
-            and not any(text in path for text in filter_out)
-        )
-
-    place = urls.absolute_path(folder)
-    find = _find_below_url if urls.is_url(place) else _find_locally
-    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
-
-
-def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
-    found = [DataFile(path=path, size=size, identity=path) for path, size in urls.list_url(url) if is_wanted(path)]
-    for file in found:
-        if "::" in file.path:
-            raise InputError(
-                "fsspec cannot open a name with `::`",
-                where=urls.join_path(url, file.path),
-                hint="rename the file, or leave it out with --filter-out",
-            )
-    return found
-
-
-def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
-    if not os.path.isdir(folder):
-        hint = did_you_mean_path(folder) or "give the folder that holds the files of text, or a URL"
-        raise InputError("there is no such dataset folder", where=folder, hint=hint)
-    dead: list[InputError] = []
-    found: list[DataFile] = []
-    top = os.stat(folder)
-    stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
-    while stack:
-        relative, ancestors = stack.pop()
-        with os.scandir(os.path.join(folder, relative)) as entries:
-            for entry in entries:
-                path = os.path.join(relative, entry.name)
-                wanted = is_wanted(path)
-                try:
-                    status = entry.stat()
-                except OSError as error:
-                    if not wanted:
-                        continue
-                    if entry.is_symlink():
-                        what, hint = f"this link leads nowhere ({error.strerror})", "mend or remove it, or --filter-out"
-                        dead.append(InputError(what, where=printable(entry.path), hint=hint))
-                        continue
-                    raise
-                identity = (status.st_dev, status.st_ino)
-                if stat.S_ISDIR(status.st_mode):
-                    if identity not in ancestors:
-                        stack.append((path, ancestors | {identity}))
-                elif wanted and stat.S_ISREG(status.st_mode):
-                    found.append(DataFile(path=path, size=status.st_size, identity=identity))
-    if dead:
-        raise combined_error(sorted(dead, key=str), "links lead nowhere")
-    return found
 
 
 def split_files(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
@@ -368,3 +295,44 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
         print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
     if twice := count_files_linked_twice(files):
         log.warning("%s files are reached by more than one path (links) and will be tokenized again", f"{twice:,}")
+
+
+def merged_prefix(dataset: Path, dump: str) -> Path:
+    """Return the prefix of the merged shard of a dump."""
+    return dataset.with_name(f"{dataset.name}-merge") / f"{dump}-merged"
+
+
+def unmerged_dumps(dataset: Path) -> list[str]:
+    """Return the names of the dumps that are not merged yet.
+
+    Raises RelayrunError for torn shards, for different tokenizers or token types, and for lack of space.
+    """
+    from relayrun.tokens.shards.merge import inspect_inputs  # on demand: numpy
+    from relayrun.tokens.shards.prefixes import find_prefixes
+
+    dumps = sorted(path.name for path in dataset.glob("dump-*") if path.is_dir())
+    if not dumps:
+        hint = "give the folder that holds dump-0, dump-1, ..."
+        raise InputError("there is no dump in this folder", where=dataset, hint=hint)
+    names: list[str] = []
+    errors: list[RelayrunError] = []
+    size = 0
+    for name in dumps:
+        output = merged_prefix(dataset, name)
+        if output.with_name(f"{output.name}.idx").exists():
+            log.info("%s: merged already", name)
+            continue
+        names.append(name)
+        try:
+            size += inspect_inputs(find_prefixes([dataset / name], listed=True), output).bytes
+        except InputError as error:
+            errors.append(error)
+    if errors:
+        raise combined_error(errors, "dumps cannot be merged")
+    if names and (free := free_space(merged_prefix(dataset, names[0]))) < size:
+        raise InputError(
+            f"the merged shards take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free",
+            where=merged_prefix(dataset, names[0]).parent,
+            hint="make room; or make that folder a link to one on another file system",
+        )
+    return names

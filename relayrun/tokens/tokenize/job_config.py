@@ -17,11 +17,12 @@ from relayrun.config.compose import sites, yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.config.sections.base import OutputPath, Positive, Section, SingleLine, SlurmTime
 from relayrun.config.sections.job import ClusterSection, JobPlacement
-from relayrun.config.sections.job_script import check_setup_lines
+from relayrun.config.sections.job_script import check_setup_lines, sbatch_script_options
 from relayrun.control.chain import job_script
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
+from relayrun.files import write_atomic
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -257,3 +258,36 @@ def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Set
         elif detail["type"] == "missing":
             message = "this setting is missing"
         raise ConfigError(f"{'.'.join(location)}: {message}", where=source.place(location)) from None
+
+
+def write_site_files(name: str, file: Path) -> None:
+    """Write the site settings of jobs that Bash scripts submit to cluster `name`. Raises ConfigError.
+
+    Such a job sources `file`: environment, modules and setup lines of the site, and the prefixes of its Python in the
+    arrays `site_srun` (srun's options for a container that is an srun plugin) and `site_command`. `file`.options holds
+    the options of sbatch, each ended by a NUL. A job submitted from YAML gets the same settings.
+    """
+    given = yaml_file.LocatedSettings({"cluster": name}, {("cluster",): sites.CLUSTER_VARIABLE})
+    sites.insert_site(given, folders=sites.site_folders())
+    sites.insert_environment(given, os.environ)
+    sites.insert_job_defaults(given, only=SITE_JOB_DEFAULTS)
+    try:
+        cluster = ClusterSection.model_validate(given.values["cluster"])
+        job = TokenizationJob.model_validate(given.values.get("job", {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(first["msg"].removeprefix("Value error, "), where=f"cluster {name}: {place}") from None
+    container = cluster.container.with_mounts([str(places.CODE_ROOT)])
+    srun = [*cluster.srun_options, *container.srun_options] if container.srun_options else []
+    lines = [
+        *site_setup_lines(cluster, job.setup),
+        f"site_srun=({shlex.join(srun)})",
+        f"site_command=({shlex.join([*container.command, *cluster.command_prefix])})",
+    ]
+    if cluster.python is not None:
+        lines.append(f"export PYTHON={shlex.quote(cluster.python)}")
+    write_atomic(file, "\n".join(lines) + "\n")
+    options: dict[str, str | None] = {**job.placement, **sbatch_script_options(job.sbatch)}
+    words = [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
+    write_atomic(file.with_name(f"{file.name}.options"), "".join(f"{word}\0" for word in words))

@@ -9,9 +9,8 @@ from pathlib import Path
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic, write_json
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES, find_data_files
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.dumps import find_data_files
 from relayrun.tokens.tokenize.encode.tokenizer_files import hold_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
