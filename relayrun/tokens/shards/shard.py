@@ -200,6 +200,9 @@ DTYPE_CODES: dict[int, type[np.generic]] = {
 }
 
 
+_TOKENIZE_AGAIN = "tokenize it again, or leave this prefix out"
+
+
 def token_dtype(vocabulary_size: int) -> type[np.generic]:
     """Return the token type by Megatron's rule: uint16 below 65,500 vocabulary entries, else int32."""
     return np.uint16 if vocabulary_size < 65_500 else np.int32
@@ -227,7 +230,6 @@ class Shard:
         InputError if a file is missing, is not an index, or is shorter than its header says.
         """
         prefix = os.fspath(prefix)
-        hint = "tokenize it again, or leave this prefix out"
         try:
             with open(prefix + ".idx", "rb", buffering=0) as file:
                 header = file.read(INDEX_HEADER.size)
@@ -235,37 +237,17 @@ class Shard:
                 last = _last_sequence(file.fileno(), header, idx_bytes)
             bin_bytes = os.stat(prefix + ".bin").st_size
         except FileNotFoundError as error:
-            raise InputError(
-                "a shard needs both its .bin and its .idx file; this one is missing", where=error.filename, hint=hint
-            ) from None
-        if len(header) < INDEX_HEADER.size or header[:9] != INDEX_MAGIC:
-            raise InputError("not a Megatron index", where=prefix + ".idx", hint=hint)
-        _, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
-        if version != 1 or code not in DTYPE_CODES:
-            raise InputError(f"unknown index version {version} or token type {code}", where=prefix + ".idx", hint=hint)
-        wanted = INDEX_HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
-        if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
-            raise InputError(
-                "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
-                where=prefix + ".idx",
-                hint="merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it",
-            )
-        if idx_bytes != wanted or bounds == 0:
-            raise InputError(
-                f"index is torn: {idx_bytes} bytes, its header asks for {wanted}", where=prefix + ".idx", hint=hint
-            )
-        dtype = np.dtype(DTYPE_CODES[code])
-        tokens = bin_bytes // dtype.itemsize
+            missing = "a shard needs both its .bin and its .idx file; this one is missing"
+            raise InputError(missing, where=error.filename, hint=_TOKENIZE_AGAIN) from None
+        dtype, sequences, bounds = _check_header(prefix + ".idx", header, idx_bytes, multimodal)
+        tokens = 0
         if sequences:  # the last sequence must end inside the .bin; a cut shard may have bytes after it
             length, offset = last
             end = offset + length * dtype.itemsize
             if end > bin_bytes:
-                raise InputError(
-                    f"token file is torn: {bin_bytes} bytes, its index asks for {end}", where=prefix + ".bin", hint=hint
-                )
+                torn = f"token file is torn: {bin_bytes} bytes, its index asks for {end}"
+                raise InputError(torn, where=prefix + ".bin", hint=_TOKENIZE_AGAIN)
             tokens = end // dtype.itemsize
-        else:
-            tokens = 0
         return cls(
             prefix=prefix,
             dtype=dtype,
@@ -306,6 +288,26 @@ class Shard:
     def ids(self) -> npt.NDArray[np.generic]:
         """All token ids, shape [tokens], memory-mapped."""
         return np.memmap(self.prefix + ".bin", self.dtype, "r", 0, (self.tokens,))
+
+
+def _check_header(index: str, header: bytes, idx_bytes: int, multimodal: bool) -> tuple[np.dtype[np.generic], int, int]:
+    """Token type, sequences and entries of the document index. Raises InputError for a header or size that is wrong."""
+    if len(header) < INDEX_HEADER.size or header[:9] != INDEX_MAGIC:
+        raise InputError("not a Megatron index", where=index, hint=_TOKENIZE_AGAIN)
+    _, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
+    if version != 1 or code not in DTYPE_CODES:
+        raise InputError(f"unknown index version {version} or token type {code}", where=index, hint=_TOKENIZE_AGAIN)
+    wanted = INDEX_HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
+    if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
+        raise InputError(
+            "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
+            where=index,
+            hint="merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it",
+        )
+    if idx_bytes != wanted or bounds == 0:
+        torn = f"index is torn: {idx_bytes} bytes, its header asks for {wanted}"
+        raise InputError(torn, where=index, hint=_TOKENIZE_AGAIN)
+    return np.dtype(DTYPE_CODES[code]), sequences, bounds
 
 
 def _last_sequence(idx: int, header: bytes, idx_bytes: int) -> tuple[int, int]:

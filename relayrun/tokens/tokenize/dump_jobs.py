@@ -238,40 +238,15 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
 
     # the pickle holds no site: a worker of another version need not know its settings
     settings = TokenizationSettings.model_validate(config.model_dump(include=set(TokenizationSettings.model_fields)))
-    options = config.job
-    try:
-        executor = submitit.SlurmExecutor(settings.job_logs / "submitit", python=shlex.join(config.command))
-    except RuntimeError as error:
-        raise SchedulerError(
-            f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
-        ) from None
-    log = settings.job_logs / "R-%x-%j"
-    direct = {"account", "partition", "qos", "constraint", "exclude", "mem", "cpus_per_task"}
-    plain = options.model_dump(include=direct, exclude_none=True)
-    further: dict[str, Any] = {} if options.reservation is None else {"reservation": options.reservation}
-    for name, value in sbatch_script_options(options.sbatch).items():
-        further[name] = True if value is None else value  # as submitit writes an option without a value
-    executor.update_parameters(
-        **plain | {"exclusive": options.exclusive or None},
-        job_name=settings.name,
-        time=math.ceil(parse_time(options.time) / 60),
-        nodes=1,
-        ntasks_per_node=1,
-        setup=config.preparation,
-        array_parallelism=config.max_parallel,
-        use_srun=False,  # one task: without srun the job's own output files hold everything
-    )
+    executor = _slurm_executor(config, settings)
     metadata = MetadataFolder(settings.metadata_folder)
     size = max(1, Slurm().max_array_size())
     arrays: list[str] = []
     for first in range(0, len(indices), size):
         part = indices[first : first + size]
-        additional = {"output": f"{log}.out", "error": f"{log}.err", **further}
         # else all arrays would run at once, `max_parallel` dumps each
-        wait = [options.dependency, f"afterany:{arrays[-1]}" if arrays else None]
-        if any(wait):
-            additional["dependency"] = ",".join(filter(None, wait))
-        executor.update_parameters(additional_parameters=additional)
+        wait = [config.job.dependency, f"afterany:{arrays[-1]}" if arrays else None]
+        executor.update_parameters(additional_parameters=_sbatch_parameters(config, settings, wait))
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # submitit also prints the error that it raises
                 jobs = executor.map_array(tokenize_dump, [settings] * len(part), part)
@@ -284,6 +259,44 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
             metadata.record_job(str(job.job_id), index)
         arrays.append(str(jobs[0].job_id).split("_")[0])
     print(f"submitted {len(indices)} dumps as Slurm job {', '.join(arrays)}; logs: {settings.job_logs}", flush=True)
+
+
+def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) -> Any:
+    """submitit's executor with the parameters that all arrays share. Raises SchedulerError without a Slurm."""
+    import submitit
+
+    try:
+        executor = submitit.SlurmExecutor(settings.job_logs / "submitit", python=shlex.join(config.command))
+    except RuntimeError as error:
+        raise SchedulerError(
+            f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
+        ) from None
+    direct = {"account", "partition", "qos", "constraint", "exclude", "mem", "cpus_per_task"}
+    executor.update_parameters(
+        **config.job.model_dump(include=direct, exclude_none=True),
+        exclusive=config.job.exclusive or None,
+        job_name=settings.name,
+        time=math.ceil(parse_time(config.job.time) / 60),
+        nodes=1,
+        ntasks_per_node=1,
+        setup=config.preparation,
+        array_parallelism=config.max_parallel,
+        use_srun=False,  # one task: without srun the job's own output files hold everything
+    )
+    return executor
+
+
+def _sbatch_parameters(
+    config: TokenizationConfig, settings: TokenizationSettings, wait: Sequence[str | None]
+) -> dict[str, Any]:
+    """Options of sbatch for which submitit has no parameters."""
+    log = settings.job_logs / "R-%x-%j"
+    found: dict[str, Any] = {"output": f"{log}.out", "error": f"{log}.err"}
+    if config.job.reservation is not None:
+        found["reservation"] = config.job.reservation
+    for name, value in sbatch_script_options(config.job.sbatch).items():
+        found[name] = True if value is None else value  # as submitit writes an option without a value
+    return found | ({"dependency": ",".join(filter(None, wait))} if any(wait) else {})
 
 
 def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total: int) -> None:

@@ -298,7 +298,8 @@ class ShardFolder:
         return None
 
     def drop(self, name: str) -> None:
-        """Remove the files of shard `name`, the .idx first: a .bin alone is not a shard."""
+        """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
+        self.tasks.pop(name, None)
         for suffix in (".idx", ".bin", ".idx.tmp", ".bin.tmp"):
             (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 

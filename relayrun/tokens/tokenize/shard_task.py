@@ -119,7 +119,7 @@ PIECE_BYTES = 500_000
 """Least bytes of a piece of a long document."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShardTask:
     """A task: the files of one shard."""
 

@@ -167,68 +167,63 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     Files of the hub are downloaded once per node; the hub's token comes from the environment. Raises InputError if the
     tokenizer, EOS, BOS or token is missing.
     """
-    name_or_path = options.tokenizer
-    path = Path(name_or_path)
+    path = Path(options.tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
-    size, configured = 0, _ConfiguredTokens()
-    name = None
-    if file.is_file():
-        data = file.read_bytes()
-        configured = _ConfiguredTokens(
-            eos=_read_configured_token(file.parent, "eos_token"), bos=_read_configured_token(file.parent, "bos_token")
-        )
-        asked = (
-            options.eos_token,
-            options.append_eod,
-            options.bos,
-            options.special_text,
-            configured.eos,
-            configured.bos,
-        )
-        name = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
-        if (known := tokenizer_files.read_cache(name)) is not None:
-            first, _, definition = known.decode().partition("\n")
-            return DocumentTokenizer(definition=definition, **json.loads(first))
-        tokenizer = _from_file(file, data)
-    elif path.is_dir():
+    if not file.is_file():
+        return _prepare(_convert_or_fetch(path, file, options), options)
+    data = file.read_bytes()
+    eos, bos = (_read_configured_token(file.parent, name) for name in ("eos_token", "bos_token"))
+    asked = (options.eos_token, options.append_eod, options.bos, options.special_text, eos, bos)
+    key = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
+    if (known := tokenizer_files.read_cache(key)) is not None:
+        first, _, definition = known.decode().partition("\n")
+        return DocumentTokenizer(definition=definition, **json.loads(first))
+    return _prepare(_FoundTokenizer(_from_file(file, data), eos, bos), options, key)
+
+
+@dataclass(frozen=True)
+class _FoundTokenizer:
+    """A tokenizer, the tokens that its configuration names, and the entries that transformers counts."""
+
+    tokenizer: Tokenizer
+    eos: str | None
+    bos: str | None
+    size: int = 0
+
+
+def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _FoundTokenizer:
+    """The tokenizer of a folder without `file`, a tokenizer.json, or of the hub. Raises InputError."""
+    name = options.tokenizer
+    if path.is_dir():
         check_convertible(path)
-        tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
+        found = _from_transformers(os.path.abspath(path), options.cache_dir)
         log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
-    elif path.suffix == ".json" or not tokenizer_files.is_hub_name(name_or_path):
+        return found
+    if path.suffix == ".json" or not tokenizer_files.is_hub_name(name):
         raise tokenizer_files.missing_tokenizer_error(file)
-    else:
-        here = tokenizer_files.check_hub(name_or_path, options.cache_dir)
-        tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir, only_here=here)
-    eos_token = _find_eos(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
+    here = tokenizer_files.check_hub(name, options.cache_dir)
+    return _from_transformers(name, options.cache_dir, only_here=here)
+
+
+def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None = None) -> DocumentTokenizer:
+    """Apply the options, and cache the result as `key` unless a warning has to be repeated at each start."""
+    where, tokenizer = options.tokenizer, found.tokenizer
+    eos_token = _find_eos(tokenizer, options.eos_token or found.eos, options.append_eod, where)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
         raise InputError(
             f"the tokenizer has no token {eos_token!r} to end documents with",
-            where=name_or_path,
+            where=where,
             hint="name one of its tokens with --eos-token",
         )
-    bos_id = tokenizer.token_to_id(configured.bos) if options.bos and configured.bos is not None else None
-    if options.bos and bos_id is None:
-        raise InputError(
-            "the tokenizer names no token to begin documents with",
-            where=name_or_path,
-            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
-        )
-    random = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
-    if random:
-        log.warning(
-            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
-            name_or_path,
-            random,
-        )
-        tokenizer.model.dropout = None
+    bos_id = _find_bos(tokenizer, found.bos, where) if options.bos else None
+    random = _switch_off_dropout(tokenizer, where)
     if options.special_text:
         tokenizer = _without_special_tokens(tokenizer)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    size = max(size, len(vocabulary), max(vocabulary.values()) + 1)
     definition = str(tokenizer.to_str())
     facts: dict[str, Any] = {
         "fingerprint": hashlib.sha256(definition.encode()).hexdigest(),
@@ -236,14 +231,38 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         "eos_token": eos_token,
         "eos_id": eos_id,
         "bos_id": bos_id,
-        "size": size,
+        "size": max(found.size, len(vocabulary), max(vocabulary.values()) + 1),
     }
-    said = random or (eos_token is None and options.append_eod != "no")
-    if name is not None and not said:  # else each start repeats its warning
-        tokenizer_files.write_cache(name, f"{json.dumps(facts)}\n{definition}".encode())
+    warned = random or (eos_token is None and options.append_eod != "no")
+    if key is not None and not warned:
+        tokenizer_files.write_cache(key, f"{json.dumps(facts)}\n{definition}".encode())
     loaded = DocumentTokenizer(definition=definition, **facts)
     loaded.__dict__["tokenizer"] = tokenizer  # saves loading it again
     return loaded
+
+
+def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
+    """True, with a warning, if the tokenizer had a dropout."""
+    dropout = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
+    if dropout:
+        log.warning(
+            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
+            where,
+            dropout,
+        )
+        tokenizer.model.dropout = None
+    return bool(dropout)
+
+
+def _find_bos(tokenizer: Tokenizer, named: str | None, where: str) -> int:
+    bos_id: int | None = None if named is None else tokenizer.token_to_id(named)
+    if bos_id is None:
+        raise InputError(
+            "the tokenizer names no token to begin documents with",
+            where=where,
+            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
+        )
+    return bos_id
 
 
 def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
@@ -252,14 +271,6 @@ def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
     for token in definition["added_tokens"]:
         token["special"] = False
     return Tokenizer.from_str(json.dumps(definition))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ConfiguredTokens:
-    """Tokens named by the configuration of a tokenizer."""
-
-    eos: str | None = None
-    bos: str | None = None
 
 
 def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:
@@ -288,9 +299,7 @@ def _from_file(file: Path, data: bytes) -> Tokenizer:
         ) from None
 
 
-def _from_transformers(
-    name: str, cache_dir: str | None, *, only_here: bool = False
-) -> tuple[Tokenizer, int, _ConfiguredTokens]:
+def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = False) -> _FoundTokenizer:
     from transformers import AutoTokenizer  # seconds to import, and needed for hub names only
 
     try:
@@ -312,11 +321,7 @@ def _from_transformers(
             where=name,
             hint="take a tokenizer.json of the same model",
         )
-    return (
-        Tokenizer.from_str(backend.to_str()),
-        len(loaded),
-        _ConfiguredTokens(eos=loaded.eos_token, bos=loaded.bos_token),
-    )
+    return _FoundTokenizer(Tokenizer.from_str(backend.to_str()), loaded.eos_token, loaded.bos_token, len(loaded))
 
 
 def _read_configured_token(folder: Path, name_of_token: str) -> str | None:
